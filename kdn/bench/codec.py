@@ -1,0 +1,122 @@
+"""`kdn bench codec`: rate, quality and speed of every codec on a real model, in one run.
+
+Every codec turns the same caches into real bytes and back; the model then tells what each loss did
+to its predictions. Texts used for calibration must not be measured on: what they share is counted
+and told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
+
+from kdn.bench.calibration import Calibration
+from kdn.bench.measure import measure
+from kdn.bench.report import hardware, plot, print_report, write_json
+from kdn.bench.rivals import NAMES, open_rivals
+from kdn.bench.texts import Sample, Text, default_calibration, default_texts, load_text, overlap
+from kdn.cache.keys import TAIL_MULTIPLE
+from kdn.engines.models import load_model
+from kdn.engines.transformers import spec_of
+from kdn.errors import UnsupportedError
+
+OVERLAP_WARNING = 0.05
+"""Part of a text's 8-grams in the calibration text from which it is no fair measure any more."""
+
+
+def run(
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Text to measure on (.txt, .jsonl, .gz); repeatable.")
+    ] = None,
+    codecs: Annotated[str, typer.Option(help="Comma-separated names.")] = ",".join(NAMES),
+    context: Annotated[int, typer.Option(min=512, help="Tokens of each context.")] = 3072,
+    contexts: Annotated[int, typer.Option(min=1, help="Contexts of each text.")] = 4,
+    continuation: Annotated[int, typer.Option(min=1, help="Tokens scored after each.")] = 128,
+    calibration: Annotated[
+        list[Path] | None, typer.Option(help="Text to fit kvtc and cachegen on; repeatable.")
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(min=1, help="About so many of it.")] = 25_000,
+    model: Annotated[str, typer.Option(help="smollm2, a folder, or a hub name.")] = "smollm2",
+    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all as JSON.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw it as PNG.")] = None,
+    seed: Annotated[int, typer.Option(help="Chooses the contexts.")] = 0,
+) -> None:
+    """Rate, quality and speed of every codec on a real model."""
+    if context % TAIL_MULTIPLE:
+        raise UnsupportedError(f"expected a context of a multiple of {TAIL_MULTIPLE} tokens")
+    loaded, tokenizer = load_model(model, device=device)
+    spec = spec_of(loaded)
+    samples = [
+        Sample.of(part, part.tokens(tokenizer), context, contexts, continuation, seed)
+        for part in _unique(map(load_text, text) if text else default_texts())
+    ]
+    learnt = [
+        (part, part.tokens(tokenizer))
+        for part in (map(load_text, calibration) if calibration else default_calibration())
+    ]
+    shared = {s.name: max(overlap(s.tokens, ids) for _, ids in learnt) for s in samples}
+    notes = _notes(samples, shared, contexts)
+    with _progress() as progress:
+        for note in notes:
+            progress.console.print(note, style="yellow")
+        fit = Calibration.of(
+            loaded, spec, learnt, window_tokens=context, num_tokens=calibration_tokens, seed=seed,
+            track=lambda windows: iter(progress.track(windows, description="calibrating")),
+        )  # fmt: skip
+        rivals = open_rivals([name.strip() for name in codecs.split(",")], spec, fit)
+        rows = list(measure(loaded, rivals, samples, progress))
+    facts = hardware(device)
+    extra: dict[str, Any] = {
+        "levels": {rival.name: rival.labels for rival in rivals},
+        "settings": {
+            "model": model, "fingerprint": spec.fingerprint.hex(), "device": device, "seed": seed,
+            "context": context, "contexts": {s.name: len(s.starts) for s in samples},
+            "continuation": continuation,
+        },
+        "calibration": {
+            "texts": [part.name for part, _ in learnt], "tokens": fit.num_tokens, "overlap": shared,
+        },
+        "notes": notes,
+        "hardware": facts,
+        "commit": facts["commit"],
+    }  # fmt: skip
+    if json_file:
+        write_json(json_file, rows, extra)
+    if plot_file:
+        plot(plot_file, rows)
+    print_report(Console(), rows, extra)
+
+
+def _progress() -> Progress:
+    """On stderr: stdout is for the report."""
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def _unique(texts: Iterable[Text]) -> Iterator[Text]:
+    """Texts with names that tell them apart: they are keys of the report."""
+    seen: dict[str, int] = {}
+    for text in texts:
+        seen[text.name] = count = seen.get(text.name, 0) + 1
+        yield text if count == 1 else Text(f"{text.name}-{count}", text.content)
+
+
+def _notes(samples: Sequence[Sample], shared: dict[str, float], contexts: int) -> list[str]:
+    notes = []
+    for sample in samples:
+        if len(sample.starts) < contexts:
+            notes.append(f"{sample.name} is short: {len(sample.starts)} of {contexts} contexts")
+        if sample.overlaps:
+            notes.append(f"{sample.name} is short: its contexts overlap")
+        if shared[sample.name] > OVERLAP_WARNING:
+            notes.append(
+                f"{sample.name}: {shared[sample.name]:.0%} of its 8-grams are in the calibration "
+                "text; rivals fitted on it are flattered"
+            )
+    return notes

@@ -1,0 +1,102 @@
+"""Runs codecs over the contexts of texts and asks the model what each loss did to it.
+
+Contexts are the outer loop, so that one exact cache is in memory at a time; a row is complete with
+a text's last context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+from rich.progress import Progress
+
+from kdn.bench.figures import Row
+from kdn.bench.report import row_line
+from kdn.bench.rivals import Context, Outcome, Rival
+from kdn.bench.texts import Sample
+from kdn.cache.keys import TAIL_MULTIPLE, TokenIds
+from kdn.cache.tensors import KVCache
+from kdn.engines.quality import Quality, QualityProbe
+
+FP16_BITS = 16
+WARM_UP_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Point:
+    """One outcome and what it did to the model."""
+
+    size_bytes: int
+    quality: Quality
+    encode_s: float
+    decode_s: float
+    prefill_s: float
+
+
+def measure(
+    model: Any, rivals: Sequence[Rival], samples: Sequence[Sample], progress: Progress
+) -> Iterator[Row]:
+    warm = False
+    levels = sum(len(rival.labels) for rival in rivals)
+    for sample in samples:
+        task = progress.add_task(sample.name, total=levels * len(sample.starts))
+        points: dict[tuple[str, int], list[Point]] = {}
+        for start in sample.starts:
+            ids = sample.tokens[start : start + sample.window]
+            if not warm:
+                _warm_up(model, rivals, ids[:WARM_UP_TOKENS])
+                warm = True
+            probe = QualityProbe(model, ids, sample.context)
+            exact = Context(ids[: sample.context], _on_cpu(probe.cache))
+            for rival in rivals:
+                for outcome in rival.run(exact):
+                    group = points.setdefault((rival.name, outcome.level), [])
+                    group.append(_point(probe, outcome))
+                    if len(group) == len(sample.starts):
+                        row = row_of(rival.name, outcome.level, sample, group, exact.cache)
+                        progress.console.print(row_line(row, rival.labels[row.level]))
+                        yield row
+                    progress.advance(task)
+
+
+def _point(probe: QualityProbe, outcome: Outcome) -> Point:
+    quality = probe.measure(outcome.cache, outcome.kept)
+    return Point(outcome.size_bytes, quality, outcome.encode_s, outcome.decode_s, probe.prefill_s)
+
+
+def row_of(codec: str, level: int, sample: Sample, points: Sequence[Point], like: KVCache) -> Row:
+    num_values = 2 * like.keys.numel()
+    size_bytes = mean(point.size_bytes for point in points)
+    quality = Quality.pooled([point.quality for point in points])
+    return Row(
+        codec=codec,
+        level=level,
+        text=sample.name,
+        bytes=size_bytes,
+        bits_per_value=8 * size_bytes / num_values,
+        ratio=FP16_BITS * num_values / 8 / size_bytes,
+        kld=quality.kld,
+        kld_p99=quality.kld_p99,
+        recall_kld=quality.recall_kld,
+        top1=quality.top1,
+        ppl=quality.ppl,
+        encode_s=median(point.encode_s for point in points),
+        decode_s=median(point.decode_s for point in points),
+        prefill_s=median(point.prefill_s for point in points),
+    )
+
+
+def _warm_up(model: Any, rivals: Sequence[Rival], ids: TokenIds) -> None:
+    """The first use compiles kernels and starts threads: that is not what is timed."""
+    context = len(ids) - TAIL_MULTIPLE
+    probe = QualityProbe(model, ids, context)
+    for rival in rivals:
+        for _ in rival.run(Context(ids[:context], _on_cpu(probe.cache))):
+            pass
+
+
+def _on_cpu(cache: KVCache) -> KVCache:
+    return KVCache(cache.keys.cpu(), cache.values.cpu(), cache.start, cache.valid_from)

@@ -1,0 +1,242 @@
+"""How a benchmark is told: tables, JSON, a plot, and on what it was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kdn.bench.figures import (
+    KLD_LIMIT,
+    RECALL_LIMIT,
+    Comparison,
+    Row,
+    by_codec,
+    compare,
+    ratio_at_quality,
+)
+
+# Colour-blind safe, in the order of the codecs' names below.
+_COLOURS = {
+    "klt": "#d1495b",
+    "kvtc": "#2e6f95",
+    "kvtc-nowindow": "#5fa8d3",
+    "cachegen": "#3f7d20",
+    "cachegen-shipped": "#9bc53d",
+    "int8": "#6c757d",
+    "drop": "#e09f3e",
+}
+_SPARE_COLOURS = ("#7b2d8b", "#1b1b1e", "#a0522d")
+_LOSSLESS = ("fp16", "exact")
+
+
+def hardware(device: str) -> dict[str, str]:
+    """What the figures were measured on, and with which code."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if os.name == "posix" else 0
+    facts = {
+        "cpu": f"{_cpu_name()}, {cores} cores, {memory / 2**30:.0f} GiB",
+        "python": platform.python_version(),
+        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+        "commit": commit(),
+    }
+    if device.startswith("cuda"):
+        facts["gpu"] = torch.cuda.get_device_name(device)
+    return facts
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def commit() -> str:
+    """The commit of the checkout this code runs from, marked if it has changes."""
+    folder = Path(__file__).parent
+    try:
+        told = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return told.stdout.strip() or "unknown"
+
+
+def document(rows: Sequence[Row], extra: dict[str, Any]) -> dict[str, Any]:
+    """Everything, as it goes to JSON."""
+    return {
+        "rows": [asdict(row) for row in rows],
+        "ratio_at_quality": ratio_at_quality(rows),
+        "at_klt_quality": [asdict(comparison) for comparison in compare(rows)],
+        **extra,
+    }
+
+
+def write_json(path: Path, rows: Sequence[Row], extra: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document(rows, extra), indent=1) + "\n")
+
+
+def row_line(row: Row, label: str) -> str:
+    """One row while the benchmark still runs."""
+    return (
+        f"{row.text}  {row.codec} {label}: {row.ratio:.1f} times smaller, KLD {row.kld:.5f}, "
+        f"recall {row.recall_kld:.5f}"
+    )
+
+
+def print_report(console: Console, rows: Sequence[Row], extra: dict[str, Any]) -> None:
+    labels = extra["levels"]
+    for text in dict.fromkeys(row.text for row in rows):
+        console.print(_rows_table([row for row in rows if row.text == text], labels, text))
+    console.print(_headline_table(rows))
+    comparisons = compare(rows)
+    if comparisons:
+        console.print(_comparison_table(comparisons))
+    learnt = extra["calibration"]
+    console.print(f"kvtc and cachegen: {learnt['tokens']:,} tokens of {', '.join(learnt['texts'])}")
+    console.print("; ".join(f"{name} {value}" for name, value in extra["hardware"].items()))
+
+
+def _rows_table(rows: Sequence[Row], labels: dict[str, tuple[str, ...]], text: str) -> Table:
+    prefill_s = rows[0].prefill_s
+    table = Table(title=f"{text} (prefill {prefill_s:.2f} s)")
+    table.add_column("codec")
+    headings = "level", "bytes", "bits/value", "ratio", "KLD", "p99", "recall KLD", "top-1", "ppl"
+    for heading in (*headings, "encode s", "decode s", "prefill/decode"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    previous = ""
+    for row in rows:
+        if previous and row.codec != previous:
+            table.add_section()
+        table.add_row(
+            row.codec if row.codec != previous else "",
+            labels[row.codec][row.level],
+            f"{row.bytes:,.0f}",
+            f"{row.bits_per_value:.3f}",
+            f"{row.ratio:.2f}",
+            f"{row.kld:.5f}",
+            f"{row.kld_p99:.4f}",
+            f"{row.recall_kld:.5f}",
+            f"{row.top1:.3f}",
+            f"{row.ppl:.2f}",
+            f"{row.encode_s:.3f}",
+            f"{row.decode_s:.3f}",
+            f"{row.prefill_s / max(row.decode_s, 1e-6):.0f}",
+        )
+        previous = row.codec
+    return table
+
+
+def _headline_table(rows: Sequence[Row]) -> Table:
+    title = f"Ratio at quality: continuation KLD {KLD_LIMIT:g}, recall KLD {RECALL_LIMIT:g}"
+    table = Table(title=title)
+    table.add_column("codec")
+    texts = list(dict.fromkeys(row.text for row in rows))
+    for text in texts:
+        table.add_column(text, justify="right")
+    for codec, ratios in ratio_at_quality(rows).items():
+        table.add_row(codec, *(f"{ratios[t]:.2f}" if t in ratios else "" for t in texts))
+    return table
+
+
+def _comparison_table(comparisons: Sequence[Comparison]) -> Table:
+    """How many times smaller klt is than each rival that is at least as good."""
+    rivals = list(dict.fromkeys(c.rival for c in comparisons))
+    table = Table(
+        title="klt is so many times smaller at equal quality",
+        caption="- the rival is never that good; < it has no coarser level to compare with",
+    )
+    for heading in ("text", "klt level", *rivals):
+        table.add_column(heading, justify="right" if heading in rivals else "left")
+    for text, level in dict.fromkeys((c.text, c.level) for c in comparisons):
+        cells = {c.rival: c for c in comparisons if (c.text, c.level) == (text, level)}
+        shown = []
+        for rival in rivals:
+            cell = cells.get(rival)
+            if cell is None or cell.factor is None:
+                shown.append("-")
+            else:
+                shown.append(f"{'< ' if cell.at_coarsest else ''}{cell.factor:.1f}")
+        table.add_row(text, str(level), *shown)
+    return table
+
+
+def plot(path: Path, rows: Sequence[Row]) -> None:
+    """Divergence over compression, a row of panels per text: continuation and recall."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    texts = list(dict.fromkeys(row.text for row in rows))
+    figure, panels = pyplot.subplots(
+        len(texts), 2, figsize=(11, 0.9 + 3.6 * len(texts)), squeeze=False, sharex=True,
+        layout="constrained",
+    )  # fmt: skip
+    lossy = {c: g for c, g in by_codec(rows).items() if c not in _LOSSLESS}
+    spare = iter(_SPARE_COLOURS * len(lossy))
+    colours = {codec: _COLOURS.get(codec) or next(spare) for codec in lossy}
+    for line, text in zip(panels, texts, strict=True):
+        tasks = ("kld", "continuation", KLD_LIMIT), ("recall_kld", "recall", RECALL_LIMIT)
+        for panel, (field, task, limit) in zip(line, tasks, strict=True):
+            for codec, groups in lossy.items():
+                _curve(panel, groups.get(text, []), field, colours[codec], codec)
+            _dress(panel, f"{text}: {task}", limit)
+    handles, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=min(7, len(names)), frameon=False
+    )
+    for panel in panels[-1]:
+        panel.set_xlabel("times smaller than fp16")
+    figure.savefig(path, dpi=140)
+    pyplot.close(figure)
+
+
+def _curve(panel: Any, rows: Sequence[Row], field: str, colour: str, codec: str) -> None:
+    ordered = sorted(rows, key=lambda row: row.ratio)
+    panel.plot(
+        [row.ratio for row in ordered],
+        [max(getattr(row, field), 1e-6) for row in ordered],
+        marker="o",
+        markersize=4.5 if codec != "klt" else 6,
+        linewidth=1.6 if codec != "klt" else 2.6,
+        color=colour,
+        label=codec,
+        zorder=3 if codec == "klt" else 2,
+    )
+
+
+def _dress(panel: Any, title: str, limit: float) -> None:
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_title(title, fontsize=10, loc="left")
+    panel.set_ylabel("KLD (nats per token)")
+    panel.axhline(limit, color="#444444", linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+    panel.annotate(
+        f"limit {limit:g}", (1, limit), xycoords=("axes fraction", "data"), xytext=(-4, 3),
+        textcoords="offset points", ha="right", fontsize=8, color="#444444",
+    )  # fmt: skip
+    ticks = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    panel.set_xticks(ticks, [str(tick) for tick in ticks])
+    panel.minorticks_off()
+    panel.grid(color="#e3e3e3", linewidth=0.7, zorder=0)
+    panel.spines[["top", "right"]].set_visible(False)

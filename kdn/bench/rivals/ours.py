@@ -1,0 +1,91 @@
+"""kdn's own codecs in the benchmark: a context cut into chunks, each a stream of real bytes.
+
+A context is encoded once, all levels together; its encoding time is therefore the same at every
+level. A level's bytes are what a client would fetch to decode at it, headers included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from kdn.bench.rivals.base import Context, Outcome, Rival, timed
+from kdn.cache.keys import Chunk, Namespace, cut
+from kdn.cache.tensors import KVCache
+from kdn.codec.base import Codec
+from kdn.codec.exact import ExactCodec
+from kdn.codec.format import Bitstream
+
+Fetch = Callable[[bytes, int], tuple[Bitstream, int]]
+"""What a client fetches of a whole stream to decode at a level, and how many bytes that is."""
+
+
+def prefix(data: bytes, level: int) -> tuple[Bitstream, int]:
+    """The levels up to this one: they build on each other and are the stream's first bytes."""
+    end = Bitstream.parse(data).level_end(level)
+    return Bitstream.parse(data[:end]), end
+
+
+def anchors_and_deltas(data: bytes, level: int) -> tuple[Bitstream, int]:
+    """Level 0 and this one alone: CacheGen's delta levels are alternatives."""
+    header = Bitstream.parse(data).header
+    wanted = [(i, e) for i, e in enumerate(header.entries) if e.level in (0, level)]
+    parts = {index: data[entry.offset : entry.end] for index, entry in wanted}
+    stream = Bitstream.from_parts(data[: header.size_bytes], parts)
+    return stream, header.size_bytes + sum(map(len, parts.values()))
+
+
+class Layered(Rival):
+    """Any codec of kdn. `dtype` is that of the cache it is given and gives back."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        fetch: Fetch = prefix,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.name = codec.name
+        self.labels = tuple(str(level) for level in range(codec.num_levels))
+        self.codec = codec
+        self.fetch = fetch
+        self.dtype = dtype
+
+    def run(self, context: Context) -> Iterator[Outcome]:
+        namespace = Namespace(self.codec.spec.fingerprint, self.codec.profile_id)
+        chunks = cut(context.tokens, namespace)
+        cache = _as_dtype(context.cache, self.dtype)
+        data, encode_s = timed(partial(self._encode, chunks, cache))
+        for level in range(self.codec.num_levels):
+            streams, sizes = zip(*(self.fetch(part, level) for part in data), strict=True)
+            decoded, decode_s = timed(partial(self._decode, chunks, streams, cache))
+            yield Outcome(level, sum(sizes), decoded, encode_s, decode_s)
+
+    def _encode(self, chunks: Sequence[Chunk], cache: KVCache) -> list[bytes]:
+        return [self.codec.encode(chunk, cache.slice(chunk.start, chunk.end)) for chunk in chunks]
+
+    def _decode(
+        self, chunks: Sequence[Chunk], streams: Sequence[Bitstream], like: KVCache
+    ) -> KVCache:
+        keys = torch.empty_like(like.keys)
+        out = KVCache(keys, torch.empty_like(keys), like.start, like.valid_from)
+        for chunk, stream in zip(chunks, streams, strict=True):
+            self.codec.decode(stream, chunk, out=out.slice(chunk.start, chunk.end))
+        return out
+
+
+def cachegen(codec: Codec) -> Layered:
+    """CacheGen as in the paper. Level 0 is its anchors alone."""
+    return Layered(codec, fetch=anchors_and_deltas)
+
+
+def exact(codec: ExactCodec) -> Layered:
+    """The lossless codec, given what an engine would deliver: half precision."""
+    return Layered(codec, dtype=torch.float16)
+
+
+def _as_dtype(cache: KVCache, dtype: torch.dtype) -> KVCache:
+    keys, values = cache.keys.to("cpu", dtype), cache.values.to("cpu", dtype)
+    return KVCache(keys, values, cache.start, cache.valid_from)

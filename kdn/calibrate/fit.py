@@ -1,0 +1,141 @@
+"""From the sums of pass one to a predictor, an error metric and a basis (see codec/klt/transform.py).
+
+All of it is closed form: ridge regression cut to a rank, an eigendecomposition of the normalised
+Fisher information, and one of the residuals' covariance in that metric.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kdn.calibrate.moments import NUM_SINKS, Moments
+
+RIDGE = 3e-4
+"""Relative to the mean variance of the predictor's inputs."""
+SHRINKAGE = 0.1
+"""Part of the Fisher information's off-diagonal that is taken for sampling noise."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """W = (1 + V diag(gain) V') diag(weight) of one group."""
+
+    weight: torch.Tensor
+    directions: torch.Tensor
+    gain: torch.Tensor
+
+    def apply(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows W'"""
+        scaled = rows * self.weight
+        return scaled + ((scaled @ self.directions) * self.gain) @ self.directions.T
+
+    def unapply(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows W^-1'"""
+        gain = 1 / (1 + self.gain) - 1
+        return (rows + ((rows @ self.directions) * gain) @ self.directions.T) / self.weight
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Orthonormal components [n, columns] in a metric, and their standard deviations."""
+
+    rows: torch.Tensor
+    deviation: torch.Tensor
+
+
+def fit_metric(fisher: torch.Tensor, num_tokens: int, rank: int) -> Metric:
+    """Keeps the diagonal, and the `rank` directions that stand out from it."""
+    diagonal = fisher.diagonal() / num_tokens
+    floor = diagonal.mean() * 1e-6
+    deviation = (diagonal + floor).sqrt()
+    normalised = fisher / num_tokens / deviation[:, None] / deviation
+    normalised = (normalised + normalised.T) / 2 / (1 + SHRINKAGE)
+    normalised.diagonal().fill_(1.0)
+    values, vectors = eigh(normalised)
+    rest = values[:-rank].mean().clamp(min=1e-6) if rank else values.mean()
+    gain = (values[len(values) - rank :].flip(0) / rest).clamp(min=1e-6).sqrt() - 1
+    directions = vectors[:, vectors.shape[1] - rank :].flip(1)
+    # Rounded as the profile stores them, so that everything fitted later sees what readers see.
+    return Metric(
+        (deviation * rest.sqrt()).float().double(),
+        directions.half().double(),
+        gain.float().double(),
+    )
+
+
+@dataclass(frozen=True)
+class Regression:
+    """x ~ (inputs @ mix) @ out + bias; `mix` lacks the constant's row."""
+
+    mix: torch.Tensor
+    out: torch.Tensor
+    bias: torch.Tensor
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """The same as one matrix [inputs and constant, columns]."""
+        return torch.cat([self.mix @ self.out, self.bias[None]])
+
+
+def fit_regression(
+    moments: Moments, metrics: list[Metric], slices: list[slice], rank: int
+) -> Regression:
+    """Ridge regression, then its best approximation of a rank in the error metric."""
+    count = moments.num_tokens
+    mean_in = moments.features[-1, :-1] / count
+    mean_out = moments.cross[-1] / count
+    inputs = moments.features[:-1, :-1] / count - torch.outer(mean_in, mean_in)
+    cross = moments.cross[:-1] / count - torch.outer(mean_in, mean_out)
+    eye = torch.eye(len(inputs), dtype=torch.float64, device=inputs.device)
+    inputs = inputs + RIDGE * inputs.diagonal().mean() * eye
+    root = torch.linalg.cholesky(inputs)
+    whitened = torch.linalg.solve_triangular(root, cross, upper=False)
+    seen = torch.cat([m.apply(whitened[:, s]) for m, s in zip(metrics, slices, strict=True)], dim=1)
+    # Left singular vectors of `seen`, from the smaller of the two Gram matrices.
+    _, left = eigh(seen @ seen.T)
+    left = left[:, -rank:].flip(1)
+    mix = torch.linalg.solve_triangular(root.T, left, upper=True).half().double()
+    # The best `out` for the rounded `mix`.
+    gram = mix.T @ inputs @ mix
+    out = torch.linalg.solve(gram, mix.T @ cross).half().double()
+    bias = (mean_out - mean_in @ (mix @ out)).float().double()
+    return Regression(mix, out, bias)
+
+
+def residual_covariance(
+    moments: Moments, regression: Regression, index: int, part: slice
+) -> torch.Tensor:
+    weights = regression.weights[:, part]
+    cross = weights.T @ moments.cross[:, part]
+    explained = weights.T @ moments.features @ weights
+    total = moments.values[index] - cross - cross.T + explained
+    return (total + total.T) / 2 / moments.num_tokens
+
+
+def fit_basis(covariance: torch.Tensor, metric: Metric, count: int) -> Basis:
+    seen = metric.apply(metric.apply(covariance).T)
+    values, vectors = eigh((seen + seen.T) / 2)
+    count = min(count, len(values))
+    return Basis(
+        vectors[:, -count:].flip(1).T.contiguous(),
+        values[-count:].flip(0).clamp(min=0).sqrt(),
+    )
+
+
+def fit_sinks(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean [sinks, columns] and standard deviation [columns] of the first tokens' values."""
+    mean = (moments.sinks / moments.num_windows).half().double()
+    variance = moments.sinks_squared / moments.num_windows - mean * mean
+    assert len(mean) == NUM_SINKS
+    return mean, variance.clamp(min=0).mean(dim=0).sqrt()
+
+
+def eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues (ascending) and vectors; in float32 where that is much faster."""
+    if matrix.is_cuda:
+        values, vectors = torch.linalg.eigh(matrix.float())
+    else:
+        values, vectors = torch.linalg.eigh(matrix.float())
+    return values.double(), vectors.double()

@@ -1,0 +1,199 @@
+"""Pass one over the calibration text: what the fit needs, as sums over tokens.
+
+- second moments of the predictor's inputs, of the values, and between them;
+- the Fisher information of the values: how the model's output distribution on a continuation and
+  on recalled passages moves with them. With a label drawn from the model's own distribution, the
+  gradient of its log-probability is a sample whose outer product has that information as its mean.
+  Only what is read after the context counts: the context's own values are fixed when delivered.
+
+Sums are per group of layers, so that memory grows with the square of a group, not of a model. The
+first tokens of a context (attention sinks) are unlike all others and are summed apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kdn.cache.spec import ModelSpec
+from kdn.cache.tensors import KVCache
+from kdn.codec import rope
+from kdn.codec.klt.profile import CONTEXT_TOKENS
+from kdn.engines.transformers import from_dynamic_cache, to_dynamic_cache
+
+NUM_SINKS = 4
+PASSAGE_TOKENS = 160
+UNSCORED_TOKENS = 32
+PASSAGE_STARTS = (0.1, 0.3, 0.5)
+# Divergences that matter equally: a continuation is judged more strictly than a recalled passage.
+CONTINUATION_KLD, RECALL_KLD = 0.01, 0.05
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where each group's values stand in a token's row (see profile.py)."""
+
+    spec: ModelSpec
+    groups: tuple[tuple[int, int], ...]
+
+    def slices(self) -> list[slice]:
+        width = 2 * self.spec.num_kv_heads * self.spec.head_dim
+        return [slice(first * width, last * width) for first, last in self.groups]
+
+    def of(self, cache: KVCache) -> torch.Tensor:
+        """[tokens, columns] in float32 with RoPE undone, on the cache's device."""
+        keys, parts = rope.undo(cache.keys, self.spec, cache.start), []
+        for first, last in self.groups:
+            for side in (keys[first:last], cache.values[first:last].float()):
+                parts.append(side.transpose(0, 1).reshape(cache.num_tokens, -1))
+        return torch.cat(parts, dim=1)
+
+    def of_gradient(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Gradients by the cache's values as gradients by the columns: a rotation's transpose is
+        its inverse, an amplitude's is itself."""
+        scale = torch.ones(self.spec.num_layers, device=keys.device)
+        for layer, layer_rope in enumerate(self.spec.ropes):
+            if layer_rope is not None:
+                scale[layer] = layer_rope.amplitude**2
+        return self.of(KVCache(keys * scale[:, None, None, None], values))
+
+
+@dataclass
+class Moments:
+    """Sums over all windows seen so far; `tensors` names them for a checkpoint."""
+
+    num_tokens: int
+    num_windows: int
+    features: torch.Tensor
+    cross: torch.Tensor
+    values: list[torch.Tensor]
+    fisher: list[torch.Tensor]
+    sinks: torch.Tensor
+    sinks_squared: torch.Tensor
+
+    @classmethod
+    def zeros(cls, num_features: int, slices: Sequence[slice], device: torch.device) -> Moments:
+        def make(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        widths = [s.stop - s.start for s in slices]
+        return cls(
+            0,
+            0,
+            make(num_features, num_features),
+            make(num_features, sum(widths)),
+            [make(w, w) for w in widths],
+            [make(w, w) for w in widths],
+            make(NUM_SINKS, sum(widths)),
+            make(NUM_SINKS, sum(widths)),
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        named = {
+            "count": torch.tensor([self.num_tokens, self.num_windows]),
+            "features": self.features,
+            "cross": self.cross,
+            "sinks": self.sinks,
+            "sinks_squared": self.sinks_squared,
+        }
+        for index, (values, fisher) in enumerate(zip(self.values, self.fisher, strict=True)):
+            named |= {f"values{index}": values, f"fisher{index}": fisher}
+        return named
+
+    def restore(self, saved: dict[str, torch.Tensor]) -> None:
+        self.num_tokens, self.num_windows = (int(n) for n in saved["count"])
+        for name, tensor in self.tensors().items():
+            if name != "count":
+                tensor.copy_(saved[name])
+
+    def add_values(self, inputs: torch.Tensor, columns: torch.Tensor, slices: list[slice]) -> None:
+        self.sinks += columns[:NUM_SINKS].double()
+        self.sinks_squared += columns[:NUM_SINKS].double() ** 2
+        inputs, columns = inputs[NUM_SINKS:], columns[NUM_SINKS:]
+        self.num_tokens += len(columns)
+        self.num_windows += 1
+        self.features += (inputs.T @ inputs).double()
+        self.cross += (inputs.T @ columns).double()
+        for total, part in zip(self.values, slices, strict=True):
+            total += (columns[:, part].T @ columns[:, part]).double()
+
+    def add_fisher(self, gradients: Sequence[torch.Tensor], slices: list[slice]) -> None:
+        for gradient in gradients:
+            for total, part in zip(self.fisher, slices, strict=True):
+                rows = gradient[NUM_SINKS:, part]
+                total += (rows.T @ rows).double()
+
+
+class Features:
+    """Inputs of the predictor: embeddings of a token and of those before it, and a constant."""
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self._table = codes.float() * scale
+
+    @property
+    def count(self) -> int:
+        return CONTEXT_TOKENS * self._table.shape[1] + 1
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self._table[ids]
+        shifted = [rows]
+        for back in range(1, CONTEXT_TOKENS):
+            shifted.append(torch.cat([torch.zeros_like(rows[:back]), rows[:-back]]))
+        return torch.cat([*shifted, rows.new_ones(len(rows), 1)], dim=1)
+
+
+def embedding_table(model: Any, num_dims: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token embeddings, each normalised, projected to at most `num_dims` principal components, as
+    int8 codes and a scale per dimension."""
+    table = model.get_input_embeddings().weight.detach().float()
+    table = table * torch.rsqrt(table.square().mean(dim=-1, keepdim=True) + 1e-6)
+    _, directions = torch.linalg.eigh((table.T @ table).double())
+    table = table @ directions[:, -num_dims:].flip(1).float()
+    scale = table.abs().amax(dim=0).clamp(min=1e-6) / 127
+    return torch.round(table / scale).to(torch.int8), scale
+
+
+@torch.no_grad()
+def read(model: Any, ids: torch.Tensor) -> KVCache:
+    """The cache of a window's context."""
+    past = model(ids[None], use_cache=True, logits_to_keep=1).past_key_values
+    return from_dynamic_cache(past)
+
+
+def gradients(
+    model: Any,
+    cache: KVCache,
+    window: torch.Tensor,
+    columns: Columns,
+    generator: torch.Generator,
+) -> list[torch.Tensor]:
+    """Samples of the gradient for the continuation and for recall, scaled by what matters alike.
+
+    `window` holds the context's tokens and PASSAGE_TOKENS more."""
+    context = cache.num_tokens
+    starts = [int(part * context) for part in PASSAGE_STARTS]
+    rows = [window[context : context + PASSAGE_TOKENS]]
+    rows += [window[start : start + PASSAGE_TOKENS] for start in starts]
+    keys = cache.keys.detach().requires_grad_(True)
+    values = cache.values.detach().requires_grad_(True)
+    past = to_dynamic_cache(KVCache(keys, values), model.config)
+    past.batch_repeat_interleave(len(rows))
+    logits = model(torch.stack(rows), past_key_values=past, use_cache=True).logits.float()
+    log_probs = torch.log_softmax(logits, dim=-1)
+    flat = log_probs.detach().exp().flatten(0, 1)
+    labels = torch.multinomial(flat, 1, generator=generator).view(*log_probs.shape[:2], 1)
+    chosen = log_probs.gather(-1, labels)[..., 0]
+    losses = (
+        chosen[0].sum() / np.sqrt(chosen[0].numel() * CONTINUATION_KLD),
+        chosen[1:, UNSCORED_TOKENS:].sum()
+        / np.sqrt(chosen[1:, UNSCORED_TOKENS:].numel() * RECALL_KLD),
+    )
+    found = []
+    for loss in losses:
+        gradient = torch.autograd.grad(loss, (keys, values), retain_graph=True)
+        found.append(columns.of_gradient(*gradient))
+    return found

@@ -1,0 +1,365 @@
+"""Calibration from end to end: windows of text to a profile.
+
+1. Read every window with the model and sum up (`moments.py`); resumable.
+2. Fit predictor, metric and basis (`fit.py`).
+3. Read some windows again: fit token importance, find the finest step, count tables.
+4. Measure what each level costs and does to the model, on windows kept out of all of the above.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file, save_file
+
+from kdn.cache.keys import Namespace, cut
+from kdn.cache.tensors import KVCache
+from kdn.calibrate import fit, importance, moments, tables
+from kdn.codec.format import Bitstream
+from kdn.codec.klt.codec import KltCodec
+from kdn.codec.klt.profile import FORMAT, VERSION, Profile
+from kdn.engines.quality import Quality, QualityProbe
+from kdn.engines.transformers import spec_of
+from kdn.errors import UnsupportedError
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and of how much."""
+
+CHECKPOINT_S = 120.0
+PROBE_WINDOWS = 4
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may be traded: quality against profile size, codec speed and calibration time."""
+
+    context: int = 3072
+    group_layers: int = 15
+    levels: int = 4
+    embedding_dims: int = 384
+    predictor_rank: int = 256
+    metric_rank: int = 128
+    components: int = 2200
+    finest_kld: float = 0.0004
+    sink_fineness: float = 1.0
+    second_pass_windows: int = 160
+    table_windows: int = 40
+    seed: int = 0
+
+    @property
+    def window(self) -> int:
+        return self.context + moments.PASSAGE_TOKENS
+
+
+def calibrate(
+    model: Any,
+    windows: Sequence[npt.NDArray[np.integer]],
+    options: Options,
+    *,
+    progress: Progress = lambda *_: None,
+    checkpoint: Path | None = None,
+    source: dict[str, Any] | None = None,
+) -> Profile:
+    """A profile for `model` from token windows of `options.window` tokens each; the last few are
+    kept for measuring. Deterministic for the same machine, windows and options."""
+    if len(windows) < PROBE_WINDOWS + 4:
+        raise UnsupportedError(
+            f"calibration needs at least {PROBE_WINDOWS + 4} windows of {options.window} tokens, "
+            f"found {len(windows)}: give more text or a smaller context"
+        )
+    return _Calibration(model, windows, options, progress, checkpoint, source or {}).run()
+
+
+class _Calibration:
+    def __init__(
+        self,
+        model: Any,
+        windows: Sequence[npt.NDArray[np.integer]],
+        options: Options,
+        progress: Progress,
+        checkpoint: Path | None,
+        source: dict[str, Any],
+    ) -> None:
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        self.model, self.options, self.progress = model.eval(), options, progress
+        self.checkpoint, self.source = checkpoint, source
+        self.spec = spec_of(model)
+        step = min(options.group_layers, self.spec.num_layers)
+        starts = range(0, self.spec.num_layers, step)
+        self.columns = moments.Columns(
+            self.spec, tuple((a, min(a + step, self.spec.num_layers)) for a in starts)
+        )
+        self.slices = self.columns.slices()
+        ids = [torch.as_tensor(np.asarray(w, dtype=np.int64), device=model.device) for w in windows]
+        self.probe_windows, self.windows = ids[-PROBE_WINDOWS:], ids[:-PROBE_WINDOWS]
+        self.codes, self.scale = moments.embedding_table(model, options.embedding_dims)
+        self.features = moments.Features(self.codes, self.scale)
+
+    def run(self) -> Profile:
+        sums = self._read_all()
+        metrics, tensors = self._fit(sums)
+        tensors |= self._importance(metrics, tensors)
+        meta = self._meta(tensors)
+        probes = [
+            QualityProbe(self.model, w.cpu().numpy(), self.options.context)
+            for w in self.probe_windows
+        ]
+        meta["finest_step"] = self._find_step(meta, tensors, sums, probes[:2])
+        meta, tensors = self._count(meta, tensors, sums)
+        profile = Profile.build(meta | {"expected": [{}] * self.options.levels}, tensors)
+        expected = self._measure(profile, probes)
+        if self.checkpoint is not None:
+            self.checkpoint.unlink(missing_ok=True)
+        return Profile.build(meta | {"expected": expected}, tensors)
+
+    def _read_all(self) -> moments.Moments:
+        device = self.model.device
+        sums = moments.Moments.zeros(self.features.count, self.slices, device)
+        digest = self._digest()
+        if self.checkpoint is not None and self.checkpoint.exists():
+            saved = load_file(self.checkpoint, device=str(device))
+            if bytes(saved.pop("digest").cpu().tolist()) == digest:
+                sums.restore(saved)
+        saved_at = time.monotonic()
+        for index in range(sums.num_windows, len(self.windows)):
+            self.progress("reading", index, len(self.windows))
+            window = self.windows[index]
+            ids = window[: self.options.context]
+            cache = moments.read(self.model, ids)
+            sums.add_values(self.features(ids), self.columns.of(cache), self.slices)
+            sums.add_fisher(self._gradients(cache, window, index), self.slices)
+            if self.checkpoint is not None and time.monotonic() - saved_at > CHECKPOINT_S:
+                named = {k: t.contiguous() for k, t in sums.tensors().items()}
+                aside = self.checkpoint.with_suffix(".writing")
+                save_file(named | {"digest": torch.tensor(list(digest))}, aside)
+                aside.replace(self.checkpoint)
+                saved_at = time.monotonic()
+        self.progress("reading", len(self.windows), len(self.windows))
+        return sums
+
+    def _gradients(
+        self, cache: KVCache, window: torch.Tensor, index: int
+    ) -> list[torch.Tensor]:
+        generator = torch.Generator(self.model.device).manual_seed(self.options.seed + index)
+        return moments.gradients(self.model, cache, window, self.columns, generator)
+
+    def _digest(self) -> bytes:
+        """What the sums depend on: a checkpoint of anything else is not resumed."""
+        digest = blake2b(self.spec.fingerprint, digest_size=16)
+        digest.update(json.dumps(asdict(self.options), sort_keys=True).encode())
+        for window in self.windows:
+            digest.update(window.cpu().numpy().tobytes())
+        return digest.digest()
+
+    def _fit(
+        self, sums: moments.Moments
+    ) -> tuple[list[fit.Metric], dict[str, npt.NDArray[Any]]]:
+        self.progress("fitting", 0, 1 + len(self.slices))
+        options = self.options
+        metrics = [fit.fit_metric(f, sums.num_tokens, options.metric_rank) for f in sums.fisher]
+        regression = fit.fit_regression(sums, metrics, self.slices, options.predictor_rank)
+        tensors: dict[str, npt.NDArray[Any]] = {
+            "embed.codes": self.codes.cpu().numpy(),
+            "embed.scale": _f32(self.scale),
+            "predict.mix": _f16(regression.mix),
+            "predict.out": _f16(regression.out),
+            "predict.bias": _f32(regression.bias),
+        }
+        self.deviations = []
+        for index, (metric, part) in enumerate(zip(metrics, self.slices, strict=True)):
+            self.progress("fitting", 1 + index, 1 + len(self.slices))
+            covariance = fit.residual_covariance(sums, regression, index, part)
+            basis = fit.fit_basis(covariance, metric, options.components)
+            scale = basis.rows.abs().amax(dim=1) / 127
+            key = f"g{index}."
+            tensors |= {
+                key + "weight": _f32(metric.weight),
+                key + "metric": _f16(metric.directions),
+                key + "gain": _f32(metric.gain),
+                key + "basis": torch.round(basis.rows / scale[:, None]).to(torch.int8).cpu().numpy(),
+                key + "basis_scale": _f32(scale),
+            }
+            self.deviations.append(basis.deviation)
+        self.progress("fitting", 1 + len(self.slices), 1 + len(self.slices))
+        return metrics, tensors
+
+    def _importance(
+        self, metrics: list[fit.Metric], tensors: dict[str, npt.NDArray[Any]]
+    ) -> dict[str, npt.NDArray[Any]]:
+        """How errors of unit components of a token move the model, and its prediction."""
+        device, rows, found = self.model.device, [], []
+        synthesis = []
+        for index, metric in enumerate(metrics):
+            basis = torch.from_numpy(tensors[f"g{index}.basis"]).to(device).double()
+            basis *= torch.from_numpy(tensors[f"g{index}.basis_scale"]).to(device)[:, None]
+            # Only components coarse enough to be coded take part.
+            synthesis.append(metric.unapply(basis[: len(basis) // 2]).float())
+        chosen = self.windows[: self.options.second_pass_windows]
+        for index, window in enumerate(chosen):
+            self.progress("weighing", index, len(chosen))
+            cache = moments.read(self.model, window[: self.options.context])
+            total = torch.zeros(self.options.context, device=device)
+            for gradient in self._gradients(cache, window, 1_000_000 + index):
+                for part, matrix in zip(self.slices, synthesis, strict=True):
+                    total += (gradient[:, part] @ matrix.T).square().sum(dim=1)
+            found.append(total[moments.NUM_SINKS :])
+            rows.append(self.columns.of(cache)[moments.NUM_SINKS :].half())
+        measured = importance.relative(torch.stack(found))
+        fitted = importance.fit_importance(torch.cat(rows), measured.flatten())
+        self.progress("weighing", len(chosen), len(chosen))
+        self.importance_bias, self.importance_gain = fitted.bias, fitted.gain
+        return {"importance": _f32(fitted.weight)}
+
+    def _meta(self, tensors: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.spec.fingerprint.hex(),
+            "num_layers": self.spec.num_layers,
+            "num_kv_heads": self.spec.num_kv_heads,
+            "head_dim": self.spec.head_dim,
+            "vocab_size": len(tensors["embed.codes"]),
+            "groups": [list(group) for group in self.columns.groups],
+            "levels": self.options.levels,
+            "importance_bias": self.importance_bias,
+            "calibration": asdict(self.options)
+            | {"windows": len(self.windows), "importance_gain": self.importance_gain}
+            | self.source,
+        }
+
+    def _with_step(
+        self, meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]],
+        sums: moments.Moments, step: float,
+    ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:  # fmt: skip
+        """What depends on the finest step: scale classes, and how sinks are quantised."""
+        coarsest = step * 3 ** (self.options.levels - 1)
+        named = {
+            f"g{i}.scale": tables.scale_class(d, coarsest) for i, d in enumerate(self.deviations)
+        }
+        mean, deviation = fit.fit_sinks(sums)
+        weight = torch.cat(
+            [torch.from_numpy(tensors[f"g{i}.weight"]) for i in range(len(self.slices))]
+        )
+        # Never finer than 8 bits for what is usual: a context's first tokens vary little.
+        usual = deviation.cpu() + 1e-3 * deviation.cpu().mean() + 1e-6
+        sink_step = (step * self.options.sink_fineness / weight).maximum(usual / 128).float()
+        named |= {
+            "sink.mean": _f16(mean),
+            "sink.step": sink_step.numpy(),
+            "sink.scale": tables.scale_class((deviation.cpu() / sink_step).double(), 1.0),
+            "sink.freqs": tables.laplace_tables(),
+        }
+        return meta | {"finest_step": step}, tensors | named
+
+    def _find_step(
+        self, meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]],
+        sums: moments.Moments, probes: list[QualityProbe],
+    ) -> float:  # fmt: skip
+        """The step at which all levels together come to the divergence asked for."""
+        # In this metric the divergence of errors uniform over one step would be
+        # context * components * step^2 / 24, were it quadratic; a guess to start from.
+        noisy = sum(len(d) for d in self.deviations) * self.options.context
+        step = float(np.sqrt(24 * self.options.finest_kld / moments.CONTINUATION_KLD / noisy)) / 2
+        # Finer than this is useless: what the basis leaves out then counts for more.
+        finest = float(max(d.max() for d in self.deviations)) / 5000
+        for attempt in range(6):
+            self.progress("finding the step", attempt, 6)
+            step = max(step, finest)
+            draft = tables.draft_profile(*self._with_step(meta, tensors, sums, step))
+            kld = _decoded_quality(KltCodec(self.spec, draft), probes)[-1].kld
+            good_enough = 0.8 * self.options.finest_kld < kld <= self.options.finest_kld
+            if good_enough or (step == finest and kld > self.options.finest_kld):
+                break
+            step *= float(np.clip((0.9 * self.options.finest_kld / max(kld, 1e-9)) ** 0.6, 0.1, 10))
+        self.progress("finding the step", 6, 6)
+        return step
+
+    def _count(
+        self, meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]], sums: moments.Moments
+    ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        meta, tensors = self._with_step(meta, tensors, sums, meta["finest_step"])
+        codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
+        samples: list[tables.Quantised] = []
+        # From the end: windows the second pass has not fitted importance on, where there are any.
+        chosen = self.windows[-self.options.table_windows :]
+        for index, window in enumerate(chosen):
+            self.progress("counting", index, len(chosen))
+            ids = window[: self.options.context]
+            cache = _on_cpu(moments.read(self.model, ids))
+            namespace = Namespace(self.spec.fingerprint, codec.profile_id)
+            chunks = cut(ids.cpu().numpy(), namespace)
+            # The first chunk of a window has sinks; every third of the others is enough.
+            for chunk in chunks[index % 3 :: 3]:
+                part = cache.slice(chunk.start, chunk.end)
+                samples.append(tables.quantise(codec, chunk, part))
+        self.progress("counting", len(chosen), len(chosen))
+        counts = tables.components_per_level(samples, self.options.levels)
+        tensors = tensors | tables.count_tables(codec, samples, counts)
+        for group, count in enumerate(counts[-1]):
+            for name in ("basis", "basis_scale", "scale"):
+                tensors[f"g{group}.{name}"] = tensors[f"g{group}.{name}"][:count]
+        return meta | {"num_components": counts}, tensors
+
+    def _measure(self, profile: Profile, probes: list[QualityProbe]) -> list[dict[str, float]]:
+        codec = KltCodec(self.spec, profile)
+        sizes: list[int] = []
+        found = _decoded_quality(codec, probes, sizes, self.progress)
+        values = len(probes) * self.options.context * self.spec.values_per_token
+        return [
+            {"bits": 8 * size / values, "kld": q.kld, "recall_kld": q.recall_kld, "top1": q.top1}
+            for size, q in zip(sizes, found, strict=True)
+        ]
+
+
+def _decoded_quality(
+    codec: KltCodec,
+    probes: list[QualityProbe],
+    sizes: list[int] | None = None,
+    progress: Progress | None = None,
+) -> list[Quality]:
+    """Quality of each level (of the last alone without `sizes`), and bytes up to each level."""
+    wanted = list(range(codec.num_levels)) if sizes is not None else [codec.num_levels - 1]
+    per_level: list[list[Quality]] = [[] for _ in wanted]
+    totals = [0] * len(wanted)
+    for number, probe in enumerate(probes):
+        cache = _on_cpu(probe.cache)
+        namespace = Namespace(codec.spec.fingerprint, codec.profile_id)
+        chunks = cut(probe.tokens[: probe.context], namespace)
+        streams = [
+            Bitstream.parse(codec.encode(c, cache.slice(c.start, c.end))) for c in chunks
+        ]
+        for place, level in enumerate(wanted):
+            if progress is not None:
+                progress("measuring", number * len(wanted) + place, len(probes) * len(wanted))
+            decoded = KVCache(torch.empty_like(cache.keys), torch.empty_like(cache.values))
+            for chunk, stream in zip(chunks, streams, strict=True):
+                codec.decode(
+                    stream, chunk, levels=level + 1, out=decoded.slice(chunk.start, chunk.end)
+                )
+                totals[place] += stream.level_end(level)
+            per_level[place].append(probe.measure(decoded))
+    if sizes is not None:
+        sizes[:] = totals
+    return [Quality.pooled(parts) for parts in per_level]
+
+
+def _on_cpu(cache: KVCache) -> KVCache:
+    return KVCache(cache.keys.cpu().float(), cache.values.cpu().float(), cache.start, cache.valid_from)
+
+
+def _f32(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
+    return tensor.float().cpu().numpy()
+
+
+def _f16(tensor: torch.Tensor) -> npt.NDArray[np.float16]:
+    return tensor.half().cpu().numpy()

@@ -1,0 +1,236 @@
+"""Pass two: everything that is counted rather than fitted.
+
+Chunks are quantised by the codec itself, with a draft profile whose tables say nothing yet; then
+activity thresholds are cut at quantiles, probability tables counted, and the mean of what was
+rounded to each size is kept as its centroid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kdn.cache.keys import Chunk
+from kdn.cache.tensors import KVCache
+from kdn.codec.klt import symbols, symbols_numba
+from kdn.codec.klt.codec import KltCodec
+from kdn.codec.klt.profile import NUM_CLASSES, Profile
+from kdn.codec.klt.symbols import Ints
+from kdn.codec.rans import normalise
+from kdn.codec.threads import parallel_map
+
+RARE = 2e-4
+"""A level leaves out the last components if they are non-zero less often than this."""
+PRIOR = 0.5
+"""Symbols of every table that were seen before the first was counted, spread as neighbours are."""
+
+Counts = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """One chunk as the codec quantises it: per group the exact size in finest steps and levels."""
+
+    classes: npt.NDArray[np.uint8]
+    exact: list[npt.NDArray[np.float32]]
+    levels: list[list[Ints]]
+
+
+def quantise(codec: KltCodec, chunk: Chunk, cache: KVCache) -> Quantised:
+    classes, exact = codec.components(chunk, cache)
+    rounded = [np.rint(part).astype(np.int32) for part in exact]
+    levels = [symbols.split_levels(part, codec.num_levels) for part in rounded]
+    return Quantised(classes, exact, levels)
+
+
+def components_per_level(samples: Sequence[Quantised], num_levels: int) -> list[list[int]]:
+    """How many of each group's components a level codes: all up to the last one that is not rare."""
+    counted = []
+    for level in range(num_levels):
+        row = []
+        for group in range(len(samples[0].levels)):
+            used = np.mean([(s.levels[group][level] != 0).mean(axis=1) for s in samples], axis=0)
+            last = int(np.flatnonzero(used > RARE).max(initial=-1)) + 1
+            row.append(min(-(-last // symbols.BLOCK) * symbols.BLOCK, len(used)))
+        counted.append(row)
+    return [[max(row[g] for row in counted[: k + 1]) for g in range(len(counted[0]))]
+            for k in range(num_levels)]  # fmt: skip
+
+
+def count_tables(
+    codec: KltCodec, samples: Sequence[Quantised], num_components: list[list[int]]
+) -> dict[str, npt.NDArray[Any]]:
+    """The `level*` and `token` tensors of a profile."""
+    tensors: dict[str, npt.NDArray[Any]] = {"token.freqs": _token_freqs(samples)}
+    for level in range(codec.num_levels):
+        counts: Counts | None = None
+        for group, count in enumerate(num_components[level]):
+            thresholds = _thresholds(samples, group, level, count)
+            tensors[f"level{level}.g{group}.thresholds"] = thresholds
+            found = _count_level(codec, samples, group, level, count, thresholds)
+            counts = found if counts is None else counts + found
+        assert counts is not None
+        tensors[f"level{level}.freqs"] = _freqs(counts, level)
+        tensors[f"level{level}.centroids"] = _centroids(codec, samples, level, num_components)
+    return tensors
+
+
+def _token_freqs(samples: Sequence[Quantised]) -> npt.NDArray[np.uint16]:
+    counts = np.bincount(np.concatenate([s.classes for s in samples]), minlength=NUM_CLASSES)
+    return normalise(counts[None] + 1)
+
+
+def _thresholds(
+    samples: Sequence[Quantised], group: int, level: int, count: int
+) -> npt.NDArray[np.int32]:
+    """Quantiles of the activity on entering each block."""
+    sums = np.concatenate(
+        parallel_map(
+            lambda s: symbols_numba.activity_sums(s.levels[group][level][:count]), samples
+        ),
+        axis=1,
+    )
+    ranks = np.arange(1, symbols.NUM_ACTIVITIES) / symbols.NUM_ACTIVITIES
+    cuts = np.quantile(sums, ranks, axis=1).T if len(sums) else np.zeros((0, len(ranks)))
+    return np.ascontiguousarray(np.maximum(np.ceil(cuts), 1).astype(np.int32))
+
+
+def _count_level(
+    codec: KltCodec,
+    samples: Sequence[Quantised],
+    group: int,
+    level: int,
+    count: int,
+    thresholds: npt.NDArray[np.int32],
+) -> Counts:
+    num_tables = symbols.DIGIT_TABLES if level else symbols.BASE_TABLES
+    alphabet = symbols.DIGIT_ALPHABET if level else symbols.BASE_ALPHABET
+
+    def one(sample: Quantised) -> npt.NDArray[np.int64]:
+        model = codec.level_model(level, group, sample.classes)
+        model = replace(model, scales=codec.profile.groups[group].scale[:count], thresholds=thresholds)
+        coarse = sample.levels[group][level - 1][:count] if level else None
+        tables, found = symbols_numba.contexts(model, sample.levels[group][level][:count], coarse)
+        flat = tables.astype(np.int64).ravel() * alphabet + found.ravel()
+        return np.bincount(flat, minlength=num_tables * alphabet)
+
+    total = np.sum(parallel_map(one, samples), axis=0)
+    return total.reshape(num_tables, alphabet).astype(np.float64)
+
+
+def _freqs(counts: Counts, level: int) -> npt.NDArray[np.uint16]:
+    """Symmetric in sign where the data are; rare tables lean on the tables beside them."""
+    if level == 0:
+        pairs = (counts[:, 1:15:2] + counts[:, 2:15:2]) / 2
+        counts = counts.copy()
+        counts[:, 1:15:2] = counts[:, 2:15:2] = pairs
+        grids = [counts.reshape(symbols.NUM_SCALES, symbols.NUM_ACTIVITIES, -1)]
+    else:
+        zero = counts[: symbols.ZERO_TABLES].copy()
+        zero[:, 1] = zero[:, 2] = zero[:, 1:].mean(axis=1)
+        grids = [
+            zero.reshape(symbols.NUM_SCALES, -1, symbols.DIGIT_ALPHABET),
+            counts[symbols.ZERO_TABLES :].reshape(symbols.NUM_SCALES, -1, symbols.DIGIT_ALPHABET),
+        ]
+    smooth = [_lean(grid).reshape(-1, counts.shape[1]) for grid in grids]
+    # Integers large enough to keep what is rare; every symbol stays possible.
+    scaled = np.concatenate(smooth)
+    scaled = scaled / scaled.sum(axis=1, keepdims=True) * 2**40
+    return normalise(scaled.astype(np.int64) + 1)
+
+
+def _lean(grid: Counts) -> Counts:
+    """Adds PRIOR symbols spread as in the same scale class, itself spread as in classes nearby."""
+    per_scale = grid.sum(axis=1)
+    near = np.stack([
+        sum(per_scale[min(max(s + d, 0), len(per_scale) - 1)] * 2.0 ** -(6 * abs(d)) for d in range(-8, 9))
+        for s in range(len(per_scale))
+    ])  # fmt: skip
+    near += 1e-3 * np.eye(grid.shape[2])[0] + 1e-4
+    spread = near / near.sum(axis=1, keepdims=True)
+    return grid + PRIOR * 16 * spread[:, None, :]
+
+
+def _centroids(
+    codec: KltCodec, samples: Sequence[Quantised], level: int, num_components: list[list[int]]
+) -> npt.NDArray[np.float32]:
+    """Mean of (exact size - size) in steps of this level, by scale class and size 1, 2, more."""
+    scale = 3 ** (codec.num_levels - 1 - level)
+    total = np.zeros(symbols.NUM_SCALES * 3)
+    count = np.zeros(symbols.NUM_SCALES * 3)
+    for group, used in enumerate(num_components[level]):
+        classes = codec.profile.groups[group].scale[:used].astype(np.int64)
+        for sample in samples:
+            q = sample.levels[group][level][:used]
+            shift = 2 * (sample.classes.astype(np.int64) - NUM_CLASSES // 2)
+            c, t = np.nonzero(q)
+            size = np.abs(q[c, t])
+            cell = np.clip(classes[c] + shift[t], 0, symbols.NUM_SCALES - 1) * 3
+            cell += np.minimum(size, 3) - 1
+            miss = np.sign(q[c, t]) * sample.exact[group][c, t] / scale - size
+            total += np.bincount(cell, weights=miss, minlength=len(total))
+            count += np.bincount(cell, minlength=len(count))
+    # A few hundred sightings count as much as no shift at all.
+    shifts = np.clip(total / (count + 200), -0.5, 0.5)
+    return np.ascontiguousarray(shifts.reshape(-1, 3).astype(np.float32))
+
+
+def flat_tables(num_levels: int, num_components: list[list[int]]) -> dict[str, npt.NDArray[Any]]:
+    """Tables that say nothing: for a draft profile."""
+    tensors: dict[str, npt.NDArray[Any]] = {"token.freqs": normalise(np.ones((1, NUM_CLASSES), int))}
+    for level in range(num_levels):
+        shape = (
+            (symbols.DIGIT_TABLES, symbols.DIGIT_ALPHABET)
+            if level
+            else (symbols.BASE_TABLES, symbols.BASE_ALPHABET)
+        )
+        tensors[f"level{level}.freqs"] = normalise(np.ones(shape, int))
+        tensors[f"level{level}.centroids"] = np.zeros((symbols.NUM_SCALES, 3), np.float32)
+        for group, count in enumerate(num_components[level]):
+            blocks = -(-count // symbols.BLOCK)
+            empty = np.ones((blocks, symbols.NUM_ACTIVITIES - 1), np.int32)
+            tensors[f"level{level}.g{group}.thresholds"] = empty
+    return tensors
+
+
+def laplace_tables() -> npt.NDArray[np.uint16]:
+    """One table per scale class and (equal) activity for the first tokens: two-sided geometric."""
+    sizes = np.arange(1, symbols.LARGEST_PLAIN + 1)
+    rows = []
+    for scale in range(symbols.NUM_SCALES):
+        decay = np.exp(-np.sqrt(2.0) / scale_of_class(scale))
+        each = (1 - decay) / (1 + decay) * decay**sizes
+        row = np.empty(symbols.BASE_ALPHABET)
+        row[0] = (1 - decay) / (1 + decay)
+        row[1:15:2] = row[2:15:2] = each
+        row[symbols.ESCAPE] = max(1 - row[:15].sum(), 0)
+        rows.append(np.repeat((row * 2**40).astype(np.int64)[None] + 2**24, symbols.NUM_ACTIVITIES, 0))
+    return normalise(np.concatenate(rows))
+
+
+def scale_class(deviation: torch.Tensor, step: float) -> npt.NDArray[np.uint8]:
+    """Quarter octaves of deviation over step."""
+    ratio = (deviation / step).clamp(min=1e-9).log2() * 4 + SCALE_ORIGIN
+    return ratio.round().clamp(0, symbols.NUM_SCALES - 1).to(torch.uint8).cpu().numpy()
+
+
+def scale_of_class(scale: int) -> float:
+    return float(2.0 ** ((scale - SCALE_ORIGIN) / 4))
+
+
+SCALE_ORIGIN = 40
+
+
+def draft_profile(meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]]) -> Profile:
+    """A profile that can quantise, and whose tables are yet to be counted."""
+    counts = [
+        [len(tensors[f"g{g}.basis"]) for g in range(len(meta["groups"]))]
+        for _ in range(meta["levels"])
+    ]
+    draft = meta | {"num_components": counts, "expected": [{} for _ in range(meta["levels"])]}
+    return Profile.build(draft, tensors | flat_tables(meta["levels"], counts))

@@ -1,0 +1,44 @@
+"""What every codec does: one chunk of a KV cache to one layered bitstream, and back.
+
+Levels are ordered from coarse to fine. A stream that holds only its first levels decodes to a
+coarser cache; a codec never needs the model, only the stream, its profile and the chunk's tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+
+from kdn.cache.keys import Chunk
+from kdn.cache.spec import ModelSpec
+from kdn.cache.tensors import KVCache
+from kdn.codec.format import Bitstream
+
+
+class Codec(ABC):
+    """Encodes and decodes chunks of one model."""
+
+    name: ClassVar[str]
+    spec: ModelSpec
+    num_levels: int
+    profile_id: bytes
+    """Content address of the codec's parameters: part of every key and header."""
+
+    @abstractmethod
+    def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
+        """The whole bitstream of one chunk. `cache` holds exactly the chunk's tokens."""
+
+    @abstractmethod
+    def decode(
+        self,
+        stream: Bitstream,
+        chunk: Chunk,
+        *,
+        levels: int | None = None,
+        out: KVCache | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> KVCache:
+        """The chunk's cache from the first `levels` levels at hand (all that the stream holds if
+        None), written into `out` if given, else into a new cache of `dtype`."""

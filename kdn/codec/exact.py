@@ -1,0 +1,239 @@
+"""The lossless codec: every bit comes back, NaN payloads and signed zeros included.
+
+Each value is turned left by one bit, so that the exponent comes first and the sign last, and cut
+into byte planes. Exponents crowd around a few values and compress; mantissas hardly do. Each plane
+of a section is coded with its own order-0 table, or stored raw where that is smaller. K is coded as
+the engine has it: undoing RoPE would round.
+
+    section = for each plane, high byte first: mode (u8) | payload
+    mode 0: the plane's bytes
+    mode 1: length of the rANS stream (u32) | table | rANS stream
+    table = 32 bytes, bit s % 8 of byte s // 8 set where symbol s occurs | its frequency - 1 (u16)
+            for each that occurs
+
+One level, one section for K and one for V per group of layers. Parameters: layers per group (u16),
+rANS lanes (u16).
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kdn.cache.keys import Chunk
+from kdn.cache.spec import ModelSpec
+from kdn.cache.tensors import KVCache
+from kdn.codec import rans, rans_numba
+from kdn.codec.base import Codec
+from kdn.codec.format import (
+    KIND_KEYS,
+    KIND_VALUES,
+    NO_PROFILE,
+    Bitstream,
+    CodecId,
+    DType,
+    Section,
+    StreamInfo,
+    write,
+)
+from kdn.codec.outputs import check_input, output_cache
+from kdn.codec.threads import parallel_map
+from kdn.errors import FormatError, MismatchError, TruncatedError
+
+LAYERS_PER_GROUP = 2
+LANES = 64
+MAX_LANES = 1024
+_PARAMS = struct.Struct("<HH")
+_RAW, _CODED = 0, 1
+_CODED_HEAD = struct.Struct("<I")
+_BITMAP_BYTES = 32
+
+_TORCH = {
+    DType.FLOAT16: torch.float16,
+    DType.BFLOAT16: torch.bfloat16,
+    DType.FLOAT32: torch.float32,
+}
+Plane = npt.NDArray[np.uint8]
+
+
+class ExactCodec(Codec):
+    """Lossless; needs no profile."""
+
+    name: ClassVar[str] = "exact"
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.num_levels = 1
+        self.profile_id = NO_PROFILE
+
+    def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
+        check_input(self.spec, chunk, cache)
+        info = StreamInfo.for_chunk(
+            chunk,
+            self.spec,
+            codec=CodecId.EXACT,
+            dtype=DType.of(cache.dtype),
+            num_levels=1,
+            valid_from=cache.valid_from,
+            params=_PARAMS.pack(LAYERS_PER_GROUP, LANES),
+        )
+        jobs = [(g, k) for g in _groups(info, LAYERS_PER_GROUP) for k in (KIND_KEYS, KIND_VALUES)]
+        return write(info, parallel_map(partial(_encode_section, info, cache), jobs))
+
+    def decode(
+        self,
+        stream: Bitstream,
+        chunk: Chunk,
+        *,
+        levels: int | None = None,
+        out: KVCache | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> KVCache:
+        """As the base says. Any dtype but the source's is refused: it would not be exact."""
+        stream.check_for(chunk, self.spec, NO_PROFILE, CodecId.EXACT)
+        source = _TORCH[stream.info.dtype]
+        if dtype not in (None, source) or (out is not None and out.dtype != source):
+            raise MismatchError(f"expected to decode to {source}, the dtype of the source")
+        layers_per_group, lanes = _parse_params(stream.info.params)
+        cache = output_cache(stream.info, out, source)
+        groups = _groups(stream.info, layers_per_group)
+        jobs = [(g, k) for g in groups for k in (KIND_KEYS, KIND_VALUES)]
+        parallel_map(partial(_decode_section, stream, cache, lanes), jobs)
+        return cache
+
+
+def _parse_params(params: bytes) -> tuple[int, int]:
+    if len(params) != _PARAMS.size:
+        raise FormatError(f"expected {_PARAMS.size} bytes of parameters, found {len(params)}")
+    layers_per_group, lanes = _PARAMS.unpack(params)
+    if not layers_per_group or not 1 <= lanes <= MAX_LANES:
+        raise FormatError(
+            f"expected 1 to {MAX_LANES} lanes and a layer per group, found {params!r}"
+        )
+    return layers_per_group, lanes
+
+
+def _groups(info: StreamInfo, layers_per_group: int) -> list[tuple[int, range]]:
+    starts = range(0, info.num_layers, layers_per_group)
+    return [
+        (i, range(first, min(first + layers_per_group, info.num_layers)))
+        for i, first in enumerate(starts)
+    ]
+
+
+def _encode_section(
+    info: StreamInfo, cache: KVCache, job: tuple[tuple[int, range], int]
+) -> Section:
+    (group, layers), kind = job
+    tensor = cache.keys if kind == KIND_KEYS else cache.values
+    words = [_to_words(tensor[layer, info.absences[layer] :]) for layer in layers]
+    planes = _split(np.concatenate(words))
+    data = b"".join(_encode_plane(plane) for plane in planes)
+    return Section(0, kind, group, data)
+
+
+def _decode_section(
+    stream: Bitstream, cache: KVCache, lanes: int, job: tuple[tuple[int, range], int]
+) -> None:
+    (group, layers), kind = job
+    info = stream.info
+    tensor = cache.keys if kind == KIND_KEYS else cache.values
+    present = [info.num_tokens - info.absences[layer] for layer in layers]
+    row = info.num_kv_heads * info.head_dim
+    data = stream.section(0, group, kind)
+    words = _join(data, sum(present) * row, _TORCH[info.dtype].itemsize, lanes)
+    at = 0
+    for layer, tokens in zip(layers, present, strict=True):
+        part = torch.from_numpy(words[at : at + tokens * row]).view(tensor.dtype)
+        tensor[layer, info.absences[layer] :] = part.view(tokens, *info.shape[2:])
+        at += tokens * row
+
+
+def _to_words(tensor: torch.Tensor) -> npt.NDArray[np.unsignedinteger]:
+    """The values' bits, flat, as unsigned integers."""
+    signed = torch.int32 if tensor.dtype.itemsize == 4 else torch.int16
+    bits: npt.NDArray[np.signedinteger] = tensor.detach().cpu().contiguous().view(signed).numpy()
+    return bits.reshape(-1).view(f"u{tensor.dtype.itemsize}")
+
+
+def _split(words: npt.NDArray[np.unsignedinteger]) -> list[Plane]:
+    width = 8 * words.itemsize
+    turned = words << 1 | words >> (width - 1)
+    return [(turned >> shift).astype(np.uint8) for shift in range(width - 8, -1, -8)]
+
+
+def _join(
+    data: memoryview, num_values: int, itemsize: int, lanes: int
+) -> npt.NDArray[np.signedinteger]:
+    """The values' bits from all planes of a section."""
+    width = 8 * itemsize
+    turned = np.zeros(num_values, dtype=f"u{itemsize}")
+    for _ in range(itemsize):
+        plane, data = _decode_plane(data, num_values, lanes)
+        turned <<= 8
+        turned |= plane
+    if len(data):
+        raise FormatError(f"expected a section to end with its last plane, found {len(data)} more")
+    words = turned >> 1 | turned << (width - 1)
+    return words.view(f"i{itemsize}")
+
+
+def _encode_plane(plane: Plane) -> bytes:
+    raw = struct.pack("<B", _RAW) + plane.tobytes()
+    counts = np.bincount(plane, minlength=256)
+    if not len(plane) or _estimated_bytes(counts) >= len(raw):
+        return raw
+    freqs = rans.normalise(counts)
+    tables = rans.Tables.from_freqs(freqs[None])
+    widths = rans.even_widths(len(plane), LANES)
+    stream = rans_numba.encode(plane, tables, np.zeros(len(widths), np.int32), widths)
+    head = struct.pack("<B", _CODED) + _CODED_HEAD.pack(len(stream))
+    coded = head + _table_bytes(freqs) + stream
+    return min(coded, raw, key=len)
+
+
+def _estimated_bytes(counts: npt.NDArray[np.int64]) -> float:
+    """Below the size of a coded plane: spares the coder where it cannot win."""
+    used = counts[counts > 0]
+    return float((used * np.log2(used.sum() / used)).sum() / 8) + _BITMAP_BYTES + 2 * len(used)
+
+
+def _decode_plane(data: memoryview, num_values: int, lanes: int) -> tuple[Plane, memoryview]:
+    """A plane, and what follows it."""
+    mode, data = _take(data, 1)
+    if mode[0] == _RAW:
+        raw, data = _take(data, num_values)
+        return np.frombuffer(raw, dtype=np.uint8), data
+    if mode[0] != _CODED:
+        raise FormatError(f"expected plane mode {_RAW} or {_CODED}, found {mode[0]}")
+    head, data = _take(data, _CODED_HEAD.size)
+    freqs, data = _parse_table(data)
+    stream, data = _take(data, _CODED_HEAD.unpack(head)[0])
+    widths = rans.even_widths(num_values, lanes)
+    tables = rans.Tables.from_freqs(freqs[None])
+    return rans_numba.decode(stream, tables, np.zeros(len(widths), np.int32), widths), data
+
+
+def _table_bytes(freqs: npt.NDArray[np.uint16]) -> bytes:
+    bitmap = np.packbits(freqs > 0, bitorder="little").tobytes()
+    return bitmap + (freqs[freqs > 0] - 1).astype("<u2").tobytes()
+
+
+def _parse_table(data: memoryview) -> tuple[npt.NDArray[np.int64], memoryview]:
+    bitmap, data = _take(data, _BITMAP_BYTES)
+    occurs = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little").astype(bool)
+    listed, data = _take(data, 2 * int(occurs.sum()))
+    freqs = np.zeros(256, dtype=np.int64)
+    freqs[occurs] = np.frombuffer(listed, dtype="<u2").astype(np.int64) + 1
+    return freqs, data
+
+
+def _take(data: memoryview, length: int) -> tuple[memoryview, memoryview]:
+    if len(data) < length:
+        raise TruncatedError(f"expected {length} more bytes in a section, found {len(data)}")
+    return data[:length], data[length:]

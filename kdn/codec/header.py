@@ -1,0 +1,374 @@
+"""The header of a stream: `docs/format.md` is the authority, this file follows its order.
+
+Everything a reader learns about a chunk before it reads a section: identity, shape, what is absent,
+and the directory. Every size is checked against a limit before anything is done with it. Planners
+and nodes need no more than this, so it imports neither torch nor a codec.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import blake2b
+from itertools import pairwise
+
+import xxhash
+
+from kdn.cache.keys import KEY_BYTES, Chunk
+from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
+from kdn.errors import (
+    ChecksumError,
+    FormatError,
+    LimitError,
+    TruncatedError,
+    UnsupportedError,
+)
+
+MAGIC = b"\x89KDN"
+VERSION = 1
+NO_PROFILE = bytes(16)
+STREAM_ID_BYTES = 16
+PROFILE_ID_BYTES = 16
+PREFIX_COMPUTED = 255
+KIND_KEYS, KIND_VALUES = 0, 1
+
+MAX_START = 2**40
+MAX_TOKENS = 4096
+MAX_LAYERS = 1024
+MAX_KV_HEADS = 1024
+MAX_HEAD_DIM = 4096
+MAX_VALUES = 2**31
+MAX_LEVELS = 32
+MAX_SECTIONS = 8192
+MAX_SECTION_BYTES = 2**30
+MAX_STREAM_BYTES = 2**33
+MAX_PARAMS_BYTES = 1024
+
+_PROBE = struct.Struct("<4sHBBI")
+_FIXED = struct.Struct("<4sHBBI16s16s16sQHHHHBBHBH")
+_ENTRY = struct.Struct("<BBHI")
+_CHECKSUM = struct.Struct("<Q")
+_INDEX = struct.Struct("<H")
+_ENTRY_BYTES = _ENTRY.size + _CHECKSUM.size
+
+PROBE_BYTES = _PROBE.size
+"""So many first bytes tell the header's size."""
+MIN_HEADER_BYTES = _FIXED.size + STREAM_ID_BYTES + _ENTRY_BYTES + _CHECKSUM.size
+MAX_HEADER_BYTES = (
+    _FIXED.size
+    + 2 * MAX_LAYERS
+    + MAX_PARAMS_BYTES
+    + STREAM_ID_BYTES
+    + _ENTRY_BYTES * MAX_SECTIONS
+    + _CHECKSUM.size
+)
+
+Buffer = bytes | bytearray | memoryview
+
+
+class CodecId(IntEnum):
+    EXACT = 1
+    CACHEGEN = 2
+    KLT = 3
+
+
+class DType(IntEnum):
+    """Dtype of the tensors a stream was made from."""
+
+    FLOAT16 = 1
+    BFLOAT16 = 2
+    FLOAT32 = 3
+
+    @classmethod
+    def of(cls, dtype: object) -> DType:
+        """From a torch or NumPy dtype, by its name."""
+        name = str(dtype).removeprefix("torch.").upper()
+        if name not in cls.__members__:
+            raise UnsupportedError(f"expected float16, bfloat16 or float32, found {dtype}")
+        return cls[name]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the directory: where a section lies, counted from the stream's first byte."""
+
+    level: int
+    kind: int
+    group: int
+    offset: int
+    length: int
+    checksum: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+@dataclass(frozen=True)
+class StreamInfo:
+    """What a header says of a chunk. `valid_from[layer]` is the first absolute position that layer
+    holds, as in KVCache; `params` is the codec's own."""
+
+    codec: CodecId
+    dtype: DType
+    chunk_key: bytes
+    model: bytes
+    profile: bytes
+    start: int
+    num_tokens: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_levels: int
+    valid_from: tuple[int, ...]
+    params: bytes = b""
+    prefix_quality: int = PREFIX_COMPUTED
+
+    @classmethod
+    def for_chunk(
+        cls,
+        chunk: Chunk,
+        spec: ModelSpec,
+        *,
+        codec: CodecId,
+        dtype: DType,
+        num_levels: int,
+        valid_from: Sequence[int] = (),
+        profile: bytes = NO_PROFILE,
+        params: bytes = b"",
+        prefix_quality: int = PREFIX_COMPUTED,
+    ) -> StreamInfo:
+        """Of this chunk of this model; every layer holds every token if `valid_from` is empty."""
+        return cls(
+            codec=codec,
+            dtype=dtype,
+            chunk_key=chunk.key,
+            model=spec.fingerprint,
+            profile=profile,
+            start=chunk.start,
+            num_tokens=chunk.num_tokens,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            num_levels=num_levels,
+            valid_from=tuple(valid_from) or (chunk.start,) * spec.num_layers,
+            params=params,
+            prefix_quality=prefix_quality,
+        )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of keys, and of values: [layers, tokens, kv_heads, head_dim]."""
+        return (self.num_layers, self.num_tokens, self.num_kv_heads, self.head_dim)
+
+    @property
+    def absences(self) -> tuple[int, ...]:
+        """How many of the chunk's first tokens each layer lacks."""
+        return tuple(position - self.start for position in self.valid_from)
+
+
+@dataclass(frozen=True)
+class Header:
+    """A verified header: all a planner or a node needs of a stream."""
+
+    info: StreamInfo
+    stream_id: bytes
+    entries: tuple[Entry, ...]
+    size_bytes: int
+
+    @property
+    def stream_bytes(self) -> int:
+        """Size of the whole stream."""
+        return self.entries[-1].end
+
+    def level_end(self, level: int) -> int:
+        """Byte offset where this level ends: so many bytes hold it and all levels before it."""
+        assert level >= 0
+        return max(entry.end for entry in self.entries if entry.level <= level)
+
+    @classmethod
+    def parse(cls, data: Buffer) -> Header:
+        """Read and verify the header at the beginning of `data`."""
+        size = header_size(data)
+        view = memoryview(data).cast("B")[:size]
+        if len(view) < size:
+            raise TruncatedError(f"expected a header of {size} bytes, found {len(view)}")
+        (found,) = _CHECKSUM.unpack_from(view, size - _CHECKSUM.size)
+        expected = xxhash.xxh3_64_intdigest(view[: -_CHECKSUM.size])
+        if found != expected:
+            raise ChecksumError(f"header checksum: expected {expected:016x}, found {found:016x}")
+        return _parse_header(view)
+
+
+def header_size(prefix: Buffer) -> int:
+    """Size of the header whose first PROBE_BYTES (at least) these are."""
+    if len(prefix) < PROBE_BYTES:
+        raise TruncatedError(f"expected at least {PROBE_BYTES} bytes, found {len(prefix)}")
+    magic, version, _, _, size = _PROBE.unpack_from(prefix)
+    if magic != MAGIC:
+        raise FormatError(f"expected magic {MAGIC!r}, found {bytes(magic)!r}")
+    if version != VERSION:
+        raise FormatError(f"expected format version {VERSION}, found {version}")
+    _check_range("header size", size, MIN_HEADER_BYTES, MAX_HEADER_BYTES)
+    return int(size)
+
+
+def _parse_header(view: memoryview) -> Header:
+    (
+        _, _, codec, dtype, size, chunk_key, model, profile, start, tokens, layers, kv_heads,
+        head_dim, prefix_quality, levels, num_sections, absences_follow, params_bytes,
+    ) = _FIXED.unpack_from(view)  # fmt: skip
+    if codec not in CodecId.__members__.values():
+        raise FormatError(f"expected codec 1, 2 or 3, found {codec}")
+    if dtype not in DType.__members__.values():
+        raise FormatError(f"expected dtype 1, 2 or 3, found {dtype}")
+    if absences_follow not in (0, 1):
+        raise FormatError(f"expected 0 or 1 for absences, found {absences_follow}")
+    _check_range("layers", layers, 1, MAX_LAYERS)
+    _check_range("sections", num_sections, 1, MAX_SECTIONS)
+    _check_range("parameter bytes", params_bytes, 0, MAX_PARAMS_BYTES)
+    at = _FIXED.size
+    directory_at = at + 2 * layers * absences_follow + params_bytes + STREAM_ID_BYTES
+    expected = directory_at + _ENTRY_BYTES * num_sections + _CHECKSUM.size
+    if size != expected:
+        raise FormatError(f"expected a header of {expected} bytes by its fields, found {size}")
+    absences: tuple[int, ...] = (0,) * layers
+    if absences_follow:
+        absences = struct.unpack_from(f"<{layers}H", view, at)
+        at += 2 * layers
+        if not any(absences):
+            raise FormatError("expected an absent token where absences follow, found none")
+    info = StreamInfo(
+        codec=CodecId(codec),
+        dtype=DType(dtype),
+        chunk_key=chunk_key,
+        model=model,
+        profile=profile,
+        start=start,
+        num_tokens=tokens,
+        num_layers=layers,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        num_levels=levels,
+        valid_from=tuple(start + absent for absent in absences),
+        params=bytes(view[at : at + params_bytes]),
+        prefix_quality=prefix_quality,
+    )
+    _check_info(info)
+    stream_id = bytes(view[directory_at - STREAM_ID_BYTES : directory_at])
+    entries = _parse_directory(view[directory_at : -_CHECKSUM.size], size)
+    _check_directory(entries, levels)
+    return Header(info, stream_id, entries, size)
+
+
+def _parse_directory(view: memoryview, first_offset: int) -> tuple[Entry, ...]:
+    entries = []
+    offset = first_offset
+    for at in range(0, len(view), _ENTRY_BYTES):
+        level, kind, group, length = _ENTRY.unpack_from(view, at)
+        (checksum,) = _CHECKSUM.unpack_from(view, at + _ENTRY.size)
+        entries.append(Entry(level, kind, group, offset, length, checksum))
+        offset += length
+    return tuple(entries)
+
+
+def _check_info(info: StreamInfo) -> None:
+    _check_range("start", info.start, 0, MAX_START)
+    _check_range("tokens", info.num_tokens, 1, MAX_TOKENS)
+    _check_range("layers", info.num_layers, 1, MAX_LAYERS)
+    _check_range("KV heads", info.num_kv_heads, 1, MAX_KV_HEADS)
+    _check_range("head size", info.head_dim, 1, MAX_HEAD_DIM)
+    num_values = 2 * info.num_layers * info.num_tokens * info.num_kv_heads * info.head_dim
+    _check_range("values", num_values, 1, MAX_VALUES)
+    _check_range("levels", info.num_levels, 1, MAX_LEVELS)
+    _check_range("prefix quality", info.prefix_quality, 0, 255)
+    _check_range("parameter bytes", len(info.params), 0, MAX_PARAMS_BYTES)
+    for absent in info.absences:
+        if not 0 <= absent <= info.num_tokens:
+            raise FormatError(f"expected 0 to {info.num_tokens} absent tokens, found {absent}")
+
+
+def _check_directory(entries: Sequence[Entry], num_levels: int) -> None:
+    _check_range("sections", len(entries), 1, MAX_SECTIONS)
+    order = [(entry.level, entry.group, entry.kind) for entry in entries]
+    if any(a >= b for a, b in pairwise(order)):
+        raise FormatError("expected sections strictly increasing by (level, group, kind)")
+    if {entry.level for entry in entries} != set(range(num_levels)):
+        raise FormatError(f"expected sections for each of the levels 0 to {num_levels - 1}")
+    for entry in entries:
+        _check_range("section length", entry.length, 0, MAX_SECTION_BYTES)
+    _check_range("stream bytes", entries[-1].end, 0, MAX_STREAM_BYTES)
+
+
+def _check_range(what: str, found: int, low: int, high: int) -> None:
+    if not low <= found <= high:
+        raise LimitError(f"{what}: expected {low} to {high}, found {found}")
+
+
+def build_header(info: StreamInfo, sections: Sequence[tuple[int, int, int, Buffer]]) -> bytes:
+    """The header bytes for ordered (level, kind, group, data) sections."""
+    assert len(info.chunk_key) == KEY_BYTES
+    assert len(info.model) == FINGERPRINT_BYTES
+    assert len(info.profile) == PROFILE_ID_BYTES
+    assert len(info.valid_from) == info.num_layers
+    _check_info(info)
+    front = _front_bytes(info, len(sections))
+    entries = []
+    offset = len(front) + STREAM_ID_BYTES + _ENTRY_BYTES * len(sections) + _CHECKSUM.size
+    for level, kind, group, data in sections:
+        entries.append(Entry(level, kind, group, offset, len(data), 0))
+        offset += len(data)
+    _check_directory(entries, info.num_levels)
+    stream_id = stream_digest(front, entries, [data for *_, data in sections])
+    parts = [front, stream_id]
+    for index, (entry, (*_, data)) in enumerate(zip(entries, sections, strict=True)):
+        parts.append(_entry_line(entry))
+        parts.append(_CHECKSUM.pack(section_checksum(stream_id, index, data)))
+    header = b"".join(parts)
+    return header + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(header))
+
+
+def _front_bytes(info: StreamInfo, num_sections: int) -> bytes:
+    """Fixed part, absences and parameters."""
+    absences = b""
+    if any(info.absences):
+        absences = struct.pack(f"<{info.num_layers}H", *info.absences)
+    tail = absences + info.params
+    size = _FIXED.size + len(tail) + STREAM_ID_BYTES + _ENTRY_BYTES * num_sections + _CHECKSUM.size
+    fixed = _FIXED.pack(
+        MAGIC, VERSION, info.codec, info.dtype, size, info.chunk_key, info.model, info.profile,
+        info.start, info.num_tokens, info.num_layers, info.num_kv_heads, info.head_dim,
+        info.prefix_quality, info.num_levels, num_sections, bool(absences), len(info.params),
+    )  # fmt: skip
+    return fixed + tail
+
+
+def front_of(header_bytes: memoryview, num_sections: int) -> memoryview:
+    """Fixed part, absences and parameters of verified header bytes."""
+    end = len(header_bytes) - _CHECKSUM.size - _ENTRY_BYTES * num_sections - STREAM_ID_BYTES
+    return header_bytes[:end]
+
+
+def _entry_line(entry: Entry) -> bytes:
+    """A directory entry without its checksum."""
+    return _ENTRY.pack(entry.level, entry.kind, entry.group, entry.length)
+
+
+def stream_digest(front: Buffer, entries: Iterable[Entry], sections: Iterable[Buffer]) -> bytes:
+    """The stream id."""
+    digest = blake2b(front, digest_size=STREAM_ID_BYTES)
+    for entry in entries:
+        digest.update(_entry_line(entry))
+    for data in sections:
+        digest.update(data)
+    return digest.digest()
+
+
+def section_checksum(stream_id: bytes, index: int, data: Buffer) -> int:
+    """Covers the stream and the place in it: an intact section elsewhere does not verify."""
+    digest = xxhash.xxh3_64(stream_id)
+    digest.update(_INDEX.pack(index))
+    digest.update(data)
+    return digest.intdigest()

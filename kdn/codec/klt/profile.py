@@ -1,0 +1,289 @@
+"""What is calibrated once for a model and shared by every writer and reader of its bitstreams.
+
+A profile is a safetensors file and is named by the digest of its bytes. It comes from outside, like
+any stream: everything is checked on reading, so that the codec may trust shapes and ranges.
+
+Values of a token are ordered group by group, and within a group: keys of its layers, then values of
+its layers, each `[layer, head, channel]`. That flat order is called `columns` below.
+
+| tensor | shape | meaning |
+|---|---|---|
+| embed.codes, embed.scale | int8 [vocab, E], f32 [E] | token embeddings, normalised and quantised |
+| predict.mix | f16 [3 E, R] | from the embeddings of a token and the two before it |
+| predict.out, predict.bias | f16 [R, columns], f32 [columns] | to the predicted values |
+| sink.mean, sink.step, sink.scale | f16 [S, columns], f32, u8 [columns] | first tokens of a context |
+| importance | f32 [columns] | how much a token's errors matter: log of it, linear in its values |
+| g.weight, g.metric, g.gain | f32 [c], f16 [c, M], f32 [M] | error metric of group g: see transform.py |
+| g.basis, g.basis_scale | int8 [n, c], f32 [n] | orthonormal components in that metric |
+| g.scale | u8 [n] | scale class of each component |
+| level.freqs, level.g.thresholds, level.centroids | u16, i32, f32 | tables: see symbols.py |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
+from kdn.codec.klt import symbols
+from kdn.codec.rans import PROB_TOTAL
+from kdn.errors import FormatError, MismatchError
+
+FORMAT = "kdn klt profile"
+VERSION = 1
+PROFILE_ID_BYTES = 16
+CONTEXT_TOKENS = 3
+"""The predictor sees a token and the two before it."""
+NUM_CLASSES = 5
+"""Step classes of a token: class c divides the step by 2 ** ((c - 2) / 2)."""
+MAX_LEVELS = 8
+MAX_BYTES = 1 << 31
+
+Tensors = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that are transformed together, and how."""
+
+    first_layer: int
+    last_layer: int
+    columns: slice
+    weight: npt.NDArray[np.float32]
+    metric: npt.NDArray[np.float16]
+    gain: npt.NDArray[np.float32]
+    basis: npt.NDArray[np.int8]
+    basis_scale: npt.NDArray[np.float32]
+    scale: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Level:
+    """How one level is coded. `num_components[g]` of group g are coded; `centroids`
+    [scale class, size 1 / 2 / more] is what to add to a size, in steps."""
+
+    num_components: tuple[int, ...]
+    thresholds: tuple[npt.NDArray[np.int32], ...]
+    cdf: npt.NDArray[np.uint16]
+    centroids: npt.NDArray[np.float32]
+    expected: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A read and checked profile."""
+
+    meta: Mapping[str, Any]
+    tensors: Tensors = field(repr=False)
+    profile_id: bytes = b""
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        return cls.from_bytes(path.read_bytes())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Profile:
+        if len(data) > MAX_BYTES:
+            raise FormatError(f"expected a profile of at most {MAX_BYTES} bytes, found {len(data)}")
+        try:
+            tensors = load_tensors(data)
+            size = int.from_bytes(data[:8], "little")
+            meta = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["kdn"])
+        except (SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise FormatError(f"expected a {FORMAT}: {error}") from None
+        profile = cls(meta, tensors, blake2b(data, digest_size=PROFILE_ID_BYTES).digest())
+        _check(profile)
+        return profile
+
+    @classmethod
+    def build(cls, meta: Mapping[str, Any], tensors: Tensors) -> Profile:
+        """From freshly calibrated parts: written and read again, so that it is what readers get."""
+        return cls.from_bytes(to_bytes(meta, tensors))
+
+    def to_bytes(self) -> bytes:
+        return to_bytes(self.meta, self.tensors)
+
+    @property
+    def num_levels(self) -> int:
+        return int(self.meta["levels"])
+
+    @property
+    def finest_step(self) -> float:
+        return float(self.meta["finest_step"])
+
+    @property
+    def num_sinks(self) -> int:
+        return len(self.tensors["sink.mean"])
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        width = 2 * int(self.meta["num_kv_heads"]) * int(self.meta["head_dim"])
+        found = []
+        for index, (first, last) in enumerate(self.meta["groups"]):
+            part = {k: self.tensors[f"g{index}.{k}"] for k in _GROUP_TENSORS}
+            found.append(Group(first, last, slice(first * width, last * width), **part))
+        return tuple(found)
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        return tuple(self._level(index) for index in range(self.num_levels))
+
+    def _level(self, index: int) -> Level:
+        freqs = self.tensors[f"level{index}.freqs"]
+        cdf = np.zeros((freqs.shape[0], freqs.shape[1] + 1), dtype=np.uint16)
+        np.cumsum(freqs, axis=1, out=cdf[:, 1:])
+        thresholds = tuple(
+            self.tensors[f"level{index}.g{g}.thresholds"] for g in range(len(self.meta["groups"]))
+        )
+        return Level(
+            tuple(self.meta["num_components"][index]),
+            thresholds,
+            cdf,
+            self.tensors[f"level{index}.centroids"],
+            self.meta["expected"][index],
+        )
+
+    @cached_property
+    def sink_cdf(self) -> npt.NDArray[np.uint16]:
+        freqs = self.tensors["sink.freqs"]
+        cdf = np.zeros((freqs.shape[0], freqs.shape[1] + 1), dtype=np.uint16)
+        np.cumsum(freqs, axis=1, out=cdf[:, 1:])
+        return cdf
+
+    def check_for(self, spec: ModelSpec) -> None:
+        """That this profile was made for this model."""
+        for name in ("num_layers", "num_kv_heads", "head_dim", "vocab_size"):
+            expected, found = getattr(spec, name), self.meta[name]
+            if expected != found:
+                raise MismatchError(
+                    f"the profile is for another model: {name} expected {expected}, found {found}"
+                )
+        if bytes.fromhex(self.meta["model"]) != spec.fingerprint:
+            raise MismatchError(
+                f"the profile is for another model: fingerprint expected "
+                f"{spec.fingerprint.hex()}, found {self.meta['model']}"
+            )
+
+
+def to_bytes(meta: Mapping[str, Any], tensors: Tensors) -> bytes:
+    """Deterministic: equal parts give equal bytes."""
+    text = json.dumps(meta, sort_keys=True, separators=(",", ":"))
+    ordered = {name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}
+    return save_tensors(ordered, metadata={"kdn": text})
+
+
+_GROUP_TENSORS = ("weight", "metric", "gain", "basis", "basis_scale", "scale")
+
+
+def _check(profile: Profile) -> None:
+    """Everything the codec relies on; a profile that passes can at worst decode to nonsense."""
+    try:
+        _check_meta(profile.meta)
+        for name, (shape, dtype) in _layout(profile).items():
+            tensor = profile.tensors[name]
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise FormatError(
+                    f"profile tensor {name}: expected {dtype} {shape}, "
+                    f"found {tensor.dtype} {tensor.shape}"
+                )
+            if tensor.dtype.kind == "f" and not np.isfinite(tensor).all():
+                raise FormatError(f"profile tensor {name}: expected finite numbers")
+            if name.endswith("freqs"):
+                _check_freqs(name, tensor)
+            if name.endswith(".scale") and tensor.dtype == np.uint8:
+                if tensor.size and tensor.max() >= symbols.NUM_SCALES:
+                    raise FormatError(f"profile tensor {name}: scale class out of range")
+            if name.endswith((".weight", ".step")) and not (tensor > 0).all():
+                raise FormatError(f"profile tensor {name}: expected positive numbers")
+            if name.endswith(".gain") and not (tensor > -1).all():
+                raise FormatError(f"profile tensor {name}: expected gains above -1")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"profile: missing or malformed {error}") from None
+
+
+def _check_freqs(name: str, freqs: npt.NDArray[Any]) -> None:
+    sums = freqs.astype(np.int64).sum(axis=1)
+    if (freqs == 0).any() or (sums != PROB_TOTAL).any():
+        raise FormatError(f"profile tensor {name}: expected rows of {PROB_TOTAL}, none of them 0")
+
+
+def _check_meta(meta: Mapping[str, Any]) -> None:
+    if meta["format"] != FORMAT or meta["version"] != VERSION:
+        raise FormatError(
+            f"expected a {FORMAT} of version {VERSION}, "
+            f"found {meta['format']!r} of version {meta['version']!r}"
+        )
+    if len(bytes.fromhex(meta["model"])) != FINGERPRINT_BYTES:
+        raise FormatError(f"expected a model fingerprint of {FINGERPRINT_BYTES} bytes")
+    if not 1 <= meta["levels"] <= MAX_LEVELS or len(meta["expected"]) != meta["levels"]:
+        raise FormatError(f"expected 1 to {MAX_LEVELS} levels, found {meta['levels']}")
+    if not 0 < meta["finest_step"] < 1e9:
+        raise FormatError(f"expected a positive step, found {meta['finest_step']}")
+    if not np.isfinite(float(meta["importance_bias"])):
+        raise FormatError("expected a finite importance bias")
+    ends = [0, *(last for _, last in meta["groups"])]
+    if [first for first, _ in meta["groups"]] != ends[:-1] or ends[-1] != meta["num_layers"]:
+        raise FormatError(f"expected groups that cover all layers, found {meta['groups']}")
+    if any(first >= last for first, last in meta["groups"]):
+        raise FormatError(f"expected groups of at least one layer, found {meta['groups']}")
+
+
+def _layout(profile: Profile) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Shape and dtype every tensor must have, given the sizes that are free."""
+    meta, tensors = profile.meta, profile.tensors
+    per_layer = 2 * meta["num_kv_heads"] * meta["head_dim"]
+    columns = per_layer * meta["num_layers"]
+    embed, rank = tensors["embed.codes"].shape[1], tensors["predict.mix"].shape[1]
+    sinks = len(tensors["sink.mean"])
+    f16, f32, u8 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.uint8)
+    i8, u16, i32 = np.dtype(np.int8), np.dtype(np.uint16), np.dtype(np.int32)
+    layout: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
+        "embed.codes": ((meta["vocab_size"], embed), i8),
+        "embed.scale": ((embed,), f32),
+        "predict.mix": ((CONTEXT_TOKENS * embed, rank), f16),
+        "predict.out": ((rank, columns), f16),
+        "predict.bias": ((columns,), f32),
+        "sink.mean": ((sinks, columns), f16),
+        "sink.step": ((columns,), f32),
+        "sink.scale": ((columns,), u8),
+        "sink.freqs": ((symbols.BASE_TABLES, symbols.BASE_ALPHABET), u16),
+        "token.freqs": ((1, NUM_CLASSES), u16),
+        "importance": ((columns,), f32),
+    }
+    for index, (first, last) in enumerate(meta["groups"]):
+        width, key = (last - first) * per_layer, f"g{index}."
+        count, rank = len(tensors[key + "basis"]), tensors[key + "metric"].shape[1]
+        layout |= {
+            key + "weight": ((width,), f32),
+            key + "metric": ((width, rank), f16),
+            key + "gain": ((rank,), f32),
+            key + "basis": ((count, width), i8),
+            key + "basis_scale": ((count,), f32),
+            key + "scale": ((count,), u8),
+        }
+        before = 0
+        for level in range(meta["levels"]):
+            coded = meta["num_components"][level][index]
+            if not before <= coded <= count:
+                raise FormatError(f"level {level}: expected {before} to {count} components")
+            before = coded
+            blocks = -(-coded // symbols.BLOCK)
+            name = f"level{level}.g{index}.thresholds"
+            layout[name] = ((blocks, symbols.NUM_ACTIVITIES - 1), i32)
+    for level in range(meta["levels"]):
+        base = (symbols.BASE_TABLES, symbols.BASE_ALPHABET)
+        digits = (symbols.DIGIT_TABLES, symbols.DIGIT_ALPHABET)
+        layout[f"level{level}.freqs"] = (digits if level else base, u16)
+        layout[f"level{level}.centroids"] = ((symbols.NUM_SCALES, 3), f32)
+    return layout

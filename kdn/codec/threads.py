@@ -1,0 +1,61 @@
+"""One small thread pool for all codecs: sections are independent, kernels release the GIL."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_lock = threading.Lock()  # guards _pool
+_pool: ThreadPoolExecutor | None = None
+_worker = threading.local()
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def parallel_map(fn: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """`[fn(item) for item in items]` on all cores; raises what the first failing item raised.
+
+    Nothing runs on after it has returned or raised: the memory that `fn` writes to is the caller's
+    again. A call from within a worker runs in place: waiting there for the same pool could never
+    end.
+    """
+    todo = list(items)
+    if len(todo) < 2 or num_cores() < 2 or getattr(_worker, "busy", False):
+        return [fn(item) for item in todo]
+    pool = _shared_pool()
+    futures = [pool.submit(fn, item) for item in todo]
+    wait(futures)
+    return [future.result() for future in futures]
+
+
+def _shared_pool() -> ThreadPoolExecutor:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(num_cores(), "kdn-codec", initializer=_mark_worker)
+        return _pool
+
+
+def _mark_worker() -> None:
+    _worker.busy = True
+
+
+def _forget_pool() -> None:
+    """A forked child has the pool object but none of its threads."""
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)

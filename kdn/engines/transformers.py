@@ -1,0 +1,166 @@
+"""Hugging Face transformers: a model's spec, and its DynamicCache to and from the canonical layout.
+
+Only public hooks are used: `model(...)`, its state dict and configuration, and `DynamicCache`. What
+cannot be carried over exactly is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kdn.cache.fingerprint import CONFIG_FIELDS, fingerprint
+from kdn.cache.spec import ModelSpec
+from kdn.cache.tensors import KVCache
+from kdn.engines.rope_probe import ropes_of, run_one_token
+from kdn.errors import MismatchError, UnsupportedError
+
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+# Keys under these depend on the length of the whole text, not on their position alone.
+_LENGTH_DEPENDENT_ROPES = {"dynamic": "dynamic NTK", "longrope": "longrope", "su": "longrope"}
+
+
+def spec_of(model: PreTrainedModel) -> ModelSpec:
+    """Shape, rotation, windows and fingerprint of a model, measured on two one-token runs."""
+    config = model.config.get_text_config(decoder=True)
+    _refuse(model.config, config)
+    past = run_one_token(model, 0)
+    num_kv_heads, head_dim = _shape(past)
+    return ModelSpec(
+        num_layers=len(past.layers),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=int(config.vocab_size),
+        ropes=ropes_of(model, past),
+        windows=_windows(past),
+        fingerprint=fingerprint_of(model),
+    )
+
+
+def fingerprint_of(model: PreTrainedModel) -> bytes:
+    """`kdn.cache.fingerprint` of a loaded model."""
+    config = model.config.get_text_config(decoder=True)
+    fields = {name: getattr(config, name, None) for name in CONFIG_FIELDS}
+    fields["windows"] = _windows(DynamicCache(config=config))
+    return fingerprint(fields, _weights(model))
+
+
+def _weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The state dict, with tied weights under their first name only."""
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in model.state_dict().items():
+        identity = (tensor.data_ptr(), tensor.shape)
+        if tensor.data_ptr() == 0 or identity not in seen:
+            seen.add(identity)
+            yield name, tensor
+
+
+def _refuse(whole: PreTrainedConfig, config: PreTrainedConfig) -> None:
+    """Name what is known not to work, before any computing."""
+    name = config.model_type
+    if whole.is_encoder_decoder:
+        raise UnsupportedError(f"{name}: encoder-decoder models are not supported")
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedError(f"{name}: multi-head latent attention (MLA) is not supported")
+    for kind in sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
+        raise UnsupportedError(
+            f"{name}: layers of type {kind!r} are not supported, they keep no plain keys and values"
+        )
+    for rope in _rope_parameters(config):
+        kind = str(rope.get("rope_type") or rope.get("type") or "default")
+        if kind in _LENGTH_DEPENDENT_ROPES:
+            raise UnsupportedError(
+                f"{name}: {_LENGTH_DEPENDENT_ROPES[kind]} RoPE is not supported, its keys depend "
+                "on the total length"
+            )
+        if "mrope_section" in rope:
+            raise UnsupportedError(f"{name}: multimodal RoPE (mrope) is not supported")
+
+
+def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, object]]:
+    """One dict per kind of RoPE: a model has one, or one per layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
+
+
+def _shape(past: Cache) -> tuple[int, int]:
+    """KV heads and head size, equal in all layers, for keys and values."""
+    shapes = set()
+    for index, layer in enumerate(past.layers):
+        _check_layer(index, layer)
+        shapes |= {(t.shape[1], t.shape[3]) for t in (layer.keys, layer.values)}
+    if len(shapes) != 1:
+        raise UnsupportedError(
+            "KV heads and head size must be equal in all layers, for keys and values; "
+            f"found (heads, size) {sorted(shapes)}"
+        )
+    num_kv_heads, head_dim = shapes.pop()
+    return int(num_kv_heads), int(head_dim)
+
+
+def _check_layer(index: int, layer: object) -> None:
+    # Exactly these: subclasses keep further state (recurrent, indexer) that would be lost.
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        raise UnsupportedError(f"cache layer {index} is a {type(layer).__name__}, not supported")
+    if not layer.is_initialized:  # type: ignore[attr-defined]
+        raise UnsupportedError(f"cache layer {index} is empty")
+
+
+def _windows(past: Cache) -> tuple[int | None, ...]:
+    """How many tokens each layer attends to, None for all."""
+    return tuple(
+        int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None
+        for layer in past.layers
+    )
+
+
+def from_dynamic_cache(past: Cache, start: int = 0) -> KVCache:
+    """The canonical layout of a batch of one. `start` is the position of the cache's first token.
+
+    A layer with a sliding window has dropped its old tokens: they are zero here, and `valid_from`
+    says so.
+    """
+    num_kv_heads, head_dim = _shape(past)
+    first = past.layers[0].keys
+    if first.shape[0] != 1:
+        raise UnsupportedError(f"a cache of one sequence was expected, found {first.shape[0]}")
+    num_tokens = max(int(layer.get_seq_length()) for layer in past.layers)
+    shape = (len(past.layers), num_tokens, num_kv_heads, head_dim)
+    keys, values = first.new_zeros(shape), first.new_zeros(shape)
+    valid_from = []
+    for index, layer in enumerate(past.layers):
+        missing = num_tokens - layer.keys.shape[2]
+        keys[index, missing:] = layer.keys[0].transpose(0, 1)
+        values[index, missing:] = layer.values[0].transpose(0, 1)
+        valid_from.append(start + missing)
+    return KVCache(keys, values, start, tuple(valid_from))
+
+
+def to_dynamic_cache(cache: KVCache, config: PreTrainedConfig) -> DynamicCache:
+    """A cache from which the model continues exactly as from its own.
+
+    It must begin with the context's first token, and each layer must hold what it still attends to.
+    """
+    if cache.start != 0:
+        raise MismatchError(f"the cache must start at position 0, it starts at {cache.start}")
+    past = DynamicCache(config=config)
+    if len(past.layers) != cache.num_layers:
+        raise MismatchError(
+            f"the model caches {len(past.layers)} layers, this cache has {cache.num_layers}"
+        )
+    for index, window in enumerate(_windows(past)):
+        needed_from = 0 if window is None else max(0, cache.end - (window - 1))
+        if cache.valid_from[index] > needed_from:
+            raise MismatchError(
+                f"layer {index} needs the tokens from {needed_from} on, "
+                f"this cache holds them from {cache.valid_from[index]} on"
+            )
+        keys, values = (t[index].transpose(0, 1)[None] for t in (cache.keys, cache.values))
+        # A window layer keeps what it needs of these and counts them all.
+        past.update(keys, values, index)
+    return past

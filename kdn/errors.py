@@ -1,0 +1,37 @@
+"""Everything kdn raises on purpose.
+
+A miss is a value, not an exception. An exception here means: these bytes, this model or this
+request cannot be served correctly, and the message says what was expected and what was found.
+"""
+
+
+class KdnError(Exception):
+    """Base of every error kdn raises on purpose."""
+
+
+class FormatError(KdnError):
+    """Bytes from outside are not what they claim to be."""
+
+
+class TruncatedError(FormatError):
+    """Bytes end before what the header promises."""
+
+
+class ChecksumError(FormatError):
+    """Bytes differ from those that were written."""
+
+
+class LimitError(FormatError):
+    """A declared size is beyond what this reader accepts; nothing was allocated for it."""
+
+
+class MismatchError(KdnError):
+    """Valid bytes, but of another model, profile, context or stream than the one asked for."""
+
+
+class UnsupportedError(KdnError):
+    """A model, layout or option that kdn refuses by name."""
+
+
+class ModelUnavailableError(KdnError):
+    """A model could not be found, fetched or verified."""

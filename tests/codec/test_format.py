@@ -1,0 +1,311 @@
+"""The container: literal bytes, every way to be wrong, and reading parts of a stream."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+import pytest
+import xxhash
+
+from kdn.cache.keys import Chunk
+from kdn.codec import header as h
+from kdn.codec.format import (
+    Bitstream,
+    CodecId,
+    DType,
+    Header,
+    Section,
+    StreamInfo,
+    header_size,
+    write,
+)
+from kdn.errors import (
+    ChecksumError,
+    FormatError,
+    LimitError,
+    MismatchError,
+    TruncatedError,
+    UnsupportedError,
+)
+
+INFO = StreamInfo(
+    codec=CodecId.EXACT,
+    dtype=DType.BFLOAT16,
+    chunk_key=b"k" * 16,
+    model=b"m" * 16,
+    profile=b"p" * 16,
+    start=512,
+    num_tokens=48,
+    num_layers=2,
+    num_kv_heads=3,
+    head_dim=64,
+    num_levels=2,
+    valid_from=(512, 512),
+    params=b"xyz",
+)
+SECTIONS = [
+    Section(1, 0, 0, b"third"),
+    Section(0, 1, 0, b"second"),
+    Section(0, 0, 0, b"first"),
+    Section(1, 0, 1, b""),
+]
+STREAM = write(INFO, SECTIONS)
+HEADER_BYTES = 83 + 3 + 16 + 4 * 16 + 8
+
+
+def repaired(stream: bytes, at: int, new: bytes) -> bytes:
+    """With header bytes replaced and the header checksum made to fit."""
+    header = bytearray(stream[:HEADER_BYTES])
+    header[at : at + len(new)] = new
+    header[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(header[:-8])))
+    return bytes(header) + stream[HEADER_BYTES:]
+
+
+def test_layout_is_the_documented_one() -> None:
+    fixed = b"\x89KDN" + struct.pack("<HBBI", 1, 1, 2, HEADER_BYTES)
+    fixed += b"k" * 16 + b"m" * 16 + b"p" * 16
+    fixed += struct.pack("<QHHHHBBHBH", 512, 48, 2, 3, 64, 255, 2, 4, 0, 3)
+    lines = [struct.pack("<BBHI", *line) for line in
+             [(0, 0, 0, 5), (0, 1, 0, 6), (1, 0, 0, 5), (1, 0, 1, 0)]]  # fmt: skip
+    bodies = [b"first", b"second", b"third", b""]
+    stream_id = blake2b(b"".join([fixed, b"xyz", *lines, *bodies]), digest_size=16).digest()
+    header = fixed + b"xyz" + stream_id
+    for index, (line, body) in enumerate(zip(lines, bodies, strict=True)):
+        covered = stream_id + struct.pack("<H", index) + body
+        header += line + struct.pack("<Q", xxhash.xxh3_64_intdigest(covered))
+    header += struct.pack("<Q", xxhash.xxh3_64_intdigest(header))
+    assert header + b"".join(bodies) == STREAM
+    assert len(header) == HEADER_BYTES
+
+
+def test_reads_what_was_written() -> None:
+    stream = Bitstream.parse(STREAM)
+    assert stream.info == INFO
+    assert bytes(stream.section(0, 0, 0)) == b"first"
+    assert bytes(stream.section(0, 0, 1)) == b"second"
+    assert bytes(stream.section(1, 0, 0)) == b"third"
+    assert bytes(stream.section(1, 1, 0)) == b""
+    assert stream.levels_available == 2
+    assert stream.header.stream_bytes == len(STREAM)
+    assert [stream.level_end(i) for i in range(2)] == [HEADER_BYTES + 11, HEADER_BYTES + 16]
+    stream.verify()
+
+
+def test_accepts_any_byte_buffer() -> None:
+    for data in (bytearray(STREAM), memoryview(STREAM)):
+        assert bytes(Bitstream.parse(data).section(1, 0, 0)) == b"third"
+
+
+def test_absences_round_trip() -> None:
+    info = replace(INFO, valid_from=(512, 560))
+    stream = Bitstream.parse(write(info, SECTIONS))
+    assert stream.info == info
+    assert stream.info.absences == (0, 48)
+
+
+@pytest.mark.parametrize("cut", range(len(STREAM)))
+def test_every_truncation_keeps_what_is_whole(cut: int) -> None:
+    if cut < HEADER_BYTES:
+        with pytest.raises(TruncatedError):
+            Bitstream.parse(STREAM[:cut])
+        return
+    stream = Bitstream.parse(STREAM[:cut])
+    body = cut - HEADER_BYTES
+    assert stream.levels_available == (body >= 11) + (body >= 16)
+    for level, group, kind, end in ((0, 0, 0, 5), (0, 0, 1, 11), (1, 0, 0, 16), (1, 1, 0, 16)):
+        assert stream.has_section(level, group, kind) == (body >= end)
+        if body >= end:
+            stream.section(level, group, kind)
+        else:
+            with pytest.raises(TruncatedError):
+                stream.section(level, group, kind)
+
+
+def test_every_single_bit_flip_is_found() -> None:
+    for bit in range(8 * len(STREAM)):
+        damaged = bytearray(STREAM)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(FormatError):
+            Bitstream.parse(bytes(damaged)).verify()
+
+
+def test_header_size_from_the_first_bytes() -> None:
+    assert header_size(STREAM[: h.PROBE_BYTES]) == HEADER_BYTES
+    with pytest.raises(TruncatedError):
+        header_size(STREAM[: h.PROBE_BYTES - 1])
+    assert Header.parse(STREAM[:HEADER_BYTES]).info == INFO
+
+
+def test_trailing_bytes_are_an_error() -> None:
+    with pytest.raises(FormatError, match="found"):
+        Bitstream.parse(STREAM + b"\0")
+
+
+@pytest.mark.parametrize(
+    ("at", "new", "error"),
+    [
+        (0, b"PK\3\4", FormatError),
+        (4, b"\2\0", FormatError),
+        (6, b"\4", FormatError),
+        (6, b"\0", FormatError),
+        (7, b"\0", FormatError),
+        (8, struct.pack("<I", HEADER_BYTES - 1), ChecksumError),
+        (8, struct.pack("<I", h.MIN_HEADER_BYTES - 1), LimitError),
+        (8, struct.pack("<I", h.MAX_HEADER_BYTES + 1), LimitError),
+        (8, struct.pack("<I", HEADER_BYTES + 1), ChecksumError),
+        (60, struct.pack("<Q", h.MAX_START + 1), LimitError),
+        (68, struct.pack("<H", 0), LimitError),
+        (68, struct.pack("<H", h.MAX_TOKENS + 1), LimitError),
+        (70, struct.pack("<H", 0), LimitError),
+        (70, struct.pack("<H", h.MAX_LAYERS + 1), LimitError),
+        (72, struct.pack("<H", 0), LimitError),
+        (72, struct.pack("<H", h.MAX_KV_HEADS + 1), LimitError),
+        (74, struct.pack("<H", 0), LimitError),
+        (74, struct.pack("<H", h.MAX_HEAD_DIM + 1), LimitError),
+        (68, struct.pack("<HHHH", 4096, 1024, 1024, 4096), LimitError),
+        (77, b"\0", LimitError),
+        (77, bytes([h.MAX_LEVELS + 1]), LimitError),
+        (77, b"\1", FormatError),
+        (77, b"\3", FormatError),
+        (78, struct.pack("<H", 0), LimitError),
+        (78, struct.pack("<H", 3), FormatError),
+        (78, struct.pack("<H", h.MAX_SECTIONS + 1), LimitError),
+        (80, b"\1", FormatError),
+        (80, b"\2", FormatError),
+        (81, struct.pack("<H", 2), FormatError),
+        (81, struct.pack("<H", h.MAX_PARAMS_BYTES + 1), LimitError),
+        (102, b"\1", FormatError),  # first section's level: order broken
+        (102 + 4, struct.pack("<I", h.MAX_SECTION_BYTES + 1), LimitError),
+    ],
+)
+def test_every_wrong_field_has_its_error(at: int, new: bytes, error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        Bitstream.parse(repaired(STREAM, at, new)).section(0, 0, 0)
+    assert type(caught.value) is error
+
+
+def test_a_foreign_field_that_is_in_range_breaks_the_stream_id() -> None:
+    stream = Bitstream.parse(repaired(STREAM, 12, b"K"))
+    stream.section(0, 0, 0)
+    with pytest.raises(ChecksumError, match="stream id"):
+        stream.verify()
+
+
+def test_an_absence_without_any_is_not_canonical() -> None:
+    info = replace(INFO, valid_from=(513, 512))
+    stream = write(info, SECTIONS)
+    header = bytearray(stream[: HEADER_BYTES + 4])
+    header[83:87] = bytes(4)
+    header[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(header[:-8])))
+    with pytest.raises(FormatError, match="absent"):
+        Header.parse(bytes(header))
+    header[83:87] = struct.pack("<HH", 0, 49)
+    header[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(header[:-8])))
+    with pytest.raises(FormatError, match="absent"):
+        Header.parse(bytes(header))
+
+
+@pytest.mark.parametrize(
+    ("sections", "error"),
+    [
+        ([], LimitError),
+        ([Section(0, 0, 0, b"")], FormatError),
+        ([Section(0, 0, 0, b"a"), Section(1, 0, 0, b""), Section(0, 0, 0, b"b")], FormatError),
+        ([Section(level, 0, 0, b"") for level in (0, 1, 2)], FormatError),
+    ],
+)
+def test_writes_nothing_it_would_not_read(sections: list[Section], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        write(INFO, sections)
+
+
+def test_writer_keeps_the_limits() -> None:
+    for wrong in (
+        {"num_tokens": h.MAX_TOKENS + 1},
+        {"params": bytes(h.MAX_PARAMS_BYTES + 1)},
+        {"start": h.MAX_START + 1, "valid_from": (h.MAX_START + 1,) * 2},
+    ):
+        with pytest.raises(LimitError):
+            write(replace(INFO, **wrong), SECTIONS)
+
+
+def test_parts_fetched_apart() -> None:
+    header, body = STREAM[:HEADER_BYTES], STREAM[HEADER_BYTES:]
+    stream = Bitstream.from_parts(header, {2: body[11:16], 3: b""})
+    assert stream.levels_available == 0
+    assert stream.has_level(1)
+    assert not stream.has_level(0)
+    assert not stream.has_level(2)
+    assert bytes(stream.section(1, 0, 0)) == b"third"
+    with pytest.raises(TruncatedError):
+        stream.section(0, 0, 0)
+    with pytest.raises(FormatError, match="expected a section"):
+        stream.section(0, 7, 0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [({0: b"firs"}, TruncatedError), ({0: b"first!"}, FormatError), ({4: b""}, FormatError)],
+)
+def test_parts_of_a_wrong_length(parts: dict[int, bytes], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        Bitstream.from_parts(STREAM[:HEADER_BYTES], parts)
+    with pytest.raises(FormatError):
+        Bitstream.from_parts(STREAM, {})
+
+
+def test_swapped_sections_do_not_verify() -> None:
+    info = replace(INFO, num_levels=1)
+    data = write(info, [Section(0, 0, 0, b"left!"), Section(0, 1, 0, b"right")])
+    header = data[: header_size(data)]
+    stream = Bitstream.from_parts(header, {0: b"right", 1: b"left!"})
+    for kind in (0, 1):
+        with pytest.raises(ChecksumError):
+            stream.section(0, 0, kind)
+
+
+def test_sections_of_another_stream_do_not_verify() -> None:
+    other = write(replace(INFO, prefix_quality=3), SECTIONS)
+    stream = Bitstream.from_parts(STREAM[:HEADER_BYTES], {0: b"first"})
+    stream.section(0, 0, 0)
+    foreign = Bitstream.from_parts(other[:HEADER_BYTES], {0: b"first"})
+    foreign.section(0, 0, 0)
+    mixed = bytearray(STREAM[:HEADER_BYTES])
+    mixed[102:166] = other[102:166]  # the directory, with its checksums
+    mixed[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(mixed[:-8])))
+    with pytest.raises(ChecksumError):
+        Bitstream.from_parts(bytes(mixed), {0: b"first"}).section(0, 0, 0)
+
+
+def test_check_for_names_what_differs(tiny: Any) -> None:
+    chunk: Chunk = tiny.chunk(b"p" * 16)
+    info = StreamInfo.for_chunk(
+        chunk, tiny.spec, codec=CodecId.KLT, dtype=DType.FLOAT16, num_levels=1, profile=b"p" * 16
+    )
+    good = Bitstream.parse(write(info, [Section(0, 0, 0, b"")]))
+    good.check_for(chunk, tiny.spec, b"p" * 16, CodecId.KLT)
+    with pytest.raises(MismatchError, match="codec"):
+        good.check_for(chunk, tiny.spec, b"p" * 16, CodecId.EXACT)
+    with pytest.raises(MismatchError, match="profile"):
+        good.check_for(chunk, tiny.spec, b"q" * 16, CodecId.KLT)
+    for name, wrong in {
+        "model": {"model": b"x" * 16},
+        "chunk_key": {"chunk_key": b"x" * 16},
+        "start": {"start": 1, "valid_from": (1,) * 4},
+        "num_tokens": {"num_tokens": 32},
+        "num_layers": {"num_layers": 3, "valid_from": (0,) * 3},
+        "num_kv_heads": {"num_kv_heads": 1},
+        "head_dim": {"head_dim": 16},
+    }.items():
+        bad = Bitstream.parse(write(replace(info, **wrong), [Section(0, 0, 0, b"")]))
+        with pytest.raises(MismatchError, match=name):
+            bad.check_for(chunk, tiny.spec, b"p" * 16, CodecId.KLT)
+
+
+def test_dtype_by_name() -> None:
+    assert DType.of("torch.bfloat16") is DType.BFLOAT16
+    with pytest.raises(UnsupportedError):
+        DType.of("torch.float64")

@@ -1,0 +1,105 @@
+"""Golden files pin the format: a byte that changes here needs a new format version.
+
+`pytest tests/codec/test_golden.py --regenerate-golden` rewrites them. The inputs are integers from
+a hash, and encoding rounds only where IEEE says how, so they are the same on every platform. A
+profile is fitted once and then pinned itself: fitting sums floats in an order of the platform's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kdn.cache.keys import Chunk
+from kdn.cache.tensors import KVCache
+from kdn.codec.base import Codec
+from kdn.codec.cachegen import CacheGenCodec
+from kdn.codec.cachegen_profile import CacheGenProfile
+from kdn.codec.exact import ExactCodec
+from kdn.codec.format import Bitstream
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One file: which codec, and the chunk and cache it is made of."""
+
+    codec: Callable[[Any, bytes], Codec]
+    dtype: torch.dtype = torch.float16
+    absences: tuple[int, ...] = ()
+    index: int = 0
+    profile: str = ""
+
+    def case(self, tiny: Any, folder: Path) -> tuple[Codec, Chunk, KVCache]:
+        data = (folder / self.profile).read_bytes() if self.profile else b""
+        codec = self.codec(tiny, data)
+        chunk = tiny.chunk(codec.profile_id, 32, self.index)
+        return codec, chunk, tiny.cache(chunk, self.dtype, self.absences)
+
+
+def _exact(tiny: Any, profile: bytes) -> Codec:
+    return ExactCodec(tiny.spec)
+
+
+def _cachegen(tiny: Any, profile: bytes) -> Codec:
+    return CacheGenCodec(tiny.spec, CacheGenProfile.from_bytes(profile))
+
+
+CACHEGEN_PROFILE = "cachegen_profile.safetensors"
+GOLDEN = {
+    "exact_float16": Golden(_exact),
+    "exact_bfloat16_windowed": Golden(_exact, torch.bfloat16, (0, 7, 32, 0), 1),
+    "exact_float32": Golden(_exact, torch.float32),
+    "cachegen": Golden(_cachegen, profile=CACHEGEN_PROFILE),
+    "cachegen_windowed": Golden(_cachegen, torch.float32, (0, 7, 32, 0), 1, CACHEGEN_PROFILE),
+}
+
+
+def decoded_digests(codec: Codec, stream: Bitstream, chunk: Chunk) -> list[str]:
+    """What each prefix of levels decodes to."""
+    digests = []
+    for levels in range(1, codec.num_levels + 1):
+        cache = codec.decode(stream, chunk, levels=levels)
+        digest = blake2b(digest_size=16)
+        for tensor in (cache.keys, cache.values):
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        digests.append(digest.hexdigest())
+    return digests
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _regenerate(tiny: Any, golden_folder: Path, regenerate_golden: bool) -> None:
+    if not regenerate_golden:
+        return
+    other = tiny.reseed("calibration")
+    calibration = [other.cache(other.chunk(bytes(16), 256, i)) for i in (0, 1)]
+    profile = CacheGenProfile.fit(tiny.spec, calibration)
+    (golden_folder / CACHEGEN_PROFILE).write_bytes(profile.to_bytes())
+    digests = {}
+    for name, golden in GOLDEN.items():
+        codec, chunk, cache = golden.case(tiny, golden_folder)
+        data = codec.encode(chunk, cache)
+        (golden_folder / f"{name}.kdn").write_bytes(data)
+        digests[name] = decoded_digests(codec, Bitstream.parse(data), chunk)
+    (golden_folder / "decoded.json").write_text(json.dumps(digests, indent=1) + "\n")
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_encodes_to_the_pinned_bytes(name: str, tiny: Any, golden_folder: Path) -> None:
+    codec, chunk, cache = GOLDEN[name].case(tiny, golden_folder)
+    assert codec.encode(chunk, cache) == (golden_folder / f"{name}.kdn").read_bytes()
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_decodes_to_the_pinned_values(name: str, tiny: Any, golden_folder: Path) -> None:
+    codec, chunk, _ = GOLDEN[name].case(tiny, golden_folder)
+    stream = Bitstream.parse((golden_folder / f"{name}.kdn").read_bytes())
+    stream.verify()
+    pinned = json.loads((golden_folder / "decoded.json").read_text())
+    assert decoded_digests(codec, stream, chunk) == pinned[name]

@@ -1,0 +1,51 @@
+"""Shared by all tests: tiny random models of any family, and the real SmolLM2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+# Small in every direction, and no two sizes alike: a mixed-up axis shows.
+TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., Any]:
+    """`tiny_model(family, **settings)`: a random model of that family, equal on every call.
+
+    The weights are larger than at usual initialisation, so that attention is not uniform.
+    """
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    def make(family: str, **settings: Any) -> Any:
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**TINY, **settings}))
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            scale = 0.2 if parameter.ndim > 1 else 0.5
+            noise = torch.randn(parameter.shape, generator=generator) * scale
+            parameter.data.copy_(noise if parameter.ndim > 1 else 1 + noise)
+        return model.eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[Any, Any]:
+    """The real model and its tokenizer, fetched on first use."""
+    from kdn.engines.models import load_model
+
+    return load_model("smollm2")
