@@ -18,11 +18,11 @@ import torch
 
 from kdn.bench.rivals.kvtc_profile import KvtcProfile
 from kdn.bench.texts import Text, sample_windows
+from kdn.cache.folder import cache_folder
 from kdn.cache.keys import TokenIds
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.cachegen_profile import CacheGenProfile
-from kdn.engines.models import cache_folder
 from kdn.engines.transformers import from_dynamic_cache
 from kdn.errors import FormatError
 
@@ -30,7 +30,7 @@ KVTC_RATIOS = (96.0, 48.0, 24.0, 14.0, 9.0, 6.0, 4.0)
 """Compression before DEFLATE, coarse to fine."""
 CACHEGEN_WINDOWS = 8
 """Its tables need no more, and it wants all its caches in memory."""
-_VERSION = 1
+_VERSION = 2
 
 Track = Callable[[Sequence[TokenIds]], Iterator[TokenIds]]
 """Walks over windows and shows how far it is."""
@@ -38,12 +38,14 @@ Track = Callable[[Sequence[TokenIds]], Iterator[TokenIds]]
 
 @dataclass(frozen=True)
 class Calibration:
-    """Windows of calibration text for one model, and where fits to them are kept."""
+    """Windows of calibration text for one model, and where fits to them are kept. klt is not fitted
+    here: it has a profile of its own, found by the model unless one is named."""
 
     model: Any
     spec: ModelSpec
     windows: list[TokenIds]
     track: Track = iter
+    klt_profile: Path | None = None
 
     @classmethod
     def of(
@@ -56,12 +58,13 @@ class Calibration:
         num_tokens: int,
         seed: int,
         track: Track = iter,
+        klt_profile: Path | None = None,
     ) -> Calibration:
         tokens = [ids for _, ids in texts]
         windows = sample_windows(tokens, window_tokens, num_tokens, seed)
         if not windows:
             raise FormatError("expected calibration text, found none")
-        return cls(model, spec, windows, track)
+        return cls(model, spec, windows, track, klt_profile)
 
     @property
     def num_tokens(self) -> int:

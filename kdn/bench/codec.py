@@ -17,7 +17,7 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from kdn.bench.calibration import Calibration
 from kdn.bench.measure import measure
-from kdn.bench.report import hardware, plot, print_report, write_json
+from kdn.bench.report import hardware, plot, print_report, report_console, write_json
 from kdn.bench.rivals import NAMES, open_rivals
 from kdn.bench.texts import Sample, Text, default_calibration, default_texts, load_text, overlap
 from kdn.cache.keys import TAIL_MULTIPLE
@@ -41,6 +41,7 @@ def run(
         list[Path] | None, typer.Option(help="Text to fit kvtc and cachegen on; repeatable.")
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(min=1, help="About so many of it.")] = 25_000,
+    profile: Annotated[Path | None, typer.Option(help="A klt profile to use instead.")] = None,
     model: Annotated[str, typer.Option(help="smollm2, a folder, or a hub name.")] = "smollm2",
     device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all as JSON.")] = None,
@@ -68,6 +69,7 @@ def run(
         fit = Calibration.of(
             loaded, spec, learnt, window_tokens=context, num_tokens=calibration_tokens, seed=seed,
             track=lambda windows: iter(progress.track(windows, description="calibrating")),
+            klt_profile=profile,
         )  # fmt: skip
         rivals = open_rivals([name.strip() for name in codecs.split(",")], spec, fit)
         rows = list(measure(loaded, rivals, samples, progress))
@@ -90,7 +92,7 @@ def run(
         write_json(json_file, rows, extra)
     if plot_file:
         plot(plot_file, rows)
-    print_report(Console(), rows, extra)
+    print_report(report_console(), rows, extra)
 
 
 def _progress() -> Progress:

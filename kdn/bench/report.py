@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -35,6 +36,11 @@ _COLOURS = {
     "drop": "#e09f3e",
 }
 _SPARE_COLOURS = ("#7b2d8b", "#1b1b1e", "#a0522d")
+_HEADINGS = (
+    "level", "bytes", "bits/\nvalue", "ratio", "KLD", "KLD\np99", "recall\nKLD", "top-1", "ppl",
+    "encode\ns", "decode\ns", "prefill/\ndecode",
+)  # fmt: skip
+MIN_WIDTH = 132
 _LOSSLESS = ("fp16", "exact")
 
 
@@ -103,6 +109,12 @@ def row_line(row: Row, label: str) -> str:
     )
 
 
+def report_console() -> Console:
+    """Where the report goes: into a file or pipe it is as wide as its widest table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, MIN_WIDTH))
+
+
 def print_report(console: Console, rows: Sequence[Row], extra: dict[str, Any]) -> None:
     labels = extra["levels"]
     for text in dict.fromkeys(row.text for row in rows):
@@ -117,11 +129,10 @@ def print_report(console: Console, rows: Sequence[Row], extra: dict[str, Any]) -
 
 
 def _rows_table(rows: Sequence[Row], labels: dict[str, tuple[str, ...]], text: str) -> Table:
-    prefill_s = rows[0].prefill_s
-    table = Table(title=f"{text} (prefill {prefill_s:.2f} s)")
-    table.add_column("codec")
-    headings = "level", "bytes", "bits/value", "ratio", "KLD", "p99", "recall KLD", "top-1", "ppl"
-    for heading in (*headings, "encode s", "decode s", "prefill/decode"):
+    title = f"{text} (prefill {rows[0].prefill_s:.2f} s)"
+    table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("codec", no_wrap=True)
+    for heading in _HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
     previous = ""
     for row in rows:
@@ -148,7 +159,7 @@ def _rows_table(rows: Sequence[Row], labels: dict[str, tuple[str, ...]], text: s
 
 def _headline_table(rows: Sequence[Row]) -> Table:
     title = f"Ratio at quality: continuation KLD {KLD_LIMIT:g}, recall KLD {RECALL_LIMIT:g}"
-    table = Table(title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("codec")
     texts = list(dict.fromkeys(row.text for row in rows))
     for text in texts:
@@ -160,10 +171,11 @@ def _headline_table(rows: Sequence[Row]) -> Table:
 
 def _comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """How many times smaller klt is than each rival that is at least as good."""
-    rivals = list(dict.fromkeys(c.rival for c in comparisons))
+    rivals = [r for r in dict.fromkeys(c.rival for c in comparisons) if r not in _LOSSLESS]
     table = Table(
         title="klt is so many times smaller at equal quality",
-        caption="- the rival is never that good; < it has no coarser level to compare with",
+        caption="-: the rival is never that good. <: it has no coarser level to compare with.",
+        box=box.SIMPLE_HEAD,
     )
     for heading in ("text", "klt level", *rivals):
         table.add_column(heading, justify="right" if heading in rivals else "left")
@@ -235,8 +247,9 @@ def _dress(panel: Any, title: str, limit: float) -> None:
         f"limit {limit:g}", (1, limit), xycoords=("axes fraction", "data"), xytext=(-4, 3),
         textcoords="offset points", ha="right", fontsize=8, color="#444444",
     )  # fmt: skip
-    ticks = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    panel.set_xticks(ticks, [str(tick) for tick in ticks])
+    low, high = panel.get_xlim()
+    ticks = [2**i for i in range(-3, 13) if low <= 2**i <= high]
+    panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     panel.minorticks_off()
     panel.grid(color="#e3e3e3", linewidth=0.7, zorder=0)
     panel.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,60 @@
+"""Making the profile of a model: `kdn calibrate`. `run.py` tells the order of things."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kdn.calibrate.run import Options
+
+__all__ = ["run"]
+
+
+def run(
+    model: str,
+    *,
+    text: list[Path] | None = None,
+    out: Path | None = None,
+    options: Options | None = None,
+    num_windows: int = 48,
+) -> Path:
+    """Calibrate `model` on text files (or on what every Python carries), with a progress bar, and
+    write the profile where `open_codec` finds it, or to `out`. An interrupted run is resumed."""
+    import torch
+    from rich.console import Console
+
+    from kdn.calibrate.corpus import default_calibration, load_text, windows_of
+    from kdn.calibrate.progress import bar
+    from kdn.calibrate.run import Options, calibrate
+    from kdn.codec.profiles import local_profile
+    from kdn.engines.models import load_model
+    from kdn.engines.transformers import spec_of
+
+    chosen = options or Options()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded, tokenizer = load_model(model, device=device)
+    texts = [load_text(path) for path in text] if text else default_calibration()
+    windows = windows_of([t.tokens(tokenizer) for t in texts], chosen.window, num_windows)
+    target = out or local_profile(spec_of(loaded))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with bar() as progress:
+        profile = calibrate(
+            loaded,
+            windows,
+            chosen,
+            progress=progress,
+            checkpoint=target.with_suffix(".partial"),
+            source={"texts": [t.name for t in texts]},
+        )
+    aside = target.with_suffix(".writing")
+    aside.write_bytes(profile.to_bytes())
+    aside.replace(target)
+    console = Console()
+    console.print(f"{target} ({target.stat().st_size / 1e6:.1f} MB)")
+    for level, expected in enumerate(profile.meta["expected"]):
+        console.print(
+            f"level {level}: {expected['bits']:.3f} bits a value, {16 / expected['bits']:.1f} times "
+            f"under fp16, KLD {expected['kld']:.4f}, recall {expected['recall_kld']:.4f}"
+        )
+    return target

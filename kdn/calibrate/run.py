@@ -25,6 +25,7 @@ from kdn.cache.keys import Namespace, cut
 from kdn.cache.tensors import KVCache
 from kdn.calibrate import fit, importance, moments, tables
 from kdn.codec.format import Bitstream
+from kdn.codec.klt import symbols
 from kdn.codec.klt.codec import KltCodec
 from kdn.codec.klt.profile import FORMAT, VERSION, Profile
 from kdn.engines.quality import Quality, QualityProbe
@@ -36,6 +37,9 @@ Progress = Callable[[str, int, int], None]
 
 CHECKPOINT_S = 120.0
 PROBE_WINDOWS = 4
+STEP_ATTEMPTS = 4
+TABLE_STRIDE = 3
+"""Every third chunk of a window is counted."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Options:
     predictor_rank: int = 256
     metric_rank: int = 128
     components: int = 2200
+    usual_kld: float = 0.008
     finest_kld: float = 0.0004
     sink_fineness: float = 1.0
     second_pass_windows: int = 160
@@ -116,6 +121,7 @@ class _Calibration:
         ]
         meta["finest_step"] = self._find_step(meta, tensors, sums, probes[:2])
         meta, tensors = self._count(meta, tensors, sums)
+        meta, tensors = self._add_correction(meta, tensors, probes[:1])
         profile = Profile.build(meta | {"expected": [{}] * self.options.levels}, tensors)
         expected = self._measure(profile, probes)
         if self.checkpoint is not None:
@@ -259,98 +265,142 @@ class _Calibration:
             "sink.scale": tables.scale_class((deviation.cpu() / sink_step).double(), 1.0),
             "sink.freqs": tables.laplace_tables(),
         }
+        named.setdefault("fix.step", (1.0 / weight).float().numpy())
+        named.setdefault("fix.scale", np.full(len(weight), tables.SCALE_ORIGIN, np.uint8))
         return meta | {"finest_step": step}, tensors | named
 
     def _find_step(
         self, meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]],
         sums: moments.Moments, probes: list[QualityProbe],
     ) -> float:  # fmt: skip
-        """The step at which all levels together come to the divergence asked for."""
+        """The step at which the second level comes to the divergence asked for."""
         # In this metric the divergence of errors uniform over one step would be
         # context * components * step^2 / 24, were it quadratic; a guess to start from.
         noisy = sum(len(d) for d in self.deviations) * self.options.context
-        step = float(np.sqrt(24 * self.options.finest_kld / moments.CONTINUATION_KLD / noisy)) / 2
-        # Finer than this is useless: what the basis leaves out then counts for more.
-        finest = float(max(d.max() for d in self.deviations)) / 5000
-        for attempt in range(6):
-            self.progress("finding the step", attempt, 6)
-            step = max(step, finest)
+        step = float(np.sqrt(24 * self.options.usual_kld / moments.CONTINUATION_KLD / noisy))
+        step /= 3 ** (self.options.levels - 3)
+        for attempt in range(STEP_ATTEMPTS):
+            self.progress("finding the step", attempt, STEP_ATTEMPTS)
             draft = tables.draft_profile(*self._with_step(meta, tensors, sums, step))
-            kld = _decoded_quality(KltCodec(self.spec, draft), probes)[-1].kld
-            good_enough = 0.8 * self.options.finest_kld < kld <= self.options.finest_kld
-            if good_enough or (step == finest and kld > self.options.finest_kld):
+            kld = _simulated_kld(KltCodec(self.spec, draft), probes, levels=2)
+            if abs(np.log(kld / self.options.usual_kld)) < 0.1:
                 break
-            step *= float(np.clip((0.9 * self.options.finest_kld / max(kld, 1e-9)) ** 0.6, 0.1, 10))
-        self.progress("finding the step", 6, 6)
+            step *= float(np.clip((self.options.usual_kld / kld) ** 0.6, 0.1, 10))
+        self.progress("finding the step", STEP_ATTEMPTS, STEP_ATTEMPTS)
         return step
 
     def _count(
         self, meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]], sums: moments.Moments
     ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """Tables of all levels but the last."""
         meta, tensors = self._with_step(meta, tensors, sums, meta["finest_step"])
         codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
-        samples: list[tables.Quantised] = []
+        self.samples = []
         # From the end: windows the second pass has not fitted importance on, where there are any.
         chosen = self.windows[-self.options.table_windows :]
         for index, window in enumerate(chosen):
             self.progress("counting", index, len(chosen))
             ids = window[: self.options.context]
             cache = _on_cpu(moments.read(self.model, ids))
-            namespace = Namespace(self.spec.fingerprint, codec.profile_id)
-            chunks = cut(ids.cpu().numpy(), namespace)
-            # The first chunk of a window has sinks; every third of the others is enough.
-            for chunk in chunks[index % 3 :: 3]:
+            chunks = cut(ids.cpu().numpy(), Namespace(self.spec.fingerprint, codec.profile_id))
+            for chunk in chunks[index % TABLE_STRIDE :: TABLE_STRIDE]:
                 part = cache.slice(chunk.start, chunk.end)
-                samples.append(tables.quantise(codec, chunk, part))
+                self.samples.append(tables.quantise(codec, chunk, part))
         self.progress("counting", len(chosen), len(chosen))
-        counts = tables.components_per_level(samples, self.options.levels)
-        tensors = tensors | tables.count_tables(codec, samples, counts)
+        counts = tables.components_per_level(self.samples)
+        tensors = tensors | tables.count_tables(codec, self.samples, counts)
         for group, count in enumerate(counts[-1]):
             for name in ("basis", "basis_scale", "scale"):
                 tensors[f"g{group}.{name}"] = tensors[f"g{group}.{name}"][:count]
         return meta | {"num_components": counts}, tensors
 
+    def _add_correction(
+        self, meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]],
+        probes: list[QualityProbe],
+    ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:  # fmt: skip
+        """The last level: steps inverse to the columns' weights, sized for the divergence asked
+        for; then its tables."""
+        self.progress("correcting", 0, 2)
+        weight = np.concatenate([tensors[f"g{i}.weight"] for i in range(len(self.slices))])
+        step = 1.5 * meta["finest_step"]
+        for _ in range(STEP_ATTEMPTS):
+            tensors["fix.step"] = (step / weight).astype(np.float32)
+            codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
+            last = _simulated_kld(codec, probes, levels=self.options.levels)
+            if abs(np.log(last / self.options.finest_kld)) < 0.25:
+                break
+            step *= float(np.clip((0.85 * self.options.finest_kld / last) ** 0.5, 0.1, 10))
+        self.progress("correcting", 1, 2)
+        samples = [tables.with_correction(codec, sample) for sample in self.samples]
+        tensors["fix.scale"] = tables.correction_scales(samples)
+        codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
+        meta = meta | {"num_components": codec.profile.meta["num_components"]}
+        tensors |= tables.count_tables(codec, samples, meta["num_components"])
+        tensors[f"level{self.options.levels - 1}.centroids"] = np.zeros(
+            (symbols.NUM_SCALES, 3), np.float32
+        )
+        self.progress("correcting", 2, 2)
+        return meta, tensors
+
     def _measure(self, profile: Profile, probes: list[QualityProbe]) -> list[dict[str, float]]:
-        codec = KltCodec(self.spec, profile)
-        sizes: list[int] = []
-        found = _decoded_quality(codec, probes, sizes, self.progress)
+        self.progress("measuring", 0, 1)
+        levels = list(range(1, profile.num_levels + 1))
+        measured = decoded_quality(KltCodec(self.spec, profile), probes, levels=levels)
+        self.progress("measuring", 1, 1)
         values = len(probes) * self.options.context * self.spec.values_per_token
         return [
-            {"bits": 8 * size / values, "kld": q.kld, "recall_kld": q.recall_kld, "top1": q.top1}
-            for size, q in zip(sizes, found, strict=True)
+            {
+                "bits": 8 * m.size_bytes / values,
+                "kld": m.quality.kld,
+                "recall_kld": m.quality.recall_kld,
+                "top1": m.quality.top1,
+            }
+            for m in measured
         ]
 
 
-def _decoded_quality(
-    codec: KltCodec,
-    probes: list[QualityProbe],
-    sizes: list[int] | None = None,
-    progress: Progress | None = None,
-) -> list[Quality]:
-    """Quality of each level (of the last alone without `sizes`), and bytes up to each level."""
-    wanted = list(range(codec.num_levels)) if sizes is not None else [codec.num_levels - 1]
-    per_level: list[list[Quality]] = [[] for _ in wanted]
-    totals = [0] * len(wanted)
-    for number, probe in enumerate(probes):
+@dataclass(frozen=True)
+class Measured:
+    """What some first levels of all chunks cost and do."""
+
+    size_bytes: int
+    quality: Quality
+
+
+def decoded_quality(
+    codec: KltCodec, probes: Sequence[QualityProbe], *, levels: Sequence[int]
+) -> list[Measured]:
+    """Each number of levels over all probes, through real streams."""
+    parts: dict[int, list[Quality]] = {level: [] for level in levels}
+    sizes = dict.fromkeys(levels, 0)
+    for probe in probes:
         cache = _on_cpu(probe.cache)
         namespace = Namespace(codec.spec.fingerprint, codec.profile_id)
-        chunks = cut(probe.tokens[: probe.context], namespace)
-        streams = [
-            Bitstream.parse(codec.encode(c, cache.slice(c.start, c.end))) for c in chunks
-        ]
-        for place, level in enumerate(wanted):
-            if progress is not None:
-                progress("measuring", number * len(wanted) + place, len(probes) * len(wanted))
+        chunks = cut(probe.tokens[: probe.context].numpy(), namespace)
+        streams = [Bitstream.parse(codec.encode(c, cache.slice(c.start, c.end))) for c in chunks]
+        for level in levels:
             decoded = KVCache(torch.empty_like(cache.keys), torch.empty_like(cache.values))
             for chunk, stream in zip(chunks, streams, strict=True):
-                codec.decode(
-                    stream, chunk, levels=level + 1, out=decoded.slice(chunk.start, chunk.end)
-                )
-                totals[place] += stream.level_end(level)
-            per_level[place].append(probe.measure(decoded))
-    if sizes is not None:
-        sizes[:] = totals
-    return [Quality.pooled(parts) for parts in per_level]
+                out = decoded.slice(chunk.start, chunk.end)
+                codec.decode(stream, chunk, levels=level, out=out)
+                sizes[level] += stream.level_end(level - 1)
+            parts[level].append(probe.measure(decoded))
+    return [Measured(sizes[level], Quality.pooled(parts[level])) for level in levels]
+
+
+def _simulated_kld(codec: KltCodec, probes: Sequence[QualityProbe], levels: int) -> float:
+    """Divergence at a number of levels, before there are tables to code them with."""
+    found = []
+    for probe in probes:
+        cache = _on_cpu(probe.cache)
+        namespace = Namespace(codec.spec.fingerprint, codec.profile_id)
+        lossy = KVCache(torch.empty_like(cache.keys), torch.empty_like(cache.values))
+        for chunk in cut(probe.tokens[: probe.context].numpy(), namespace):
+            part = codec.simulate(chunk, cache.slice(chunk.start, chunk.end), levels)
+            lossy.slice(chunk.start, chunk.end).keys.copy_(part.keys)
+            lossy.slice(chunk.start, chunk.end).values.copy_(part.values)
+        found.append(probe.measure(lossy))
+    return Quality.pooled(found).kld
 
 
 def _on_cpu(cache: KVCache) -> KVCache:

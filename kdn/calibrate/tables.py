@@ -18,13 +18,13 @@ import torch
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.codec.klt import symbols, symbols_numba
-from kdn.codec.klt.codec import KltCodec
+from kdn.codec.klt.codec import Analysis, KltCodec
 from kdn.codec.klt.profile import NUM_CLASSES, Profile
 from kdn.codec.klt.symbols import Ints
 from kdn.codec.rans import normalise
 from kdn.codec.threads import parallel_map
 
-RARE = 2e-4
+RARE = 5e-4
 """A level leaves out the last components if they are non-zero less often than this."""
 PRIOR = 0.5
 """Symbols of every table that were seen before the first was counted, spread as neighbours are."""
@@ -36,21 +36,36 @@ Counts = npt.NDArray[np.float64]
 class Quantised:
     """One chunk as the codec quantises it: per group the exact size in finest steps and levels."""
 
-    classes: npt.NDArray[np.uint8]
-    exact: list[npt.NDArray[np.float32]]
+    chunk: Chunk
+    analysis: Analysis
     levels: list[list[Ints]]
+
+    @property
+    def classes(self) -> npt.NDArray[np.uint8]:
+        return self.analysis.classes
 
 
 def quantise(codec: KltCodec, chunk: Chunk, cache: KVCache) -> Quantised:
-    classes, exact = codec.components(chunk, cache)
-    rounded = [np.rint(part).astype(np.int32) for part in exact]
-    levels = [symbols.split_levels(part, codec.num_levels) for part in rounded]
-    return Quantised(classes, exact, levels)
+    analysis = codec.analyse(chunk, cache)
+    rounded = [np.rint(part).astype(np.int32) for part in analysis.exact]
+    levels = [symbols.split_levels(part, codec.num_levels - 1) for part in rounded]
+    return Quantised(chunk, analysis, levels)
 
 
-def components_per_level(samples: Sequence[Quantised], num_levels: int) -> list[list[int]]:
+def with_correction(codec: KltCodec, sample: Quantised) -> Quantised:
+    """The same chunk with its last level, which needs the counted centroids of the others."""
+    finest = [levels[-1] for levels in sample.levels]
+    error = codec.correction(sample.chunk, sample.analysis, finest).round().to(torch.int32)
+    levels = [
+        [*levels, error[:, group.columns].T.contiguous().numpy()]
+        for levels, group in zip(sample.levels, codec.profile.groups, strict=True)
+    ]
+    return replace(sample, levels=levels)
+
+
+def components_per_level(samples: Sequence[Quantised]) -> list[list[int]]:
     """How many of each group's components a level codes: all up to the last one that is not rare."""
-    counted = []
+    counted, num_levels = [], len(samples[0].levels[0])
     for level in range(num_levels):
         row = []
         for group in range(len(samples[0].levels)):
@@ -65,9 +80,9 @@ def components_per_level(samples: Sequence[Quantised], num_levels: int) -> list[
 def count_tables(
     codec: KltCodec, samples: Sequence[Quantised], num_components: list[list[int]]
 ) -> dict[str, npt.NDArray[Any]]:
-    """The `level*` and `token` tensors of a profile."""
+    """The `level*` and `token` tensors of a profile, for the levels the samples have."""
     tensors: dict[str, npt.NDArray[Any]] = {"token.freqs": _token_freqs(samples)}
-    for level in range(codec.num_levels):
+    for level in range(len(samples[0].levels[0])):
         counts: Counts | None = None
         for group, count in enumerate(num_components[level]):
             thresholds = _thresholds(samples, group, level, count)
@@ -75,8 +90,9 @@ def count_tables(
             found = _count_level(codec, samples, group, level, count, thresholds)
             counts = found if counts is None else counts + found
         assert counts is not None
-        tensors[f"level{level}.freqs"] = _freqs(counts, level)
-        tensors[f"level{level}.centroids"] = _centroids(codec, samples, level, num_components)
+        tensors[f"level{level}.freqs"] = _freqs(counts)
+        if level < codec.num_levels - 1:
+            tensors[f"level{level}.centroids"] = _centroids(codec, samples, level, num_components)
     return tensors
 
 
@@ -108,13 +124,13 @@ def _count_level(
     count: int,
     thresholds: npt.NDArray[np.int32],
 ) -> Counts:
-    num_tables = symbols.DIGIT_TABLES if level else symbols.BASE_TABLES
-    alphabet = symbols.DIGIT_ALPHABET if level else symbols.BASE_ALPHABET
+    num_tables, alphabet = _table_shape(level, codec.num_levels)
 
     def one(sample: Quantised) -> npt.NDArray[np.int64]:
         model = codec.level_model(level, group, sample.classes)
-        model = replace(model, scales=codec.profile.groups[group].scale[:count], thresholds=thresholds)
-        coarse = sample.levels[group][level - 1][:count] if level else None
+        model = replace(model, scales=model.scales[:count], thresholds=thresholds)
+        is_digit = alphabet == symbols.DIGIT_ALPHABET
+        coarse = sample.levels[group][level - 1][:count] if is_digit else None
         tables, found = symbols_numba.contexts(model, sample.levels[group][level][:count], coarse)
         flat = tables.astype(np.int64).ravel() * alphabet + found.ravel()
         return np.bincount(flat, minlength=num_tables * alphabet)
@@ -123,9 +139,15 @@ def _count_level(
     return total.reshape(num_tables, alphabet).astype(np.float64)
 
 
-def _freqs(counts: Counts, level: int) -> npt.NDArray[np.uint16]:
+def _table_shape(level: int, num_levels: int) -> tuple[int, int]:
+    if 0 < level < num_levels - 1:
+        return symbols.DIGIT_TABLES, symbols.DIGIT_ALPHABET
+    return symbols.BASE_TABLES, symbols.BASE_ALPHABET
+
+
+def _freqs(counts: Counts) -> npt.NDArray[np.uint16]:
     """Symmetric in sign where the data are; rare tables lean on the tables beside them."""
-    if level == 0:
+    if counts.shape[1] == symbols.BASE_ALPHABET:
         pairs = (counts[:, 1:15:2] + counts[:, 2:15:2]) / 2
         counts = counts.copy()
         counts[:, 1:15:2] = counts[:, 2:15:2] = pairs
@@ -160,7 +182,7 @@ def _centroids(
     codec: KltCodec, samples: Sequence[Quantised], level: int, num_components: list[list[int]]
 ) -> npt.NDArray[np.float32]:
     """Mean of (exact size - size) in steps of this level, by scale class and size 1, 2, more."""
-    scale = 3 ** (codec.num_levels - 1 - level)
+    scale = 3 ** (codec.num_levels - 2 - level)
     total = np.zeros(symbols.NUM_SCALES * 3)
     count = np.zeros(symbols.NUM_SCALES * 3)
     for group, used in enumerate(num_components[level]):
@@ -172,7 +194,7 @@ def _centroids(
             size = np.abs(q[c, t])
             cell = np.clip(classes[c] + shift[t], 0, symbols.NUM_SCALES - 1) * 3
             cell += np.minimum(size, 3) - 1
-            miss = np.sign(q[c, t]) * sample.exact[group][c, t] / scale - size
+            miss = np.sign(q[c, t]) * sample.analysis.exact[group][c, t] / scale - size
             total += np.bincount(cell, weights=miss, minlength=len(total))
             count += np.bincount(cell, minlength=len(count))
     # A few hundred sightings count as much as no shift at all.
@@ -184,12 +206,7 @@ def flat_tables(num_levels: int, num_components: list[list[int]]) -> dict[str, n
     """Tables that say nothing: for a draft profile."""
     tensors: dict[str, npt.NDArray[Any]] = {"token.freqs": normalise(np.ones((1, NUM_CLASSES), int))}
     for level in range(num_levels):
-        shape = (
-            (symbols.DIGIT_TABLES, symbols.DIGIT_ALPHABET)
-            if level
-            else (symbols.BASE_TABLES, symbols.BASE_ALPHABET)
-        )
-        tensors[f"level{level}.freqs"] = normalise(np.ones(shape, int))
+        tensors[f"level{level}.freqs"] = normalise(np.ones(_table_shape(level, num_levels), int))
         tensors[f"level{level}.centroids"] = np.zeros((symbols.NUM_SCALES, 3), np.float32)
         for group, count in enumerate(num_components[level]):
             blocks = -(-count // symbols.BLOCK)
@@ -226,11 +243,21 @@ def scale_of_class(scale: int) -> float:
 SCALE_ORIGIN = 40
 
 
-def draft_profile(meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]]) -> Profile:
-    """A profile that can quantise, and whose tables are yet to be counted."""
-    counts = [
-        [len(tensors[f"g{g}.basis"]) for g in range(len(meta["groups"]))]
-        for _ in range(meta["levels"])
+def correction_scales(samples: Sequence[Quantised]) -> npt.NDArray[np.uint8]:
+    """Scale class of each column's errors, in steps of the last level."""
+    squares = [
+        np.concatenate([(levels[-1].astype(np.float64) ** 2).mean(axis=1) for levels in s.levels])
+        for s in samples
     ]
+    return scale_class(torch.from_numpy(np.mean(squares, axis=0)).sqrt(), 1.0)
+
+
+def draft_profile(meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]]) -> Profile:
+    """A profile that can quantise; tables not counted yet say nothing."""
+    width = 2 * meta["num_kv_heads"] * meta["head_dim"]
+    counts = meta.get("num_components") or [
+        [len(tensors[f"g{g}.basis"]) for g in range(len(meta["groups"]))]
+    ] * (meta["levels"] - 1)
+    counts = [*counts, [(last - first) * width for first, last in meta["groups"]]]
     draft = meta | {"num_components": counts, "expected": [{} for _ in range(meta["levels"])]}
-    return Profile.build(draft, tensors | flat_tables(meta["levels"], counts))
+    return Profile.build(draft, flat_tables(meta["levels"], counts) | tensors)

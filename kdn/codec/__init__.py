@@ -1,0 +1,38 @@
+"""Codecs by name. `base.py` says what each of them does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kdn.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from kdn.cache.spec import ModelSpec
+    from kdn.codec.base import Codec
+
+__all__ = ["CODECS", "open_codec"]
+
+CODECS = ("klt", "cachegen", "exact")
+
+
+def open_codec(name: str, spec: ModelSpec, profile: Path | None = None) -> Codec:
+    """The codec called `name` for a model. `klt` finds the model's profile itself where it was
+    shipped or calibrated on this machine; `cachegen` needs one; `exact` has none."""
+    if name == "exact":
+        from kdn.codec.exact import ExactCodec
+
+        return ExactCodec(spec)
+    if name == "klt":
+        from kdn.codec.klt import KltCodec, Profile
+        from kdn.codec.profiles import find_profile
+
+        return KltCodec(spec, Profile.load(profile or find_profile(spec)))
+    if name == "cachegen":
+        from kdn.codec.cachegen import CacheGenCodec
+        from kdn.codec.cachegen_profile import CacheGenProfile
+
+        if profile is None:
+            raise UnsupportedError("the cachegen codec needs a profile: see CacheGenProfile.fit")
+        return CacheGenCodec(spec, CacheGenProfile.from_bytes(profile.read_bytes()))
+    raise UnsupportedError(f"no codec {name!r}; there are {', '.join(CODECS)}")

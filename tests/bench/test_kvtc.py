@@ -15,6 +15,7 @@ from kdn.bench.rivals import kvtc_profile
 from kdn.bench.rivals.base import Context
 from kdn.bench.rivals.kvtc import WINDOW_TOKENS, Kvtc
 from kdn.bench.rivals.kvtc_profile import (
+    NARROWER,
     UNIT,
     KvtcProfile,
     Run,
@@ -95,12 +96,18 @@ def test_long_runs_save_parameters() -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-def test_integers_err_by_half_a_step(bits: int) -> None:
+def test_no_range_is_better_than_the_one_chosen(bits: int) -> None:
     rows = torch.randn(100, 64, generator=torch.Generator().manual_seed(2)) * 7
     codes, offset, step = quantise(rows, bits)
     assert codes.max() == 2**bits - 1
-    error = (dequantise(codes, offset, step) - rows).abs()
-    assert (error <= 0.51 * step.float() + 0.01).all()
+    found = (dequantise(codes, offset, step) - rows).square().sum(1)
+    low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+    middle, reach = (high + low) / 2, (high - low) / 2
+    for part in (1.0, *NARROWER):
+        steps = 2 * part * reach / (2**bits - 1)
+        spread = ((rows - middle + part * reach) / steps).round().clamp(0, 2**bits - 1)
+        error = (spread * steps + middle - part * reach - rows).square().sum(1)
+        assert (found <= error * 1.01).all()
 
 
 def test_fp8_saturates_and_keeps_three_bits() -> None:

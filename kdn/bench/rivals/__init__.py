@@ -69,7 +69,7 @@ def _klt(spec: ModelSpec, calibration: Calibration) -> Rival:
     from kdn.bench.rivals.ours import Layered
     from kdn.codec import open_codec
 
-    return Layered(open_codec("klt", spec))
+    return Layered(open_codec("klt", spec, calibration.klt_profile))
 
 
 _OPENERS: dict[str, Callable[[ModelSpec, Calibration], Rival]] = {

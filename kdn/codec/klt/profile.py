@@ -12,6 +12,7 @@ its layers, each `[layer, head, channel]`. That flat order is called `columns` b
 | predict.mix | f16 [3 E, R] | from the embeddings of a token and the two before it |
 | predict.out, predict.bias | f16 [R, columns], f32 [columns] | to the predicted values |
 | sink.mean, sink.step, sink.scale | f16 [S, columns], f32, u8 [columns] | first tokens of a context |
+| fix.step, fix.scale | f32, u8 [columns] | the last level: see codec.py |
 | importance | f32 [columns] | how much a token's errors matter: log of it, linear in its values |
 | g.weight, g.metric, g.gain | f32 [c], f16 [c, M], f32 [M] | error metric of group g: see transform.py |
 | g.basis, g.basis_scale | int8 [n, c], f32 [n] | orthonormal components in that metric |
@@ -70,8 +71,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Level:
-    """How one level is coded. `num_components[g]` of group g are coded; `centroids`
-    [scale class, size 1 / 2 / more] is what to add to a size, in steps."""
+    """How one level is coded. `num_components[g]` of group g are coded (at the last level: all its
+    columns); `centroids` [scale class, size 1 / 2 / more] is what to add to a size, in steps."""
 
     num_components: tuple[int, ...]
     thresholds: tuple[npt.NDArray[np.int32], ...]
@@ -208,7 +209,7 @@ def _check(profile: Profile) -> None:
                 raise FormatError(f"profile tensor {name}: expected positive numbers")
             if name.endswith(".gain") and not (tensor > -1).all():
                 raise FormatError(f"profile tensor {name}: expected gains above -1")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(f"profile: missing or malformed {error}") from None
 
 
@@ -226,8 +227,8 @@ def _check_meta(meta: Mapping[str, Any]) -> None:
         )
     if len(bytes.fromhex(meta["model"])) != FINGERPRINT_BYTES:
         raise FormatError(f"expected a model fingerprint of {FINGERPRINT_BYTES} bytes")
-    if not 1 <= meta["levels"] <= MAX_LEVELS or len(meta["expected"]) != meta["levels"]:
-        raise FormatError(f"expected 1 to {MAX_LEVELS} levels, found {meta['levels']}")
+    if not 2 <= meta["levels"] <= MAX_LEVELS or len(meta["expected"]) != meta["levels"]:
+        raise FormatError(f"expected 2 to {MAX_LEVELS} levels, found {meta['levels']}")
     if not 0 < meta["finest_step"] < 1e9:
         raise FormatError(f"expected a positive step, found {meta['finest_step']}")
     if not np.isfinite(float(meta["importance_bias"])):
@@ -257,6 +258,8 @@ def _layout(profile: Profile) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]
         "sink.mean": ((sinks, columns), f16),
         "sink.step": ((columns,), f32),
         "sink.scale": ((columns,), u8),
+        "fix.step": ((columns,), f32),
+        "fix.scale": ((columns,), u8),
         "sink.freqs": ((symbols.BASE_TABLES, symbols.BASE_ALPHABET), u16),
         "token.freqs": ((1, NUM_CLASSES), u16),
         "importance": ((columns,), f32),
@@ -275,6 +278,8 @@ def _layout(profile: Profile) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]
         before = 0
         for level in range(meta["levels"]):
             coded = meta["num_components"][level][index]
+            if level == meta["levels"] - 1:
+                count, before = width, width
             if not before <= coded <= count:
                 raise FormatError(f"level {level}: expected {before} to {count} components")
             before = coded
@@ -284,6 +289,7 @@ def _layout(profile: Profile) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]
     for level in range(meta["levels"]):
         base = (symbols.BASE_TABLES, symbols.BASE_ALPHABET)
         digits = (symbols.DIGIT_TABLES, symbols.DIGIT_ALPHABET)
-        layout[f"level{level}.freqs"] = (digits if level else base, u16)
+        is_digit = 0 < level < meta["levels"] - 1
+        layout[f"level{level}.freqs"] = (digits if is_digit else base, u16)
         layout[f"level{level}.centroids"] = ((symbols.NUM_SCALES, 3), f32)
     return layout

@@ -27,7 +27,6 @@ from kdn.errors import TruncatedError
 _BITS = rans.PROB_BITS
 _MASK = rans.PROB_TOTAL - 1
 _LOW = rans.STATE_LOW
-MAX_INT = 2**31 - 1
 
 
 def encode(model: Model, values: Ints, coarse: Ints | None) -> bytes:
@@ -175,99 +174,115 @@ def _push(tables, symbols, values, cdf, states, words, has_escapes):  # type: ig
 
 
 @njit(nogil=True, cache=True)
-def _decode_base(states, words, scales, shifts, thresholds, cdf, values):  # type: ignore[no-untyped-def]
+def _rows_of(scale, shifts, classes, num_near, rows):  # type: ignore[no-untyped-def]
+    """First table of every token; a component's scale is mostly that of the one before."""
+    for t in range(len(rows)):
+        found = min(max(np.int64(scale) + shifts[t], 0), NUM_SCALES - 1)
+        rows[t] = (found * NUM_ACTIVITIES + classes[t]) * num_near
+
+
+@njit(nogil=True, cache=True)
+def _decode_base(states_in, words, scales, shifts, thresholds, cdf, values):  # type: ignore[no-untyped-def]
     num_components, num_tokens = values.shape
-    num_lanes, num_words, used = len(states), len(words), 0
-    sums, block = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.int32)
-    classes = np.zeros(num_tokens, np.int32)
+    num_lanes, num_words, used = len(states_in), len(words), 0
+    states = states_in.astype(np.int64)
+    sums, block = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64)
+    classes, rows = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64)
     for c in range(num_components):
         if c % BLOCK == 0:
             _classify(sums, block, thresholds[c // BLOCK], classes)
+        if c % BLOCK == 0 or scales[c] != scales[c - 1]:
+            _rows_of(scales[c], shifts, classes, 1, rows)
         lane = 0
         for t in range(num_tokens):
-            scale = min(max(np.int32(scales[c]) + shifts[t], 0), NUM_SCALES - 1)
-            row = cdf[scale * NUM_ACTIVITIES + classes[t]]
             x = states[lane]
-            slot = x & np.uint32(_MASK)
-            high = np.uint32(row[1])
-            q = 0
+            slot = x & _MASK
+            high = np.int64(cdf[rows[t], 1])
             if slot < high:
-                x = high * (x >> np.uint32(_BITS)) + slot
+                x = high * (x >> _BITS) + slot
+                values[c, t] = 0
+                if x < _LOW:
+                    if used == num_words:
+                        return -1
+                    x = (x << 16) | np.int64(words[used])
+                    used += 1
+                states[lane] = x
             else:
                 symbol = 1
-                while slot >= row[symbol + 1]:
+                while slot >= cdf[rows[t], symbol + 1]:
                     symbol += 1
-                low = np.uint32(row[symbol])
-                x = (np.uint32(row[symbol + 1]) - low) * (x >> np.uint32(_BITS)) + slot - low
-                q = (symbol + 1) >> 1
-                if symbol & 1:
-                    q = -q
+                low = np.int64(cdf[rows[t], symbol])
+                x = (np.int64(cdf[rows[t], symbol + 1]) - low) * (x >> _BITS) + slot - low
+                if x < _LOW:
+                    if used == num_words:
+                        return -1
+                    x = (x << 16) | np.int64(words[used])
+                    used += 1
+                states[lane] = x
+                size = (symbol + 1) >> 1
+                q = -size if symbol & 1 else size
                 if symbol == ESCAPE:
-                    q = MAX_INT
-            if x < np.uint32(_LOW):
-                if used == num_words:
-                    return -1
-                x = (x << np.uint32(16)) | np.uint32(words[used])
-                used += 1
-            states[lane] = x
-            if q == MAX_INT:
-                if used == num_words:
-                    return -1
-                q = np.int32(np.int16(words[used]))
-                used += 1
-            values[c, t] = q
-            block[t] += min(abs(q), 3)
+                    if used == num_words:
+                        return -1
+                    q = np.int64(np.int16(words[used]))
+                    size = abs(q)
+                    used += 1
+                values[c, t] = q
+                block[t] += min(size, 3)
             lane += 1
             if lane == num_lanes:
                 lane = 0
+    states_in[:] = states.astype(np.uint32)
     return used
 
 
 @njit(nogil=True, cache=True)
-def _decode_digits(states, words, scales, shifts, thresholds, cdf, values, coarse):  # type: ignore[no-untyped-def]
+def _decode_digits(states_in, words, scales, shifts, thresholds, cdf, values, coarse):  # type: ignore[no-untyped-def]
     num_components, num_tokens = values.shape
-    num_lanes, num_words, used = len(states), len(words), 0
-    sums, block = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.int32)
-    classes = np.zeros(num_tokens, np.int32)
+    num_lanes, num_words, used = len(states_in), len(words), 0
+    states = states_in.astype(np.int64)
+    sums, block = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64)
+    classes, rows = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64)
     for c in range(num_components):
         if c % BLOCK == 0:
             _classify(sums, block, thresholds[c // BLOCK], classes)
-        lane = 0
+        if c % BLOCK == 0 or scales[c] != scales[c - 1]:
+            _rows_of(scales[c], shifts, classes, NUM_NEIGHBOURS, rows)
+        lane, before = 0, False
+        own = np.int64(coarse[c, 0])
         for t in range(num_tokens):
-            own = coarse[c, t]
-            scale = min(max(np.int32(scales[c]) + shifts[t], 0), NUM_SCALES - 1)
+            after = np.int64(coarse[c, t + 1]) if t + 1 < num_tokens else np.int64(0)
             if own == 0:
-                near = 0
-                if t > 0 and coarse[c, t - 1] != 0:
-                    near += 1
-                if t + 1 < num_tokens and coarse[c, t + 1] != 0:
-                    near += 1
-                row = cdf[(scale * NUM_ACTIVITIES + classes[t]) * NUM_NEIGHBOURS + near]
+                row = rows[t] + before + (after != 0)
             else:
-                row = cdf[ZERO_TABLES + scale * 2 + (abs(own) > 1)]
+                scale = min(max(np.int64(scales[c]) + shifts[t], 0), NUM_SCALES - 1)
+                row = ZERO_TABLES + scale * 2 + (abs(own) > 1)
             x = states[lane]
-            slot = x & np.uint32(_MASK)
-            high = np.uint32(row[1])
+            slot = x & _MASK
+            high = np.int64(cdf[row, 1])
+            q = 3 * own
             if slot < high:
-                x = high * (x >> np.uint32(_BITS)) + slot
-                q = 3 * own
+                x = high * (x >> _BITS) + slot
             else:
                 low, digit = high, -1
-                high = np.uint32(row[2])
+                high = np.int64(cdf[row, 2])
                 if slot >= high:
                     low, digit = high, 1
-                    high = np.uint32(row[3])
-                x = (high - low) * (x >> np.uint32(_BITS)) + slot - low
-                q = 3 * own + (-digit if own < 0 else digit)
-            if x < np.uint32(_LOW):
+                    high = np.int64(cdf[row, 3])
+                x = (high - low) * (x >> _BITS) + slot - low
+                q += -digit if own < 0 else digit
+            if x < _LOW:
                 if used == num_words:
                     return -1
-                x = (x << np.uint32(16)) | np.uint32(words[used])
+                x = (x << 16) | np.int64(words[used])
                 used += 1
             states[lane] = x
             values[c, t] = q
-            block[t] += min(abs(q), 3)
+            if q != 0:
+                block[t] += min(abs(q), 3)
+            before, own = own != 0, after
             lane += 1
             if lane == num_lanes:
                 lane = 0
+    states_in[:] = states.astype(np.uint32)
     return used

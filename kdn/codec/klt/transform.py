@@ -69,7 +69,6 @@ class GroupTransform:
     """The two matrices of a group, from what the profile stores of them."""
 
     group: Group
-    block_columns: int
 
     @cached_property
     def analysis(self) -> torch.Tensor:
@@ -83,14 +82,11 @@ class GroupTransform:
         return (self._apply_metric(exact, inverse=False) * torch.from_numpy(g.weight)).T.contiguous()
 
     @cached_property
-    def synthesis(self) -> Floats:
-        """[blocks, components, block columns]: `components @ (all blocks)` is the residual."""
+    def synthesis(self) -> torch.Tensor:
+        """[components, columns]: a residual row is `components @ synthesis`."""
         g = self.group
         basis = torch.from_numpy(g.basis).float() * torch.from_numpy(g.basis_scale)[:, None]
-        rows = self._apply_metric(basis, inverse=True) / torch.from_numpy(g.weight)
-        blocks = rows.view(len(rows), -1, self.block_columns).transpose(0, 1)
-        result: Floats = blocks.contiguous().numpy()
-        return result
+        return self._apply_metric(basis, inverse=True) / torch.from_numpy(g.weight)
 
     def _apply_metric(self, rows: torch.Tensor, *, inverse: bool) -> torch.Tensor:
         directions = torch.from_numpy(self.group.metric).float()
@@ -121,51 +117,16 @@ def from_columns(columns: torch.Tensor, spec: ModelSpec, group: Group, cache: KV
 
 
 @njit(nogil=True, cache=True)
-def gather_nonzeros(values, scales, shifts, centroids, steps, starts, index, size):  # type: ignore[no-untyped-def]
-    """Non-zero components token by token: token t has the entries [starts[t], starts[t + 1])."""
+def dequantise(values, scales, shifts, centroids, steps, out):  # type: ignore[no-untyped-def]
+    """out[c, t]: what an integer stands for, the mean of all that is rounded to it."""
     num_components, num_tokens = values.shape
-    for t in range(num_tokens + 1):
-        starts[t] = 0
-    for c in range(num_components):
-        for t in range(num_tokens):
-            starts[t + 1] += values[c, t] != 0
-    for t in range(num_tokens):
-        starts[t + 1] += starts[t]
-    place = starts[:-1].copy()
     for c in range(num_components):
         for t in range(num_tokens):
             q = values[c, t]
-            if q != 0:
-                scale = min(max(np.int32(scales[c]) + shifts[t], 0), len(centroids) - 1)
-                magnitude = abs(q)
-                restored = (magnitude + centroids[scale, min(magnitude, 3) - 1]) * steps[t]
-                index[place[t]] = c
-                size[place[t]] = restored if q > 0 else -restored
-                place[t] += 1
-
-
-@njit(nogil=True, cache=True, fastmath={"contract", "nsz"})
-def add_components(blocks, starts, index, size, out):  # type: ignore[no-untyped-def]
-    """out[t] += sum of size * row over token t's entries.
-
-    Most components of a token are zero, so this does a fraction of a dense product's work. Blocks
-    of columns keep the rows in use within the processor's cache; four rows at a time keep loads
-    and stores of the sum off the critical path.
-    """
-    num_blocks, _, width = blocks.shape
-    for b in range(num_blocks):
-        rows = blocks[b]
-        for t in range(len(starts) - 1):
-            total = out[t, b * width : (b + 1) * width]
-            k, end = starts[t], starts[t + 1]
-            while k + 4 <= end:
-                r0, r1, r2, r3 = rows[index[k]], rows[index[k + 1]], rows[index[k + 2]], rows[index[k + 3]]
-                s0, s1, s2, s3 = size[k], size[k + 1], size[k + 2], size[k + 3]
-                for j in range(width):
-                    total[j] += s0 * r0[j] + s1 * r1[j] + s2 * r2[j] + s3 * r3[j]
-                k += 4
-            while k < end:
-                row, s = rows[index[k]], size[k]
-                for j in range(width):
-                    total[j] += s * row[j]
-                k += 1
+            if q == 0:
+                out[c, t] = 0.0
+                continue
+            scale = min(max(np.int64(scales[c]) + shifts[t], 0), len(centroids) - 1)
+            size = abs(q)
+            restored = (size + centroids[scale, min(size, 3) - 1]) * steps[t]
+            out[c, t] = restored if q > 0 else -restored

@@ -1,0 +1,86 @@
+"""A klt profile for a model that never ran: random but sound, small, and fast to make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kdn.cache.spec import ModelSpec
+from kdn.calibrate.tables import flat_tables, laplace_tables
+from kdn.codec.klt import Profile, symbols
+from kdn.codec.klt.profile import FORMAT, VERSION
+from kdn.codec.rans import normalise
+
+LEVELS = 4
+
+
+def parts(spec: ModelSpec, seed: int = 0) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+    """Meta data and tensors, to be built into a profile or to be spoilt first."""
+    rng = np.random.default_rng(seed)
+    per_layer = 2 * spec.num_kv_heads * spec.head_dim
+    columns, half = per_layer * spec.num_layers, spec.num_layers // 2
+    groups = [[0, half], [half, spec.num_layers]]
+    embed, rank, sinks = 6, 4, 4
+    tensors: dict[str, npt.NDArray[Any]] = {
+        "embed.codes": rng.integers(-127, 128, (spec.vocab_size, embed)).astype(np.int8),
+        "embed.scale": np.full(embed, 0.01, np.float32),
+        "predict.mix": rng.normal(size=(3 * embed, rank)).astype(np.float16),
+        "predict.out": rng.normal(size=(rank, columns)).astype(np.float16),
+        "predict.bias": rng.normal(size=columns).astype(np.float32),
+        "sink.mean": rng.normal(size=(sinks, columns)).astype(np.float16),
+        "sink.step": np.full(columns, 0.02, np.float32),
+        "sink.scale": np.full(columns, 60, np.uint8),
+        "sink.freqs": laplace_tables(),
+        "fix.step": np.full(columns, 0.01, np.float32),
+        "fix.scale": np.full(columns, 45, np.uint8),
+        "importance": rng.normal(size=columns).astype(np.float32) / columns,
+    }
+    counts = []
+    for index, (first, last) in enumerate(groups):
+        width = (last - first) * per_layer
+        count = 3 * width // 4
+        basis = np.linalg.qr(rng.normal(size=(width, width)))[0][:count]
+        scale = np.abs(basis).max(axis=1) / 127
+        directions = np.linalg.qr(rng.normal(size=(width, 2)))[0]
+        tensors |= {
+            f"g{index}.weight": rng.uniform(0.5, 2, width).astype(np.float32),
+            f"g{index}.metric": directions.astype(np.float16),
+            f"g{index}.gain": np.array([1.5, 0.5], np.float32),
+            f"g{index}.basis": np.rint(basis / scale[:, None]).astype(np.int8),
+            f"g{index}.basis_scale": scale.astype(np.float32),
+            f"g{index}.scale": np.linspace(50, 30, count).astype(np.uint8),
+        }
+        counts.append([count // 2, count // 2 + 8, count, width])
+    num_components = [list(row) for row in zip(*counts, strict=True)]
+    flat = flat_tables(LEVELS, num_components)
+    for name in flat:
+        if name.endswith("freqs"):
+            # Uneven, so that a wrong table shows.
+            flat[name] = normalise(rng.integers(1, 1000, flat[name].shape))
+        if name.endswith("thresholds"):
+            shape = flat[name].shape
+            flat[name] = np.sort(rng.integers(0, 200, shape), axis=1).astype(np.int32)
+        if name.endswith("centroids"):
+            flat[name] = rng.uniform(-0.2, 0.1, (symbols.NUM_SCALES, 3)).astype(np.float32)
+    meta = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": spec.fingerprint.hex(),
+        "num_layers": spec.num_layers,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocab_size,
+        "groups": groups,
+        "levels": LEVELS,
+        "finest_step": 0.05,
+        "importance_bias": 0.0,
+        "num_components": num_components,
+        "expected": [{} for _ in range(LEVELS)],
+    }
+    return meta, tensors | flat
+
+
+def make_profile(spec: ModelSpec, seed: int = 0) -> Profile:
+    return Profile.build(*parts(spec, seed))
