@@ -60,8 +60,14 @@ def bench(
 
 
 def test_every_rival_side_by_side(
-    bench: Any, tmp_path: Path, tiny_model: Any, capsys: pytest.CaptureFixture[str]
+    bench: Any,
+    tmp_path: Path,
+    tiny_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr("kdn.bench.calibration.KVTC_RATIOS", (16.0, 4.0))
+    monkeypatch.setattr("kdn.bench.rivals.shipped.Shipped.labels", ("32/16",))
     names = "fp16,exact,int8,cachegen-shipped,cachegen,kvtc,kvtc-nowindow,drop"
     short = write_text(tmp_path / "short.txt", 700, seed=2)
     long = write_text(tmp_path / "long.txt", 3_000, seed=1)

@@ -67,8 +67,8 @@ def test_allocation_is_as_good_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvtc_profile, "RUN_UNITS", (1,))
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([8.0, 3.0, 1.0, 0.2]).repeat_interleave(UNIT)
-    rows = torch.randn(200, 4 * UNIT, generator=generator) * scales
-    budgets = [0, 64, 200, 300, 512]
+    rows = torch.randn(50, 4 * UNIT, generator=generator) * scales
+    budgets = [0, 64, 200, 512]
     plans = allocate(rows, budgets)
     for budget, plan in zip(budgets, plans, strict=True):
         assert cost_of(plan) <= budget

@@ -28,7 +28,9 @@ from kdn.codec.cachegen import CacheGenCodec
 from kdn.codec.cachegen_profile import CacheGenProfile
 from kdn.codec.exact import ExactCodec
 from kdn.codec.format import Bitstream, Section, write
+from kdn.codec.klt import KltCodec
 from kdn.errors import ChecksumError, FormatError, KdnError, TruncatedError
+from tests.codec.klt_profile import make_profile
 
 DEFAULT_MUTATIONS = 10_000
 MAX_SECONDS = 5.0  # for one stream of a few KiB, on a machine busy with other work
@@ -62,7 +64,12 @@ def _cachegen(tiny: Any) -> Target:
     return _target(tiny, *codecs)
 
 
-CODECS: dict[str, Callable[[Any], Target]] = {"exact": _exact, "cachegen": _cachegen}
+def _klt(tiny: Any) -> Target:
+    codecs = [KltCodec(tiny.spec, make_profile(tiny.spec, seed)) for seed in (0, 1)]
+    return _target(tiny, *codecs)
+
+
+CODECS: dict[str, Callable[[Any], Target]] = {"exact": _exact, "cachegen": _cachegen, "klt": _klt}
 
 
 def _target(tiny: Any, codec: Codec, foreign: Codec) -> Target:

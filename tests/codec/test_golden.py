@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
@@ -24,6 +25,8 @@ from kdn.codec.cachegen import CacheGenCodec
 from kdn.codec.cachegen_profile import CacheGenProfile
 from kdn.codec.exact import ExactCodec
 from kdn.codec.format import Bitstream
+from kdn.codec.klt import KltCodec, Profile
+from tests.codec.klt_profile import make_profile
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ def _cachegen(tiny: Any, profile: bytes) -> Codec:
     return CacheGenCodec(tiny.spec, CacheGenProfile.from_bytes(profile))
 
 
+KLT_PROFILE, KLT_DECODED = "klt_profile.safetensors", "klt_decoded.safetensors"
 CACHEGEN_PROFILE = "cachegen_profile.safetensors"
 GOLDEN = {
     "exact_float16": Golden(_exact),
@@ -79,6 +83,7 @@ def _regenerate(tiny: Any, golden_folder: Path, regenerate_golden: bool) -> None
         return
     other = tiny.reseed("calibration")
     calibration = [other.cache(other.chunk(bytes(16), 256, i)) for i in (0, 1)]
+    _regenerate_klt(tiny, golden_folder)
     profile = CacheGenProfile.fit(tiny.spec, calibration)
     (golden_folder / CACHEGEN_PROFILE).write_bytes(profile.to_bytes())
     digests = {}
@@ -103,3 +108,52 @@ def test_decodes_to_the_pinned_values(name: str, tiny: Any, golden_folder: Path)
     stream.verify()
     pinned = json.loads((golden_folder / "decoded.json").read_text())
     assert decoded_digests(codec, stream, chunk) == pinned[name]
+
+
+# klt transforms in floating point: its integers are pinned by their bytes, which decode must read to
+# the end of every lane, and its values to within what a matrix product's order of sums may change.
+KLT_TOLERANCE = 1e-4
+
+
+def _klt_case(tiny: Any, folder: Path, index: int) -> tuple[KltCodec, Chunk]:
+    codec = KltCodec(tiny.spec, Profile.load(folder / KLT_PROFILE))
+    return codec, tiny.chunk(codec.profile_id, 32, index)
+
+
+def _klt_levels(codec: KltCodec, stream: Bitstream, chunk: Chunk) -> dict[str, torch.Tensor]:
+    found = {}
+    for levels in range(1, codec.num_levels + 1):
+        cache = codec.decode(stream, chunk, levels=levels)
+        found |= {f"{levels}.keys": cache.keys, f"{levels}.values": cache.values}
+    return found
+
+
+def _regenerate_klt(tiny: Any, folder: Path) -> None:
+    (folder / KLT_PROFILE).write_bytes(make_profile(tiny.spec).to_bytes())
+    pinned = {}
+    for index in (0, 1):
+        codec, chunk = _klt_case(tiny, folder, index)
+        data = codec.encode(chunk, tiny.cache(chunk, torch.float32))
+        (folder / f"klt_{index}.kdn").write_bytes(data)
+        levels = _klt_levels(codec, Bitstream.parse(data), chunk)
+        pinned |= {f"{index}.{name}": tensor for name, tensor in levels.items()}
+    save_file(pinned, folder / KLT_DECODED)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_klt_decodes_to_the_pinned_values(tiny: Any, golden_folder: Path, index: int) -> None:
+    codec, chunk = _klt_case(tiny, golden_folder, index)
+    stream = Bitstream.parse((golden_folder / f"klt_{index}.kdn").read_bytes())
+    stream.verify()
+    pinned = load_file(golden_folder / KLT_DECODED)
+    for name, found in _klt_levels(codec, stream, chunk).items():
+        torch.testing.assert_close(
+            found, pinned[f"{index}.{name}"], rtol=KLT_TOLERANCE, atol=KLT_TOLERANCE
+        )
+
+
+def test_klt_profile_id_is_pinned(golden_folder: Path) -> None:
+    found = Profile.load(golden_folder / KLT_PROFILE)
+    assert Profile.from_bytes(found.to_bytes()).profile_id == found.profile_id
+    stream = Bitstream.parse((golden_folder / "klt_0.kdn").read_bytes())
+    assert stream.info.profile == found.profile_id
