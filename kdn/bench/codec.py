@@ -19,8 +19,15 @@ from kdn.bench.calibration import Calibration
 from kdn.bench.measure import measure
 from kdn.bench.report import hardware, plot, print_report, report_console, write_json
 from kdn.bench.rivals import NAMES, open_rivals
-from kdn.bench.texts import Sample, Text, default_calibration, default_texts, load_text, overlap
 from kdn.cache.keys import TAIL_MULTIPLE
+from kdn.calibrate.corpus import (
+    Sample,
+    Text,
+    default_calibration,
+    default_texts,
+    load_text,
+    overlap,
+)
 from kdn.engines.models import load_model
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError

@@ -16,9 +16,9 @@ from rich.progress import Progress
 from kdn.bench.figures import Row
 from kdn.bench.report import row_line
 from kdn.bench.rivals import Context, Outcome, Rival
-from kdn.bench.texts import Sample
 from kdn.cache.keys import TAIL_MULTIPLE, TokenIds
 from kdn.cache.tensors import KVCache
+from kdn.calibrate.corpus import Sample
 from kdn.engines.quality import Quality, QualityProbe
 
 FP16_BITS = 16

@@ -54,7 +54,8 @@ def run(
     console.print(f"{target} ({target.stat().st_size / 1e6:.1f} MB)")
     for level, expected in enumerate(profile.meta["expected"]):
         console.print(
-            f"level {level}: {expected['bits']:.3f} bits a value, {16 / expected['bits']:.1f} times "
-            f"under fp16, KLD {expected['kld']:.4f}, recall {expected['recall_kld']:.4f}"
+            f"level {level}: {expected['bits']:.3f} bits a value, "
+            f"{16 / expected['bits']:.1f} times under fp16, "
+            f"KLD {expected['kld']:.4f}, recall {expected['recall_kld']:.4f}"
         )
     return target

@@ -1,4 +1,4 @@
-"""From the sums of pass one to a predictor, an error metric and a basis (see codec/klt/transform.py).
+"""From the sums of pass one to predictor, error metric and basis (see codec/klt/transform.py).
 
 All of it is closed form: ridge regression cut to a rank, an eigendecomposition of the normalised
 Fisher information, and one of the residuals' covariance in that metric.
@@ -133,9 +133,7 @@ def fit_sinks(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvalues (ascending) and vectors; in float32 where that is much faster."""
-    if matrix.is_cuda:
-        values, vectors = torch.linalg.eigh(matrix.float())
-    else:
-        values, vectors = torch.linalg.eigh(matrix.float())
+    """Eigenvalues (ascending) and vectors. float32 is several times faster, and errors of that
+    size only turn components of equal variance into each other."""
+    values, vectors = torch.linalg.eigh(matrix.float())
     return values.double(), vectors.double()

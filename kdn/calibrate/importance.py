@@ -60,8 +60,8 @@ def fit_importance(columns: torch.Tensor, importance: torch.Tensor) -> Importanc
         optimiser.step()
     with torch.no_grad():
         scaled = weight / deviation
-        parts = columns.split(BATCH_TOKENS)
-        predicted = torch.cat([part.float() @ scaled for part in parts])
+        at = range(0, len(columns), BATCH_TOKENS)
+        predicted = torch.cat([columns[i : i + BATCH_TOKENS].float() @ scaled for i in at])
         offset = float(predicted[:known].mean())
         unseen, true = predicted[known:] - offset, importance[known:]
         gain = float((true * torch.exp(-unseen)).mean().log() + unseen.mean() - true.mean().log())

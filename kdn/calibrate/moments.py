@@ -24,6 +24,7 @@ from kdn.cache.tensors import KVCache
 from kdn.codec import rope
 from kdn.codec.klt.profile import CONTEXT_TOKENS
 from kdn.engines.transformers import from_dynamic_cache, to_dynamic_cache
+from kdn.errors import UnsupportedError
 
 NUM_SINKS = 4
 PASSAGE_TOKENS = 160
@@ -161,7 +162,13 @@ def embedding_table(model: Any, num_dims: int) -> tuple[torch.Tensor, torch.Tens
 def read(model: Any, ids: torch.Tensor) -> KVCache:
     """The cache of a window's context."""
     past = model(ids[None], use_cache=True, logits_to_keep=1).past_key_values
-    return from_dynamic_cache(past)
+    cache = from_dynamic_cache(past)
+    if not cache.is_complete:
+        raise UnsupportedError(
+            f"a context of {len(ids)} tokens is longer than a sliding window of this model: "
+            f"calibrate with a context of at most {cache.end - max(cache.valid_from)} tokens"
+        )
+    return cache
 
 
 def gradients(

@@ -9,8 +9,14 @@ from contextlib import contextmanager
 @contextmanager
 def bar() -> Iterator[Callable[[str, int, int], None]]:
     """A rich bar with one line per stage."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn("{task.description:>18}"),

@@ -53,8 +53,9 @@ class Options:
     predictor_rank: int = 256
     metric_rank: int = 128
     components: int = 2200
-    usual_kld: float = 0.008
-    finest_kld: float = 0.0004
+    fine_components: int = 256
+    fine_kld: float = 0.0015
+    finest_kld: float = 0.0002
     sink_fineness: float = 1.0
     second_pass_windows: int = 160
     table_windows: int = 40
@@ -153,9 +154,7 @@ class _Calibration:
         self.progress("reading", len(self.windows), len(self.windows))
         return sums
 
-    def _gradients(
-        self, cache: KVCache, window: torch.Tensor, index: int
-    ) -> list[torch.Tensor]:
+    def _gradients(self, cache: KVCache, window: torch.Tensor, index: int) -> list[torch.Tensor]:
         generator = torch.Generator(self.model.device).manual_seed(self.options.seed + index)
         return moments.gradients(self.model, cache, window, self.columns, generator)
 
@@ -167,9 +166,7 @@ class _Calibration:
             digest.update(window.cpu().numpy().tobytes())
         return digest.digest()
 
-    def _fit(
-        self, sums: moments.Moments
-    ) -> tuple[list[fit.Metric], dict[str, npt.NDArray[Any]]]:
+    def _fit(self, sums: moments.Moments) -> tuple[list[fit.Metric], dict[str, npt.NDArray[Any]]]:
         self.progress("fitting", 0, 1 + len(self.slices))
         options = self.options
         metrics = [fit.fit_metric(f, sums.num_tokens, options.metric_rank) for f in sums.fisher]
@@ -186,14 +183,19 @@ class _Calibration:
             self.progress("fitting", 1 + index, 1 + len(self.slices))
             covariance = fit.residual_covariance(sums, regression, index, part)
             basis = fit.fit_basis(covariance, metric, options.components)
-            scale = basis.rows.abs().amax(dim=1) / 127
+            fine, coarse = (
+                basis.rows[: options.fine_components],
+                basis.rows[options.fine_components :],
+            )
+            scale = coarse.abs().amax(dim=1) / 127
             key = f"g{index}."
             tensors |= {
                 key + "weight": _f32(metric.weight),
                 key + "metric": _f16(metric.directions),
                 key + "gain": _f32(metric.gain),
-                key + "basis": torch.round(basis.rows / scale[:, None]).to(torch.int8).cpu().numpy(),
+                key + "basis": torch.round(coarse / scale[:, None]).to(torch.int8).cpu().numpy(),
                 key + "basis_scale": _f32(scale),
+                key + "fine": _f16(fine),
             }
             self.deviations.append(basis.deviation)
         self.progress("fitting", 1 + len(self.slices), 1 + len(self.slices))
@@ -206,8 +208,10 @@ class _Calibration:
         device, rows, found = self.model.device, [], []
         synthesis = []
         for index, metric in enumerate(metrics):
-            basis = torch.from_numpy(tensors[f"g{index}.basis"]).to(device).double()
-            basis *= torch.from_numpy(tensors[f"g{index}.basis_scale"]).to(device)[:, None]
+            coarse = torch.from_numpy(tensors[f"g{index}.basis"]).to(device).double()
+            coarse *= torch.from_numpy(tensors[f"g{index}.basis_scale"]).to(device)[:, None]
+            fine = torch.from_numpy(tensors[f"g{index}.fine"]).to(device).double()
+            basis = torch.cat([fine, coarse])
             # Only components coarse enough to be coded take part.
             synthesis.append(metric.unapply(basis[: len(basis) // 2]).float())
         chosen = self.windows[: self.options.second_pass_windows]
@@ -249,7 +253,7 @@ class _Calibration:
     ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:  # fmt: skip
         """What depends on the finest step: scale classes, and how sinks are quantised."""
         coarsest = step * 3 ** (self.options.levels - 1)
-        named = {
+        named: dict[str, npt.NDArray[Any]] = {
             f"g{i}.scale": tables.scale_class(d, coarsest) for i, d in enumerate(self.deviations)
         }
         mean, deviation = fit.fit_sinks(sums)
@@ -273,19 +277,19 @@ class _Calibration:
         self, meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]],
         sums: moments.Moments, probes: list[QualityProbe],
     ) -> float:  # fmt: skip
-        """The step at which the second level comes to the divergence asked for."""
+        """The step at which all components come to the divergence asked for."""
         # In this metric the divergence of errors uniform over one step would be
         # context * components * step^2 / 24, were it quadratic; a guess to start from.
         noisy = sum(len(d) for d in self.deviations) * self.options.context
-        step = float(np.sqrt(24 * self.options.usual_kld / moments.CONTINUATION_KLD / noisy))
-        step /= 3 ** (self.options.levels - 3)
+        step = float(np.sqrt(24 * self.options.fine_kld / moments.CONTINUATION_KLD / noisy))
         for attempt in range(STEP_ATTEMPTS):
             self.progress("finding the step", attempt, STEP_ATTEMPTS)
             draft = tables.draft_profile(*self._with_step(meta, tensors, sums, step))
-            kld = _simulated_kld(KltCodec(self.spec, draft), probes, levels=2)
-            if abs(np.log(kld / self.options.usual_kld)) < 0.1:
+            codec = KltCodec(self.spec, draft)
+            kld = _simulated_kld(codec, probes, levels=self.options.levels - 1)
+            if abs(np.log(kld / self.options.fine_kld)) < 0.1:
                 break
-            step *= float(np.clip((self.options.usual_kld / kld) ** 0.6, 0.1, 10))
+            step *= float(np.clip((self.options.fine_kld / kld) ** 0.6, 0.1, 10))
         self.progress("finding the step", STEP_ATTEMPTS, STEP_ATTEMPTS)
         return step
 
@@ -310,8 +314,10 @@ class _Calibration:
         counts = tables.components_per_level(self.samples)
         tensors = tensors | tables.count_tables(codec, self.samples, counts)
         for group, count in enumerate(counts[-1]):
-            for name in ("basis", "basis_scale", "scale"):
-                tensors[f"g{group}.{name}"] = tensors[f"g{group}.{name}"][:count]
+            fine = min(count, len(tensors[f"g{group}.fine"]))
+            lengths = {"fine": fine, "basis": count - fine, "basis_scale": count - fine}
+            for name, kept in (lengths | {"scale": count}).items():
+                tensors[f"g{group}.{name}"] = tensors[f"g{group}.{name}"][:kept]
         return meta | {"num_components": counts}, tensors
 
     def _add_correction(
@@ -404,7 +410,9 @@ def _simulated_kld(codec: KltCodec, probes: Sequence[QualityProbe], levels: int)
 
 
 def _on_cpu(cache: KVCache) -> KVCache:
-    return KVCache(cache.keys.cpu().float(), cache.values.cpu().float(), cache.start, cache.valid_from)
+    return KVCache(
+        cache.keys.cpu().float(), cache.values.cpu().float(), cache.start, cache.valid_from
+    )
 
 
 def _f32(tensor: torch.Tensor) -> npt.NDArray[np.float32]:

@@ -20,14 +20,14 @@ from kdn.cache.tensors import KVCache
 from kdn.codec.klt import symbols, symbols_numba
 from kdn.codec.klt.codec import Analysis, KltCodec
 from kdn.codec.klt.profile import NUM_CLASSES, Profile
-from kdn.codec.klt.symbols import Ints
+from kdn.codec.klt.symbols import Ints, Model
 from kdn.codec.rans import normalise
 from kdn.codec.threads import parallel_map
 
-RARE = 5e-4
+RARE = 1e-2
 """A level leaves out the last components if they are non-zero less often than this."""
-PRIOR = 0.5
-"""Symbols of every table that were seen before the first was counted, spread as neighbours are."""
+PRIOR = 8.0
+"""Symbols that count as seen in every table before the first was, spread as in tables nearby."""
 
 Counts = npt.NDArray[np.float64]
 
@@ -64,7 +64,7 @@ def with_correction(codec: KltCodec, sample: Quantised) -> Quantised:
 
 
 def components_per_level(samples: Sequence[Quantised]) -> list[list[int]]:
-    """How many of each group's components a level codes: all up to the last one that is not rare."""
+    """How many of each group's components a level codes: up to the last that is not rare."""
     counted, num_levels = [], len(samples[0].levels[0])
     for level in range(num_levels):
         row = []
@@ -83,14 +83,17 @@ def count_tables(
     """The `level*` and `token` tensors of a profile, for the levels the samples have."""
     tensors: dict[str, npt.NDArray[Any]] = {"token.freqs": _token_freqs(samples)}
     for level in range(len(samples[0].levels[0])):
-        counts: Counts | None = None
+        is_digit = 0 < level < codec.num_levels - 1
+        counts = np.zeros(_table_shape(level, codec.num_levels))
         for group, count in enumerate(num_components[level]):
-            thresholds = _thresholds(samples, group, level, count)
-            tensors[f"level{level}.g{group}.thresholds"] = thresholds
-            found = _count_level(codec, samples, group, level, count, thresholds)
-            counts = found if counts is None else counts + found
-        assert counts is not None
-        tensors[f"level{level}.freqs"] = _freqs(counts)
+            values = [s.levels[group][level][:count] for s in samples]
+            coarse = [s.levels[group][level - 1][:count] for s in samples] if is_digit else None
+            cuts = thresholds(values)
+            tensors[f"level{level}.g{group}.thresholds"] = cuts
+            models = [codec.level_model(level, group, s.classes) for s in samples]
+            models = [replace(m, scales=m.scales[:count], thresholds=cuts) for m in models]
+            counts += count_symbols(models, values, coarse)
+        tensors[f"level{level}.freqs"] = frequencies(counts)
         if level < codec.num_levels - 1:
             tensors[f"level{level}.centroids"] = _centroids(codec, samples, level, num_components)
     return tensors
@@ -101,42 +104,30 @@ def _token_freqs(samples: Sequence[Quantised]) -> npt.NDArray[np.uint16]:
     return normalise(counts[None] + 1)
 
 
-def _thresholds(
-    samples: Sequence[Quantised], group: int, level: int, count: int
-) -> npt.NDArray[np.int32]:
-    """Quantiles of the activity on entering each block."""
-    sums = np.concatenate(
-        parallel_map(
-            lambda s: symbols_numba.activity_sums(s.levels[group][level][:count]), samples
-        ),
-        axis=1,
-    )
+def thresholds(values: Sequence[Ints]) -> npt.NDArray[np.int32]:
+    """Quantiles of the activity on entering each block, over all chunks."""
+    sums = np.concatenate(parallel_map(symbols_numba.activity_sums, values), axis=1)
     ranks = np.arange(1, symbols.NUM_ACTIVITIES) / symbols.NUM_ACTIVITIES
     cuts = np.quantile(sums, ranks, axis=1).T if len(sums) else np.zeros((0, len(ranks)))
     return np.ascontiguousarray(np.maximum(np.ceil(cuts), 1).astype(np.int32))
 
 
-def _count_level(
-    codec: KltCodec,
-    samples: Sequence[Quantised],
-    group: int,
-    level: int,
-    count: int,
-    thresholds: npt.NDArray[np.int32],
+def count_symbols(
+    models: Sequence[Model], values: Sequence[Ints], coarse: Sequence[Ints] | None
 ) -> Counts:
-    num_tables, alphabet = _table_shape(level, codec.num_levels)
+    """How often each symbol is coded with each table, [tables, alphabet], over all chunks."""
+    is_digit = coarse is not None
+    num_tables = symbols.DIGIT_TABLES if is_digit else symbols.BASE_TABLES
+    alphabet = symbols.DIGIT_ALPHABET if is_digit else symbols.BASE_ALPHABET
 
-    def one(sample: Quantised) -> npt.NDArray[np.int64]:
-        model = codec.level_model(level, group, sample.classes)
-        model = replace(model, scales=model.scales[:count], thresholds=thresholds)
-        is_digit = alphabet == symbols.DIGIT_ALPHABET
-        coarse = sample.levels[group][level - 1][:count] if is_digit else None
-        tables, found = symbols_numba.contexts(model, sample.levels[group][level][:count], coarse)
-        flat = tables.astype(np.int64).ravel() * alphabet + found.ravel()
+    def one(index: int) -> npt.NDArray[np.int64]:
+        given = coarse[index] if coarse is not None else None
+        used, found = symbols_numba.contexts(models[index], values[index], given)
+        flat = used.astype(np.int64).ravel() * alphabet + found.ravel()
         return np.bincount(flat, minlength=num_tables * alphabet)
 
-    total = np.sum(parallel_map(one, samples), axis=0)
-    return total.reshape(num_tables, alphabet).astype(np.float64)
+    total: Counts = np.sum(parallel_map(one, range(len(values))), axis=0, dtype=np.float64)
+    return total.reshape(num_tables, alphabet)
 
 
 def _table_shape(level: int, num_levels: int) -> tuple[int, int]:
@@ -145,7 +136,7 @@ def _table_shape(level: int, num_levels: int) -> tuple[int, int]:
     return symbols.BASE_TABLES, symbols.BASE_ALPHABET
 
 
-def _freqs(counts: Counts) -> npt.NDArray[np.uint16]:
+def frequencies(counts: Counts) -> npt.NDArray[np.uint16]:
     """Symmetric in sign where the data are; rare tables lean on the tables beside them."""
     if counts.shape[1] == symbols.BASE_ALPHABET:
         pairs = (counts[:, 1:15:2] + counts[:, 2:15:2]) / 2
@@ -169,13 +160,12 @@ def _freqs(counts: Counts) -> npt.NDArray[np.uint16]:
 def _lean(grid: Counts) -> Counts:
     """Adds PRIOR symbols spread as in the same scale class, itself spread as in classes nearby."""
     per_scale = grid.sum(axis=1)
-    near = np.stack([
-        sum(per_scale[min(max(s + d, 0), len(per_scale) - 1)] * 2.0 ** -(6 * abs(d)) for d in range(-8, 9))
-        for s in range(len(per_scale))
-    ])  # fmt: skip
-    near += 1e-3 * np.eye(grid.shape[2])[0] + 1e-4
+    classes = np.arange(len(per_scale))
+    nearness = 2.0 ** (-6.0 * np.abs(classes[:, None] - classes))
+    near = nearness @ per_scale + 1e-3 * np.eye(grid.shape[2])[0] + 1e-4
     spread = near / near.sum(axis=1, keepdims=True)
-    return grid + PRIOR * 16 * spread[:, None, :]
+    leaning: Counts = grid + PRIOR * spread[:, None, :]
+    return leaning
 
 
 def _centroids(
@@ -204,7 +194,9 @@ def _centroids(
 
 def flat_tables(num_levels: int, num_components: list[list[int]]) -> dict[str, npt.NDArray[Any]]:
     """Tables that say nothing: for a draft profile."""
-    tensors: dict[str, npt.NDArray[Any]] = {"token.freqs": normalise(np.ones((1, NUM_CLASSES), int))}
+    tensors: dict[str, npt.NDArray[Any]] = {
+        "token.freqs": normalise(np.ones((1, NUM_CLASSES), int))
+    }
     for level in range(num_levels):
         tensors[f"level{level}.freqs"] = normalise(np.ones(_table_shape(level, num_levels), int))
         tensors[f"level{level}.centroids"] = np.zeros((symbols.NUM_SCALES, 3), np.float32)
@@ -226,7 +218,9 @@ def laplace_tables() -> npt.NDArray[np.uint16]:
         row[0] = (1 - decay) / (1 + decay)
         row[1:15:2] = row[2:15:2] = each
         row[symbols.ESCAPE] = max(1 - row[:15].sum(), 0)
-        rows.append(np.repeat((row * 2**40).astype(np.int64)[None] + 2**24, symbols.NUM_ACTIVITIES, 0))
+        rows.append(
+            np.repeat((row * 2**40).astype(np.int64)[None] + 2**24, symbols.NUM_ACTIVITIES, 0)
+        )
     return normalise(np.concatenate(rows))
 
 
@@ -256,7 +250,7 @@ def draft_profile(meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]]) ->
     """A profile that can quantise; tables not counted yet say nothing."""
     width = 2 * meta["num_kv_heads"] * meta["head_dim"]
     counts = meta.get("num_components") or [
-        [len(tensors[f"g{g}.basis"]) for g in range(len(meta["groups"]))]
+        [len(tensors[f"g{g}.scale"]) for g in range(len(meta["groups"]))]
     ] * (meta["levels"] - 1)
     counts = [*counts, [(last - first) * width for first, last in meta["groups"]]]
     draft = meta | {"num_components": counts, "expected": [{} for _ in range(meta["levels"])]}

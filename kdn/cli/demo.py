@@ -15,9 +15,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kdn.bench.texts import Text, default_texts, load_text
 from kdn.cache.keys import TAIL_MULTIPLE, Chunk, Namespace, TokenIds, cut
 from kdn.cache.tensors import KVCache
+from kdn.calibrate.corpus import Text, default_texts, load_text
 from kdn.codec.base import Codec
 from kdn.codec.format import Bitstream
 from kdn.engines.models import load_model

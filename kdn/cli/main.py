@@ -23,7 +23,10 @@ app = typer.Typer(
 )
 
 bench = lazy_group(
-    {"codec": ("kdn.bench.codec:run", "Rate, quality and speed of every codec on a real model.")}
+    {
+        "codec": ("kdn.bench.codec:run", "Rate, quality and speed of every codec on a real model."),
+        "layering": ("kdn.bench.layering:run", "What levels cost klt against coding at once."),
+    }
 )
 app.add_typer(bench, name="bench", help="Measure on real data, with tables, JSON and plots.")
 

@@ -30,5 +30,6 @@ def find_profile(spec: ModelSpec) -> Path:
         if path.exists():
             return path
     raise UnsupportedError(
-        f"no klt profile for the model {spec.fingerprint.hex()}: make one with `kdn calibrate MODEL`"
+        f"no klt profile for the model {spec.fingerprint.hex()}: "
+        "make one with `kdn calibrate MODEL`"
     )

@@ -8,7 +8,6 @@ renamed into place, so a reader sees all of it or nothing, and two processes may
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys

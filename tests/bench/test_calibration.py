@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kdn.bench.calibration import KVTC_RATIOS, Calibration
-from kdn.bench.texts import Text
 from kdn.cache.keys import TokenIds
+from kdn.calibrate.corpus import Text
 from kdn.engines.transformers import spec_of
 from kdn.errors import FormatError
 

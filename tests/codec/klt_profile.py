@@ -42,12 +42,14 @@ def parts(spec: ModelSpec, seed: int = 0) -> tuple[dict[str, Any], dict[str, npt
         width = (last - first) * per_layer
         count = 3 * width // 4
         basis = np.linalg.qr(rng.normal(size=(width, width)))[0][:count]
+        fine, basis = basis[:4], basis[4:]
         scale = np.abs(basis).max(axis=1) / 127
         directions = np.linalg.qr(rng.normal(size=(width, 2)))[0]
         tensors |= {
             f"g{index}.weight": rng.uniform(0.5, 2, width).astype(np.float32),
             f"g{index}.metric": directions.astype(np.float16),
             f"g{index}.gain": np.array([1.5, 0.5], np.float32),
+            f"g{index}.fine": fine.astype(np.float16),
             f"g{index}.basis": np.rint(basis / scale[:, None]).astype(np.int8),
             f"g{index}.basis_scale": scale.astype(np.float32),
             f"g{index}.scale": np.linspace(50, 30, count).astype(np.uint8),

@@ -110,8 +110,8 @@ def test_decodes_to_the_pinned_values(name: str, tiny: Any, golden_folder: Path)
     assert decoded_digests(codec, stream, chunk) == pinned[name]
 
 
-# klt transforms in floating point: its integers are pinned by their bytes, which decode must read to
-# the end of every lane, and its values to within what a matrix product's order of sums may change.
+# klt transforms in floating point: its integers are pinned by their bytes, which a decoder must
+# read to the end of every lane, its values to within what a matrix product's order of sums changes.
 KLT_TOLERANCE = 1e-4
 
 

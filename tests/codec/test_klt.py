@@ -36,7 +36,8 @@ def errors(codec: KltCodec, chunk: Chunk, cache: KVCache, levels: int) -> torch.
 def test_levels_refine_to_a_bound(codec: KltCodec, tiny: Any, index: int) -> None:
     chunk, cache = case(codec, tiny, index)
     sizes = [errors(codec, chunk, cache, k + 1).square().mean().item() for k in range(LEVELS)]
-    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0] / 4
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < sizes[0] / 4
     # The last level is within half of its step; a token's class at most doubles that, and the
     # first tokens have a step of their own.
     worst = errors(codec, chunk, cache, LEVELS).abs().max().item()
@@ -50,7 +51,8 @@ def test_prefix_of_bytes_is_prefix_of_levels(codec: KltCodec, tiny: Any) -> None
     for levels in range(1, LEVELS + 1):
         cut = Bitstream.parse(data[: whole.level_end(levels - 1)])
         a, b = codec.decode(cut, chunk), codec.decode(whole, chunk, levels=levels)
-        assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+        assert torch.equal(a.keys, b.keys)
+        assert torch.equal(a.values, b.values)
 
 
 def test_encoding_is_deterministic(codec: KltCodec, tiny: Any) -> None:
@@ -65,7 +67,8 @@ def test_absent_tokens_stay_absent(codec: KltCodec, tiny: Any) -> None:
     decoded = codec.decode(Bitstream.parse(codec.encode(chunk, cache)), chunk)
     assert decoded.valid_from == cache.valid_from
     for layer, absent in enumerate(absences):
-        assert not decoded.keys[layer, :absent].any() and not decoded.values[layer, :absent].any()
+        assert not decoded.keys[layer, :absent].any()
+        assert not decoded.values[layer, :absent].any()
         rest = decoded.values[layer, absent:] - cache.values[layer, absent:]
         assert rest.numel() == 0 or rest.abs().max() < 0.05
 
@@ -156,7 +159,7 @@ def test_wrong_meta_data_is_refused(tiny: Any, change: dict[str, Any]) -> None:
 
 
 def test_bytes_that_are_no_profile() -> None:
-    for data in (b"", b"\0" * 8, b"\xff" * 64, b'\x02\0\0\0\0\0\0\0{}'):
+    for data in (b"", b"\0" * 8, b"\xff" * 64, b"\x02\0\0\0\0\0\0\0{}"):
         with pytest.raises(KdnError):
             Profile.from_bytes(data)
 

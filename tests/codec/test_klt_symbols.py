@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +26,9 @@ def make_model(num_components: int, num_tokens: int, *, digits: bool, seed: int 
     return Model(
         rng.integers(0, symbols.NUM_SCALES, num_components).astype(np.uint8),
         rng.integers(-4, 5, num_tokens).astype(np.int8),
-        np.sort(rng.integers(0, 250, (blocks, symbols.NUM_ACTIVITIES - 1)), axis=1).astype(np.int32),
+        np.sort(rng.integers(0, 250, (blocks, symbols.NUM_ACTIVITIES - 1)), axis=1).astype(
+            np.int32
+        ),
         cdf,
     )
 
@@ -39,7 +42,7 @@ def make_values(num_components: int, num_tokens: int, seed: int = 0) -> Ints:
 def test_levels_nest_exactly() -> None:
     finest = np.arange(-2000, 2001, dtype=np.int32)[None]
     levels = symbols.split_levels(finest, 5)
-    for coarse, fine in zip(levels, levels[1:], strict=False):
+    for coarse, fine in itertools.pairwise(levels):
         assert np.abs(fine - 3 * coarse).max() == 1
     # Every level is the uniform quantiser of its own step: rounding to nearest, no dead zone.
     for k, level in enumerate(levels):

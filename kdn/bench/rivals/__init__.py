@@ -72,6 +72,13 @@ def _klt(spec: ModelSpec, calibration: Calibration) -> Rival:
     return Layered(open_codec("klt", spec, calibration.klt_profile))
 
 
+def _klt_tail(spec: ModelSpec, calibration: Calibration) -> Rival:
+    from kdn.bench.rivals.ours import Layered
+    from kdn.codec import open_codec
+
+    return Layered(open_codec("klt", spec, calibration.klt_profile), name="klt-tail", tail_levels=1)
+
+
 _OPENERS: dict[str, Callable[[ModelSpec, Calibration], Rival]] = {
     "fp16": _fp16,
     "exact": _exact,
@@ -82,6 +89,7 @@ _OPENERS: dict[str, Callable[[ModelSpec, Calibration], Rival]] = {
     "kvtc-nowindow": _kvtc_nowindow,
     "drop": _drop,
     "klt": _klt,
+    "klt-tail": _klt_tail,
 }
 NAMES = tuple(_OPENERS)
 

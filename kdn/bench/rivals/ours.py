@@ -18,6 +18,8 @@ from kdn.codec.base import Codec
 from kdn.codec.exact import ExactCodec
 from kdn.codec.format import Bitstream
 
+TAIL_TOKENS = 256
+
 Fetch = Callable[[bytes, int], tuple[Bitstream, int]]
 """What a client fetches of a whole stream to decode at a level, and how many bytes that is."""
 
@@ -38,16 +40,24 @@ def anchors_and_deltas(data: bytes, level: int) -> tuple[Bitstream, int]:
 
 
 class Layered(Rival):
-    """Any codec of kdn. `dtype` is that of the cache it is given and gives back."""
+    """Any codec of kdn. `dtype` is that of the cache it is given and gives back.
+
+    With `tail_levels`, the last TAIL_TOKENS of the context are fetched so many levels finer than
+    the rest: the reader of a layered stream knows where its context ends, and what is near is read
+    most. All their bytes are counted. What this does to recall is in the same row.
+    """
 
     def __init__(
         self,
         codec: Codec,
         *,
+        name: str | None = None,
         fetch: Fetch = prefix,
         dtype: torch.dtype = torch.float32,
+        tail_levels: int = 0,
     ) -> None:
-        self.name = codec.name
+        self.name = name or codec.name
+        self.tail_levels = tail_levels
         self.labels = tuple(str(level) for level in range(codec.num_levels))
         self.codec = codec
         self.fetch = fetch
@@ -59,9 +69,16 @@ class Layered(Rival):
         cache = _as_dtype(context.cache, self.dtype)
         data, encode_s = timed(partial(self._encode, chunks, cache))
         for level in range(self.codec.num_levels):
-            streams, sizes = zip(*(self.fetch(part, level) for part in data), strict=True)
+            levels = [self._level_of(chunk, chunks[-1].end, level) for chunk in chunks]
+            fetched = [self.fetch(part, at) for part, at in zip(data, levels, strict=True)]
+            streams, sizes = zip(*fetched, strict=True)
             decoded, decode_s = timed(partial(self._decode, chunks, streams, cache))
             yield Outcome(level, sum(sizes), decoded, encode_s, decode_s)
+
+    def _level_of(self, chunk: Chunk, end: int, level: int) -> int:
+        if end - chunk.end >= TAIL_TOKENS:
+            return level
+        return min(level + self.tail_levels, self.codec.num_levels - 1)
 
     def _encode(self, chunks: Sequence[Chunk], cache: KVCache) -> list[bytes]:
         return [self.codec.encode(chunk, cache.slice(chunk.start, chunk.end)) for chunk in chunks]

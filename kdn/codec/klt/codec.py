@@ -9,7 +9,6 @@ basis lacks. A prefix of levels decodes; groups decode independently.
 
 from __future__ import annotations
 
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,9 +104,7 @@ class KltCodec(Codec):
     ) -> KVCache:
         stream.check_for(chunk, self.spec, self.profile_id, CodecId.KLT)
         if stream.info.num_levels != self.num_levels:
-            raise FormatError(
-                f"expected {self.num_levels} levels, found {stream.info.num_levels}"
-            )
+            raise FormatError(f"expected {self.num_levels} levels, found {stream.info.num_levels}")
         wanted = stream.levels_available if levels is None else levels
         if not 1 <= wanted <= self.num_levels:
             raise FormatError(f"expected 1 to {self.num_levels} levels to decode, found {wanted}")
@@ -181,7 +178,9 @@ class KltCodec(Codec):
         check_input(self.spec, chunk, cache)
         columns = to_columns(cache, self.spec, self.profile.groups)
         if not bool(torch.isfinite(columns).all()):
-            raise UnsupportedError("klt codes finite values only; found NaN or infinity in the cache")
+            raise UnsupportedError(
+                "klt codes finite values only; found NaN or infinity in the cache"
+            )
         classes = self._step_classes(columns)
         steps = torch.from_numpy(_step_sizes(classes, self.profile.finest_step))
         residual = columns - self._predict(chunk)
@@ -224,7 +223,9 @@ class KltCodec(Codec):
         if level == self.num_levels - 1:
             # Errors of a rounding are as large as its step, whatever the token's class.
             scales = self.profile.tensors["fix.scale"][group.columns]
-            return Model(scales, np.zeros(len(classes), np.int8), parts.thresholds[index], parts.cdf)
+            return Model(
+                scales, np.zeros(len(classes), np.int8), parts.thresholds[index], parts.cdf
+            )
         shifts = (2 * (classes.astype(np.int8) - NUM_CLASSES // 2)).astype(np.int8)
         scales = group.scale[: parts.num_components[index]]
         return Model(scales, shifts, parts.thresholds[index], parts.cdf)
@@ -278,7 +279,9 @@ class KltCodec(Codec):
         model = self.level_model(levels - 1, index, classes)
         data = stream.section(levels - 1, index, KIND_CORRECTION)
         error = torch.from_numpy(symbols_numba.decode(model, data, None)).T
-        step = torch.from_numpy(self.profile.tensors["fix.step"][self.profile.groups[index].columns])
+        step = torch.from_numpy(
+            self.profile.tensors["fix.step"][self.profile.groups[index].columns]
+        )
         return components, error * step * torch.from_numpy(_step_sizes(classes, 1.0))[:, None]
 
     def _dequantise(
@@ -289,8 +292,8 @@ class KltCodec(Codec):
         step = self.profile.finest_step * 3 ** (self.num_levels - 1 - levels)
         out = np.empty(model.shape, dtype=np.float32)
         dequantise(
-            values, model.scales, model.shifts, self.profile.levels[levels - 1].centroids,
-            _step_sizes(classes, step), out,
+            values[: len(out)], model.scales, model.shifts,
+            self.profile.levels[levels - 1].centroids, _step_sizes(classes, step), out,
         )  # fmt: skip
         return torch.from_numpy(out)
 
@@ -351,5 +354,3 @@ def _step_sizes(classes: npt.NDArray[np.uint8], step: float) -> Floats:
 def _token_steps(num_tokens: int) -> tuple[Ints, Ints]:
     """Tables and widths of the steps that code the step classes: one lane, one table."""
     return np.zeros(num_tokens, dtype=np.int32), np.ones(num_tokens, dtype=np.int32)
-
-

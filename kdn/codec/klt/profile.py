@@ -11,11 +11,12 @@ its layers, each `[layer, head, channel]`. That flat order is called `columns` b
 | embed.codes, embed.scale | int8 [vocab, E], f32 [E] | token embeddings, normalised and quantised |
 | predict.mix | f16 [3 E, R] | from the embeddings of a token and the two before it |
 | predict.out, predict.bias | f16 [R, columns], f32 [columns] | to the predicted values |
-| sink.mean, sink.step, sink.scale | f16 [S, columns], f32, u8 [columns] | first tokens of a context |
+| sink.mean, .step, .scale | f16 [S, columns], f32, u8 [columns] | first tokens of a context |
 | fix.step, fix.scale | f32, u8 [columns] | the last level: see codec.py |
 | importance | f32 [columns] | how much a token's errors matter: log of it, linear in its values |
-| g.weight, g.metric, g.gain | f32 [c], f16 [c, M], f32 [M] | error metric of group g: see transform.py |
-| g.basis, g.basis_scale | int8 [n, c], f32 [n] | orthonormal components in that metric |
+| g.weight, g.metric, g.gain | f32 [c], f16 [c, M], f32 [M] | error metric of group g |
+| g.fine | f16 [m, c] | orthonormal components in that metric: the m largest |
+| g.basis, g.basis_scale | int8 [n - m, c], f32 [n - m] | and the others, quantised |
 | g.scale | u8 [n] | scale class of each component |
 | level.freqs, level.g.thresholds, level.centroids | u16, i32, f32 | tables: see symbols.py |
 """
@@ -64,6 +65,7 @@ class Group:
     weight: npt.NDArray[np.float32]
     metric: npt.NDArray[np.float16]
     gain: npt.NDArray[np.float32]
+    fine: npt.NDArray[np.float16]
     basis: npt.NDArray[np.int8]
     basis_scale: npt.NDArray[np.float32]
     scale: npt.NDArray[np.uint8]
@@ -184,7 +186,7 @@ def to_bytes(meta: Mapping[str, Any], tensors: Tensors) -> bytes:
     return save_tensors(ordered, metadata={"kdn": text})
 
 
-_GROUP_TENSORS = ("weight", "metric", "gain", "basis", "basis_scale", "scale")
+_GROUP_TENSORS = ("weight", "metric", "gain", "fine", "basis", "basis_scale", "scale")
 
 
 def _check(profile: Profile) -> None:
@@ -202,9 +204,9 @@ def _check(profile: Profile) -> None:
                 raise FormatError(f"profile tensor {name}: expected finite numbers")
             if name.endswith("freqs"):
                 _check_freqs(name, tensor)
-            if name.endswith(".scale") and tensor.dtype == np.uint8:
-                if tensor.size and tensor.max() >= symbols.NUM_SCALES:
-                    raise FormatError(f"profile tensor {name}: scale class out of range")
+            is_class = name.endswith(".scale") and tensor.dtype == np.uint8
+            if is_class and (tensor >= symbols.NUM_SCALES).any():
+                raise FormatError(f"profile tensor {name}: scale class out of range")
             if name.endswith((".weight", ".step")) and not (tensor > 0).all():
                 raise FormatError(f"profile tensor {name}: expected positive numbers")
             if name.endswith(".gain") and not (tensor > -1).all():
@@ -266,13 +268,15 @@ def _layout(profile: Profile) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]
     }
     for index, (first, last) in enumerate(meta["groups"]):
         width, key = (last - first) * per_layer, f"g{index}."
-        count, rank = len(tensors[key + "basis"]), tensors[key + "metric"].shape[1]
+        fine, coarse = len(tensors[key + "fine"]), len(tensors[key + "basis"])
+        count, rank = fine + coarse, tensors[key + "metric"].shape[1]
         layout |= {
             key + "weight": ((width,), f32),
             key + "metric": ((width, rank), f16),
             key + "gain": ((rank,), f32),
-            key + "basis": ((count, width), i8),
-            key + "basis_scale": ((count,), f32),
+            key + "fine": ((fine, width), f16),
+            key + "basis": ((coarse, width), i8),
+            key + "basis_scale": ((coarse,), f32),
             key + "scale": ((count,), u8),
         }
         before = 0

@@ -1,9 +1,9 @@
-"""Quantised components as nested levels, and how their symbols are modelled: the readable reference.
+"""Quantised components as nested levels, and how they are modelled: the readable reference.
 
-**Nesting.** A component is rounded once, to the finest step. A coarser level is that integer divided
-by 3 and rounded to nearest; three uniform quantisers with a step ratio of 3 nest exactly, and every
-level is the plain uniform quantiser one would use if it were the only one. So level 0 codes a small
-signed integer, and each further level one ternary digit: -1, 0 or +1.
+**Nesting.** A component is rounded once, to the finest step. A coarser level is that integer
+divided by 3 and rounded to nearest: uniform quantisers with a step ratio of 3 nest exactly, and
+every level is the plain uniform quantiser one would use if it were the only one. So level 0 codes
+a small signed integer, and each further level one ternary digit: -1, 0 or +1.
 
 **Model.** Every table is static and chosen by integers both sides know:
 
@@ -215,6 +215,5 @@ def check_model(model: Model) -> None:
     blocks = -(-num_components // BLOCK)
     if model.thresholds.shape != (blocks, NUM_ACTIVITIES - 1):
         raise FormatError(
-            f"expected thresholds of {(blocks, NUM_ACTIVITIES - 1)}, "
-            f"found {model.thresholds.shape}"
+            f"expected thresholds of {(blocks, NUM_ACTIVITIES - 1)}, found {model.thresholds.shape}"
         )

@@ -7,6 +7,7 @@ parallel. A decoder never reads outside its buffer: it returns -1 where words ru
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
 from kdn.codec import rans
@@ -37,7 +38,7 @@ def encode(model: Model, values: Ints, coarse: Ints | None) -> bytes:
 
 def contexts(
     model: Model, values: Ints, coarse: Ints | None
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8]]:
     """Table and symbol of every value, [components, tokens]: for encoding and for statistics."""
     tables = np.empty(values.shape, dtype=np.uint16)
     symbols = np.empty(values.shape, dtype=np.uint8)
@@ -69,13 +70,21 @@ def decode(model: Model, data: Buffer, coarse: Ints | None) -> Ints:
     return values
 
 
-def _push_all(tables, symbols, values, cdf, num_lanes, has_escapes):  # type: ignore[no-untyped-def]
+def _push_all(
+    tables: npt.NDArray[np.uint16],
+    symbols: npt.NDArray[np.uint8],
+    values: Ints,
+    cdf: npt.NDArray[np.uint16],
+    num_lanes: int,
+    has_escapes: bool,
+) -> bytes:
     # At most one word per symbol and one per escape.
     escapes = int(np.count_nonzero(symbols == ESCAPE)) if has_escapes else 0
     words = np.empty(symbols.size + escapes, dtype=np.uint16)
     states = np.full(num_lanes, _LOW, dtype=np.uint32)
     first = _push(tables, symbols, values, cdf, states, words, has_escapes)
-    return states.astype("<u4").tobytes() + words[first:].astype("<u2").tobytes()
+    data: bytes = states.astype("<u4").tobytes() + words[first:].astype("<u2").tobytes()
+    return data
 
 
 @njit(nogil=True, cache=True)
@@ -220,14 +229,13 @@ def _decode_base(states_in, words, scales, shifts, thresholds, cdf, values):  # 
                     used += 1
                 states[lane] = x
                 size = (symbol + 1) >> 1
-                q = -size if symbol & 1 else size
+                values[c, t] = -size if symbol & 1 else size
                 if symbol == ESCAPE:
                     if used == num_words:
                         return -1
-                    q = np.int64(np.int16(words[used]))
-                    size = abs(q)
+                    values[c, t] = np.int16(words[used])
                     used += 1
-                values[c, t] = q
+                size = abs(values[c, t])
                 block[t] += min(size, 3)
             lane += 1
             if lane == num_lanes:

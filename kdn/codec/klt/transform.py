@@ -11,8 +11,8 @@ profile keeps, per group of layers, a weight per column and a few directions V t
 `W = (1 + V diag(gain) V') diag(weight)`, so that |W error|^2 is twice the divergence.
 
 **Components.** The principal components U of `W residual`: `y = U' W r`, and back
-`r = W^-1 U y`. Keys and values of a group's layers share one basis, since both are read off the same
-hidden state. As `|W error| = |error of y|`, one step size serves all components.
+`r = W^-1 U y`. Keys and values of a group's layers share one basis, since both are read off the
+same hidden state. As `|W error| = |error of y|`, one step size serves all components.
 """
 
 from __future__ import annotations
@@ -73,20 +73,23 @@ class GroupTransform:
     @cached_property
     def analysis(self) -> torch.Tensor:
         """[columns, components]: components of a residual row are `row @ analysis`."""
-        g = self.group
-        basis = torch.from_numpy(g.basis).float() * torch.from_numpy(g.basis_scale)[:, None]
-        # The stored basis is rounded to 8 bits: dividing by its Gram matrix makes analysis and
-        # synthesis exact inverses on its span.
-        gram = (basis @ basis.T).double()
-        exact = torch.linalg.solve(gram, basis.double()).float()
-        return (self._apply_metric(exact, inverse=False) * torch.from_numpy(g.weight)).T.contiguous()
+        # The stored basis is rounded: dividing by its Gram matrix makes analysis and synthesis
+        # exact inverses on its span.
+        gram = (self._basis @ self._basis.T).double()
+        exact = torch.linalg.solve(gram, self._basis.double()).float()
+        weighted = self._apply_metric(exact, inverse=False) * torch.from_numpy(self.group.weight)
+        return weighted.T.contiguous()
 
     @cached_property
     def synthesis(self) -> torch.Tensor:
         """[components, columns]: a residual row is `components @ synthesis`."""
+        return self._apply_metric(self._basis, inverse=True) / torch.from_numpy(self.group.weight)
+
+    @property
+    def _basis(self) -> torch.Tensor:
         g = self.group
-        basis = torch.from_numpy(g.basis).float() * torch.from_numpy(g.basis_scale)[:, None]
-        return self._apply_metric(basis, inverse=True) / torch.from_numpy(g.weight)
+        coarse = torch.from_numpy(g.basis).float() * torch.from_numpy(g.basis_scale)[:, None]
+        return torch.cat([torch.from_numpy(g.fine).float(), coarse])
 
     def _apply_metric(self, rows: torch.Tensor, *, inverse: bool) -> torch.Tensor:
         directions = torch.from_numpy(self.group.metric).float()

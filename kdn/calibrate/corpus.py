@@ -151,3 +151,23 @@ def _ngrams(tokens: TokenIds) -> npt.NDArray[np.uint64]:
     for i in range(NGRAM_TOKENS):
         hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + ids[i : i + count] + np.uint64(1)
     return np.unique(hashes)
+
+
+def windows_of(texts: Sequence[TokenIds], length: int, count: int, seed: int = 0) -> list[TokenIds]:
+    """Up to `count` windows of `length` tokens, in equal shares from all texts where they are long
+    enough, in a seeded order. Short texts are joined first."""
+    long = [ids for ids in texts if len(ids) >= length]
+    short = [ids for ids in texts if len(ids) < length]
+    if short:
+        long.append(np.concatenate(short))
+    rng = np.random.default_rng(seed)
+    queues = []
+    for ids in long:
+        parts = [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)]
+        queues.append([parts[i] for i in rng.permutation(len(parts))])
+    chosen: list[TokenIds] = []
+    while len(chosen) < count and any(queues):
+        for queue in queues:
+            if queue and len(chosen) < count:
+                chosen.append(queue.pop())
+    return [chosen[i] for i in rng.permutation(len(chosen))]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kdn.bench.texts import (
+from kdn.calibrate.corpus import (
     Sample,
     Text,
     default_calibration,

@@ -1,0 +1,97 @@
+"""`kdn bench layering`: what it costs to code klt's components in levels instead of at once.
+
+A level of klt quantises exactly as a stream of that level alone would: both decode to the same
+values, and only bytes differ. The single-level stream is coded by the same coder, with thresholds
+and tables counted for its integers on calibration text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kdn.cache.keys import Namespace, TokenIds, cut
+from kdn.calibrate import moments, tables
+from kdn.calibrate.corpus import Text, default_calibration, default_texts, load_text, windows_of
+from kdn.calibrate.tables import Quantised
+from kdn.codec.klt import KltCodec, Profile, symbols_numba
+from kdn.codec.profiles import find_profile
+from kdn.engines.models import load_model
+from kdn.engines.transformers import spec_of
+
+
+def run(
+    text: Annotated[list[Path] | None, typer.Option(help="Text to measure on.")] = None,
+    calibration: Annotated[list[Path] | None, typer.Option(help="Text to count tables on.")] = None,
+    context: Annotated[int, typer.Option(min=512, help="Tokens of each context.")] = 3072,
+    contexts: Annotated[int, typer.Option(min=1, help="Contexts measured.")] = 2,
+    counted: Annotated[int, typer.Option(min=1, help="Contexts counted.")] = 12,
+    profile: Annotated[Path | None, typer.Option(help="A klt profile to use instead.")] = None,
+    model: Annotated[str, typer.Option(help="smollm2, a folder, or a hub name.")] = "smollm2",
+) -> None:
+    """Bytes of klt's levels beside those of a single-level stream of the same values."""
+    loaded, tokenizer = load_model(model)
+    spec = spec_of(loaded)
+    codec = KltCodec(spec, Profile.load(profile or find_profile(spec)))
+
+    def samples(texts: Sequence[Text], count: int) -> list[Quantised]:
+        windows = windows_of([t.tokens(tokenizer) for t in texts], context, count)
+        return [sample for ids in windows for sample in _quantised(loaded, codec, ids)]
+
+    learnt = samples([load_text(p) for p in calibration or ()] or default_calibration(), counted)
+    tested = samples([load_text(p) for p in text or ()] or default_texts(), contexts)
+    shown = Table("level", "bytes in levels", "bytes at once", "cost of layering")
+    for level in range(codec.num_levels - 1):
+        layered = sum(layered_bytes(codec, sample, level) for sample in tested)
+        single = single_level_bytes(codec, learnt, tested, level)
+        shown.add_row(str(level), f"{layered:,}", f"{single:,}", f"{layered / single - 1:+.2%}")
+    Console().print(shown)
+
+
+def _quantised(model: Any, codec: KltCodec, ids: TokenIds) -> Iterator[Quantised]:
+    import torch
+
+    cache = moments.read(model, torch.as_tensor(ids.astype(np.int64)))
+    for chunk in cut(ids, Namespace(codec.spec.fingerprint, codec.profile_id)):
+        yield tables.quantise(codec, chunk, cache.slice(chunk.start, chunk.end))
+
+
+def layered_bytes(codec: KltCodec, sample: Quantised, last: int) -> int:
+    """Components of all groups in the levels up to `last`, with the profile's own tables."""
+    total = 0
+    for group, levels in enumerate(sample.levels):
+        for level in range(last + 1):
+            model = codec.level_model(level, group, sample.classes)
+            count = len(model.scales)
+            coarse = levels[level - 1][:count] if level else None
+            total += len(symbols_numba.encode(model, levels[level][:count], coarse))
+    return total
+
+
+def single_level_bytes(
+    codec: KltCodec, learnt: Sequence[Quantised], tested: Sequence[Quantised], level: int
+) -> int:
+    """The same integers coded at once, with tables counted on other text."""
+    total = 0
+    for group, count in enumerate(codec.profile.levels[level].num_components):
+        scales = codec.profile.groups[group].scale[:count]
+
+        def models(samples: Sequence[Quantised], **parts: Any) -> list[Any]:
+            base = [codec.level_model(0, group, s.classes) for s in samples]  # noqa: B023
+            return [replace(m, scales=scales, **parts) for m in base]  # noqa: B023
+
+        values = [s.levels[group][level][:count] for s in learnt]
+        cuts = tables.thresholds(values)
+        counts = tables.count_symbols(models(learnt, thresholds=cuts), values, None)
+        cdf = np.zeros((counts.shape[0], counts.shape[1] + 1), np.uint16)
+        np.cumsum(tables.frequencies(counts), axis=1, out=cdf[:, 1:])
+        for sample, model in zip(tested, models(tested, thresholds=cuts, cdf=cdf), strict=True):
+            total += len(symbols_numba.encode(model, sample.levels[group][level][:count], None))
+    return total

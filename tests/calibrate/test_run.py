@@ -1,0 +1,117 @@
+"""Calibration end to end on tiny models of many families, and the codec with what it made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kdn.cache.keys import Namespace, cut
+from kdn.calibrate.run import Options, calibrate
+from kdn.codec.format import Bitstream
+from kdn.codec.klt import KltCodec, Profile
+from kdn.engines.quality import QualityProbe
+from kdn.engines.transformers import spec_of
+from kdn.errors import UnsupportedError
+
+OPTIONS = Options(
+    context=384,
+    group_layers=3,
+    embedding_dims=24,
+    predictor_rank=8,
+    metric_rank=4,
+    components=64,
+    second_pass_windows=2,
+    table_windows=4,
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-mha": {"num_key_value_heads": 4},
+    "qwen3": {"head_dim": 24},
+    "phi": {"partial_rotary_factor": 0.5},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 1024, "layer_types": None},
+    "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 1024},
+}
+
+
+def make(tiny_model: Callable[..., Any], name: str) -> Any:
+    settings = {k: v for k, v in FAMILIES[name].items() if v is not None}
+    return tiny_model(name.removesuffix("-mha"), **settings)
+
+
+def windows(count: int, length: int = OPTIONS.window, seed: int = 0) -> list[np.ndarray]:
+    """Text-like: common tokens are common, and phrases come back."""
+    rng = np.random.default_rng(seed)
+    return [np.minimum(rng.geometric(0.05, length), 127) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_levels_approach_the_model(tiny_model: Callable[..., Any], name: str) -> None:
+    model = make(tiny_model, name)
+    profile = calibrate(model, windows(10), OPTIONS)
+    codec = KltCodec(spec_of(model), profile)
+    probe = QualityProbe(model, windows(1, seed=9)[0], OPTIONS.context)
+    chunks = cut(probe.tokens[: OPTIONS.context].numpy(), Namespace(codec.spec.fingerprint, b""))
+    streams = [Bitstream.parse(codec.encode(c, probe.cache.slice(c.start, c.end))) for c in chunks]
+    klds = []
+    for levels in range(1, codec.num_levels + 1):
+        parts = [codec.decode(s, c, levels=levels) for s, c in zip(streams, chunks, strict=True)]
+        keys = torch.cat([p.keys for p in parts], dim=1)
+        values = torch.cat([p.values for p in parts], dim=1)
+        klds.append(probe.measure(type(probe.cache)(keys, values)).kld)
+        simulated = codec.simulate(chunks[1], probe.cache.slice(256, 384), levels)
+        torch.testing.assert_close(simulated.keys, parts[1].keys, rtol=1e-4, atol=1e-4)
+    assert klds == sorted(klds, reverse=True)
+    assert klds[-1] < 0.002
+    assert klds[-1] < klds[0] / 3
+
+
+def test_is_deterministic_and_resumes(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    model, texts = make(tiny_model, "llama"), windows(10)
+    expected = calibrate(model, texts, OPTIONS)
+    path = tmp_path / "profile.partial"
+
+    class Interrupted(Exception):
+        pass
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == "reading" and done == 4:
+            raise Interrupted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kdn.calibrate.run.CHECKPOINT_S", 0.0)
+        with pytest.raises(Interrupted):
+            calibrate(model, texts, OPTIONS, checkpoint=path, progress=stop)
+    assert path.exists()
+    read: list[int] = []
+
+    def watch(stage: str, done: int, total: int) -> None:
+        if stage == "reading":
+            read.append(done)
+
+    resumed = calibrate(model, texts, OPTIONS, checkpoint=path, progress=watch)
+    assert read[0] == 4
+    assert not path.exists()
+    assert resumed.profile_id == expected.profile_id
+
+
+def test_too_little_text_is_refused(tiny_model: Callable[..., Any]) -> None:
+    with pytest.raises(UnsupportedError, match="windows"):
+        calibrate(make(tiny_model, "llama"), windows(5), OPTIONS)
+
+
+def test_a_window_shorter_than_the_context_is_refused(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("mistral", sliding_window=128)
+    with pytest.raises(UnsupportedError, match="sliding window"):
+        calibrate(model, windows(10), OPTIONS)
+
+
+def test_a_profile_is_for_one_model(tiny_model: Callable[..., Any]) -> None:
+    profile = calibrate(make(tiny_model, "llama"), windows(10), OPTIONS)
+    assert Profile.from_bytes(profile.to_bytes()).profile_id == profile.profile_id
+    with pytest.raises(Exception, match="another model"):
+        KltCodec(spec_of(make(tiny_model, "qwen3")), profile)
