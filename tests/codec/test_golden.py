@@ -111,8 +111,8 @@ def test_decodes_to_the_pinned_values(name: str, tiny: Any, golden_folder: Path)
 
 
 # klt transforms in floating point: its integers are pinned by their bytes, which a decoder must
-# read to the end of every lane, its values to within what a matrix product's order of sums changes.
-KLT_TOLERANCE = 1e-4
+# read to the end of every lane; its values to within a rounding that may fall the other way.
+KLT_TOLERANCE = 2e-3
 
 
 def _klt_case(tiny: Any, folder: Path, index: int) -> tuple[KltCodec, Chunk]:

@@ -154,7 +154,7 @@ class KltCodec(Codec):
         for index, (components, error) in enumerate(coded):
             transform = self._transforms[index]
             part = columns[:, transform.group.columns]
-            part.addmm_(components.T, transform.synthesis[: len(components)])
+            part += transform.synthesise(components)
             if error is not None:
                 part += error
             if sinks:
@@ -199,8 +199,7 @@ class KltCodec(Codec):
             components = self._dequantise(
                 finest[index], index, self.num_levels - 1, analysis.classes
             )
-            part = error[:, transform.group.columns]
-            part.addmm_(components.T, transform.synthesis[: len(components)], alpha=-1)
+            error[:, transform.group.columns] -= transform.synthesise(components)
         self._clear_uncoded(error, analysis.valid_from, chunk)
         error /= torch.from_numpy(self.profile.tensors["fix.step"])
         error /= torch.from_numpy(_step_sizes(analysis.classes, 1.0))[:, None]

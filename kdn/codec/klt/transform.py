@@ -80,10 +80,38 @@ class GroupTransform:
         weighted = self._apply_metric(exact, inverse=False) * torch.from_numpy(self.group.weight)
         return weighted.T.contiguous()
 
+    def synthesise(self, components: torch.Tensor) -> torch.Tensor:
+        """[tokens, columns] of components [components, tokens]; the last ones may be left out.
+
+        The few largest components are summed in float32. The others are stored with 8 bits, and
+        are small: each token's are rounded to 8 bits too, at a few percent of a step, and summed in
+        integers, which takes a quarter of the time.
+        """
+        g, precise = self.group, len(self.group.fine)
+        total = components[:precise].T @ self._fine[: len(components)]
+        rest = components[precise:]
+        if len(rest):
+            scaled = (rest * self._basis_scale[: len(rest), None]).T
+            unit = scaled.abs().amax(dim=1, keepdim=True).clamp_(min=1e-30) / 127
+            codes = (scaled / unit).round_().to(torch.int8)
+            total += int8_product(codes, torch.from_numpy(g.basis[: len(rest)])).float() * unit
+        return self._apply_metric(total, inverse=True).div_(self._weight)
+
     @cached_property
-    def synthesis(self) -> torch.Tensor:
-        """[components, columns]: a residual row is `components @ synthesis`."""
-        return self._apply_metric(self._basis, inverse=True) / torch.from_numpy(self.group.weight)
+    def _fine(self) -> torch.Tensor:
+        return torch.from_numpy(self.group.fine).float()
+
+    @cached_property
+    def _basis_scale(self) -> torch.Tensor:
+        return torch.from_numpy(self.group.basis_scale)
+
+    @cached_property
+    def _weight(self) -> torch.Tensor:
+        return torch.from_numpy(self.group.weight)
+
+    @cached_property
+    def _directions(self) -> torch.Tensor:
+        return torch.from_numpy(self.group.metric).float()
 
     @property
     def _basis(self) -> torch.Tensor:
@@ -92,11 +120,19 @@ class GroupTransform:
         return torch.cat([torch.from_numpy(g.fine).float(), coarse])
 
     def _apply_metric(self, rows: torch.Tensor, *, inverse: bool) -> torch.Tensor:
-        directions = torch.from_numpy(self.group.metric).float()
         gain = torch.from_numpy(self.group.gain)
         if inverse:
             gain = 1 / (1 + gain) - 1
-        return rows + ((rows @ directions) * gain) @ directions.T
+        return torch.addmm(rows, (rows @ self._directions) * gain, self._directions.T)
+
+
+def int8_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The exact int32 product of two int8 matrices, by VNNI or the like where torch offers it:
+    570 against 180 Gop/s of float32 on two cores of an Ice Lake server."""
+    if hasattr(torch, "_int_mm"):
+        product: torch.Tensor = torch._int_mm(left, right)
+        return product
+    return (left.float() @ right.float()).to(torch.int32)
 
 
 def to_columns(cache: KVCache, spec: ModelSpec, groups: tuple[Group, ...]) -> torch.Tensor:
