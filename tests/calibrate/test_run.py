@@ -24,7 +24,8 @@ OPTIONS = Options(
     embedding_dims=24,
     predictor_rank=8,
     metric_rank=4,
-    components=64,
+    components=400,
+    fine_components=16,
     second_pass_windows=2,
     table_windows=4,
 )

@@ -37,8 +37,6 @@ from kdn.codec.threads import parallel_map
 from kdn.errors import FormatError, UnsupportedError
 
 KIND_COMPONENTS, KIND_TOKENS, KIND_SINKS, KIND_CORRECTION = 0, 1, 2, 3
-MAX_FINEST = 1e5
-"""Components are limited to so many finest steps: no escape then overflows."""
 
 
 @dataclass(frozen=True)
@@ -206,10 +204,10 @@ class KltCodec(Codec):
         return error
 
     def _round(self, exact: Floats, index: int) -> Ints:
-        """To whole finest steps. A component that a coarse level does not code is limited to what
-        rounds to zero there; the correction sees to the rest."""
+        """To whole finest steps, as far as an escape reaches. A component that a coarse level does
+        not code is limited to what rounds to zero there. The correction sees to the rest."""
         last = self.num_levels - 2
-        finest = np.rint(np.clip(exact, -MAX_FINEST, MAX_FINEST)).astype(np.int32)
+        finest = np.rint(np.clip(exact, -symbols.MAX_BASE, symbols.MAX_BASE)).astype(np.int32)
         for level in range(last, -1, -1):
             largest = (3 ** (last - level) - 1) // 2
             tail = finest[self.profile.levels[level].num_components[index] :]
