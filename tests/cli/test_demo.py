@@ -54,7 +54,7 @@ def test_the_whole_demo(
     demo.run("tiny", text, CONTEXT)
     shown = capsys.readouterr().out
     assert f"KV cache of {CONTEXT} tokens of story" in shown
-    assert f"{2 * 2 * CONTEXT * 4 * 2 * 16:,}" in shown  # fp16 bytes
+    assert f"{2 * 2 * CONTEXT * 4 * 2 * 16 / 1e6:.2f}" in shown  # fp16 megabytes
     assert "100.0%" in shown
 
 
