@@ -174,7 +174,7 @@ class KltCodec(Codec):
     def analyse(self, chunk: Chunk, cache: KVCache) -> Analysis:
         """What is to be coded, before rounding."""
         check_input(self.spec, chunk, cache)
-        columns = to_columns(cache, self.spec, self.profile.groups)
+        columns = to_columns(cache, self.spec, self.profile.layer_ranges)
         if not bool(torch.isfinite(columns).all()):
             raise UnsupportedError(
                 "klt codes finite values only; found NaN or infinity in the cache"

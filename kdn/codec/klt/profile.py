@@ -138,6 +138,11 @@ class Profile:
             found.append(Group(first, last, slice(first * width, last * width), **part))
         return tuple(found)
 
+    @property
+    def layer_ranges(self) -> list[tuple[int, int]]:
+        """First and one past the last layer of each group."""
+        return [(first, last) for first, last in self.meta["groups"]]
+
     @cached_property
     def levels(self) -> tuple[Level, ...]:
         return tuple(self._level(index) for index in range(self.num_levels))

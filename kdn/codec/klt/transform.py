@@ -17,6 +17,7 @@ same hidden state. As `|W error| = |error of y|`, one step size serves all compo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -138,13 +139,12 @@ def int8_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (codes @ right.float()).mul_(unit)
 
 
-def to_columns(cache: KVCache, spec: ModelSpec, groups: tuple[Group, ...]) -> torch.Tensor:
-    """[tokens, columns] in float32, with RoPE undone."""
+def to_columns(cache: KVCache, spec: ModelSpec, groups: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """[tokens, columns] in float32, with RoPE undone; `groups` are ranges of layers."""
     keys = rope.undo(cache.keys, spec, cache.start)
     parts = []
-    for group in groups:
-        layers = slice(group.first_layer, group.last_layer)
-        for side in (keys[layers], cache.values[layers].float()):
+    for first, last in groups:
+        for side in (keys[first:last], cache.values[first:last].float()):
             parts.append(side.transpose(0, 1).reshape(cache.num_tokens, -1))
     return torch.cat(parts, dim=1)
 
