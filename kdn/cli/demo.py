@@ -120,7 +120,7 @@ def _table(rows: Sequence[Row], probe: QualityProbe, text_name: str) -> Table:
     table = Table(title=f"The KV cache of {probe.context} tokens of {text_name}")
     for heading in ("levels", "MB", "bits", "ratio", "KLD", "recall"):
         table.add_column(heading, justify="right")
-    for heading in ("same top", "decode", "speedup"):
+    for heading in ("top-1", "decode", "speedup"):
         table.add_column(heading, justify="right")
     table.add_row("fp16", f"{values * FP16_BYTES / 1e6:.2f}", "16.00", "1.0", "", "", "", "", "")
     for row in rows:
