@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from kdn.codec import rans
 from kdn.codec.format import Buffer
-from kdn.errors import FormatError, TruncatedError
+from kdn.errors import TruncatedError
 
 BLOCK = 8
 NUM_ACTIVITIES = 8
@@ -117,10 +117,6 @@ class Activity:
     def add(self, token: int, q: int) -> None:
         self._block[token] += min(abs(q), 3)
 
-    @property
-    def sums(self) -> npt.NDArray[np.int64]:
-        return self._sum
-
 
 def scale_class(model: Model, component: int, token: int) -> int:
     return min(max(int(model.scales[component]) + int(model.shifts[token]), 0), NUM_SCALES - 1)
@@ -207,13 +203,3 @@ def decode(model: Model, data: Buffer, coarse: Ints | None) -> Ints:
         activity.add(t, int(values[c, t]))
     rans.check_end(used, len(words), np.array(states, dtype=np.uint32))
     return values
-
-
-def check_model(model: Model) -> None:
-    """That a model from outside can be used without looking at its bounds again."""
-    num_components, _ = model.shape
-    blocks = -(-num_components // BLOCK)
-    if model.thresholds.shape != (blocks, NUM_ACTIVITIES - 1):
-        raise FormatError(
-            f"expected thresholds of {(blocks, NUM_ACTIVITIES - 1)}, found {model.thresholds.shape}"
-        )
