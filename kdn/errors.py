@@ -35,3 +35,11 @@ class UnsupportedError(KdnError):
 
 class ModelUnavailableError(KdnError):
     """A model could not be found, fetched or verified."""
+
+
+class StoreError(KdnError):
+    """A store cannot do what was asked: it is broken, full or gone. Nothing acknowledged is lost."""
+
+
+class NoSpaceError(StoreError):
+    """An object is larger than what the store may hold or the disk has left."""

@@ -1,0 +1,110 @@
+"""What every store does. A store sees keys and bytes only: no torch, no codec.
+
+An object never changes under its key: the first writer wins, and every later put of that key is
+answered with what is there. Its `etag` (of a chunk: the stream id) tells two writers' bytes apart,
+so a reader that reads one object in several ranges names the etag it began with and never joins
+bytes of two objects.
+
+A miss is None. A wrong byte is never returned: what fails its checksum is a miss, counted, and set
+aside. Errors are for what the caller must know: no space, no permission, a store that is gone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+MAX_KEY_BYTES = 64
+MAX_ETAG_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What a writer knows and eviction wants: nothing depends on it but what is kept longest.
+
+    An object is worthless without its parent (a chunk is read only after the chunks before it).
+    """
+
+    parent: bytes | None = None
+    saved_s: float = 0.0
+    """Seconds of prefill that reading this object saves."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a store knows of one object. `head` holds its first bytes, as many as a lookup asked
+    for (fewer if the object is shorter)."""
+
+    key: bytes
+    etag: bytes
+    size_bytes: int
+    hints: Hints = Hints()
+    head: bytes = b""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes [start, start + len(data)) of one object."""
+
+    entry: Entry
+    start: int
+    data: bytes | memoryview
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters since the store was opened; `objects` and `size_bytes` are what it holds now."""
+
+    objects: int = 0
+    size_bytes: int = 0
+    capacity_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    puts: int = 0
+    evictions: int = 0
+    corruptions: int = 0
+    """Objects found damaged, each counted once: never served, set aside."""
+
+
+class Store(ABC):
+    """Every method may be called from many tasks of one event loop at once."""
+
+    @abstractmethod
+    async def put(
+        self, key: bytes, data: bytes, *, etag: bytes, checksum: int, hints: Hints | None = None
+    ) -> Entry:
+        """Store `data` unless `key` is taken; the entry that is now there, whoever wrote it.
+
+        `checksum` is the xxh3-64 of `data`, computed where the bytes came from: ChecksumError if
+        it does not fit. When this returns, the object survives whatever this store promises to
+        survive (a disk store: power loss). NoSpaceError if it cannot be kept.
+        """
+
+    @abstractmethod
+    async def get(
+        self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None
+    ) -> Span | None:
+        """Bytes [start, end) of an object, clipped to its end; None if it is not here, or is not
+        the one that `etag` names."""
+
+    @abstractmethod
+    async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
+        """One answer per key, in order, None for those that are not here."""
+
+    @abstractmethod
+    async def delete(self, key: bytes) -> bool:
+        """True if it was here. When this returns, the bytes are gone."""
+
+    @abstractmethod
+    def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+        """All objects whose key begins so, in key order. What comes and goes meanwhile may or may
+        not be among them."""
+
+    @abstractmethod
+    async def stats(self) -> Stats:
+        """Counters of this store."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Finish what was promised, then release everything. Nothing may be called afterwards."""
