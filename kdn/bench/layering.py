@@ -22,6 +22,7 @@ from kdn.calibrate import moments, tables
 from kdn.calibrate.corpus import Text, default_calibration, default_texts, load_text, windows_of
 from kdn.calibrate.tables import Quantised
 from kdn.codec.klt import KltCodec, Profile, symbols_numba
+from kdn.codec.klt.codec import KIND_ENTERING
 from kdn.codec.profiles import find_profile
 from kdn.engines.models import load_model
 from kdn.engines.transformers import spec_of
@@ -66,12 +67,11 @@ def _quantised(model: Any, codec: KltCodec, ids: TokenIds) -> Iterator[Quantised
 def layered_bytes(codec: KltCodec, sample: Quantised, last: int) -> int:
     """Components of all groups in the levels up to `last`, with the profile's own tables."""
     total = 0
-    for group, levels in enumerate(sample.levels):
-        for level in range(last + 1):
-            model = codec.level_model(level, group, sample.classes)
-            count = len(model.scales)
-            coarse = levels[level - 1][:count] if level else None
-            total += len(symbols_numba.encode(model, levels[level][:count], coarse))
+    for group, values in enumerate(sample.levels):
+        for level, kind, _ in codec.parts(group):
+            if level <= last:
+                section = codec.encode_part(level, kind, group, values, sample.classes)
+                total += len(section.data)
     return total
 
 
@@ -81,17 +81,17 @@ def single_level_bytes(
     """The same integers coded at once, with tables counted on other text."""
     total = 0
     for group, count in enumerate(codec.profile.levels[level].num_components):
-        scales = codec.profile.groups[group].scale[:count]
+        rows = slice(0, count)
 
         def models(samples: Sequence[Quantised], **parts: Any) -> list[Any]:
-            base = [codec.level_model(0, group, s.classes) for s in samples]  # noqa: B023
-            return [replace(m, scales=scales, **parts) for m in base]  # noqa: B023
+            base = [codec.table_model(KIND_ENTERING, group, rows, s.classes) for s in samples]  # noqa: B023
+            return [replace(m, **parts) for m in base]
 
-        values = [s.levels[group][level][:count] for s in learnt]
+        values = [s.levels[group][level][rows] for s in learnt]
         cuts = tables.thresholds(values)
         counts = tables.count_symbols(models(learnt, thresholds=cuts), values, None)
         cdf = np.zeros((counts.shape[0], counts.shape[1] + 1), np.uint16)
         np.cumsum(tables.frequencies(counts), axis=1, out=cdf[:, 1:])
         for sample, model in zip(tested, models(tested, thresholds=cuts, cdf=cdf), strict=True):
-            total += len(symbols_numba.encode(model, sample.levels[group][level][:count], None))
+            total += len(symbols_numba.encode(model, sample.levels[group][level][rows], None))
     return total

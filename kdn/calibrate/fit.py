@@ -31,15 +31,16 @@ class Metric:
         scaled = rows * self.weight
         return scaled + ((scaled @ self.directions) * self.gain) @ self.directions.T
 
-    def unapply(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows W^-1'"""
+    def unapply_gain(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows (1 + V diag(gain) V')^-1"""
         gain = 1 / (1 + self.gain) - 1
-        return (rows + ((rows @ self.directions) * gain) @ self.directions.T) / self.weight
+        return rows + ((rows @ self.directions) * gain) @ self.directions.T
 
 
 @dataclass(frozen=True)
 class Basis:
-    """Orthonormal components [n, columns] in a metric, and their standard deviations."""
+    """What components [n, columns] add to the weighted values, and their standard deviations. They
+    are orthonormal in the metric."""
 
     rows: torch.Tensor
     deviation: torch.Tensor
@@ -119,7 +120,7 @@ def fit_basis(covariance: torch.Tensor, metric: Metric, count: int) -> Basis:
     values, vectors = eigh((seen + seen.T) / 2)
     count = min(count, len(values))
     return Basis(
-        vectors[:, -count:].flip(1).T.contiguous(),
+        metric.unapply_gain(vectors[:, -count:].flip(1).T),
         values[-count:].flip(0).clamp(min=0).sqrt(),
     )
 

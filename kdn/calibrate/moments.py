@@ -21,8 +21,8 @@ import torch
 
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
+from kdn.codec import rope
 from kdn.codec.klt.profile import CONTEXT_TOKENS
-from kdn.codec.klt.transform import to_columns
 from kdn.engines.transformers import from_dynamic_cache, to_dynamic_cache
 from kdn.errors import UnsupportedError
 
@@ -47,7 +47,12 @@ class Columns:
 
     def of(self, cache: KVCache) -> torch.Tensor:
         """[tokens, columns] in float32 with RoPE undone, on the cache's device."""
-        return to_columns(cache, self.spec, self.groups)
+        keys = rope.undo(cache.keys, self.spec, cache.start)
+        parts = []
+        for first, last in self.groups:
+            for side in (keys[first:last], cache.values[first:last].float()):
+                parts.append(side.transpose(0, 1).reshape(cache.num_tokens, -1))
+        return torch.cat(parts, dim=1)
 
     def of_gradient(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Gradients by the cache's values as gradients by the columns: a rotation's transpose is

@@ -49,12 +49,12 @@ class Options:
     context: int = 3072
     group_layers: int = 15
     levels: int = 4
-    embedding_dims: int = 384
+    embedding_dims: int = 448
     predictor_rank: int = 256
-    metric_rank: int = 128
+    metric_rank: int = 384
     components: int = 2200
-    fine_components: int = 256
-    fine_kld: float = 0.0015
+    fine_components: int = 64
+    fine_kld: float = 0.003
     finest_kld: float = 0.0002
     sink_fineness: float = 1.0
     second_pass_windows: int = 160
@@ -213,7 +213,7 @@ class _Calibration:
             fine = torch.from_numpy(tensors[f"g{index}.fine"]).to(device).double()
             basis = torch.cat([fine, coarse])
             # Only components coarse enough to be coded take part.
-            synthesis.append(metric.unapply(basis[: len(basis) // 2]).float())
+            synthesis.append((basis[: len(basis) // 2] / metric.weight).float())
         chosen = self.windows[: self.options.second_pass_windows]
         for index, window in enumerate(chosen):
             self.progress("weighing", index, len(chosen))

@@ -18,14 +18,15 @@ import torch
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.codec.klt import symbols, symbols_numba
-from kdn.codec.klt.codec import Analysis, KltCodec
+from kdn.codec.klt.codec import KIND_CORRECTION, KIND_ENTERING, Analysis, KltCodec
 from kdn.codec.klt.profile import NUM_CLASSES, Profile
 from kdn.codec.klt.symbols import Ints, Model
 from kdn.codec.rans import normalise
 from kdn.codec.threads import parallel_map
 
-RARE = 1e-2
-"""A level leaves out the last components if they are non-zero less often than this."""
+RARE = 8e-2
+"""A level leaves out the last components if they are non-zero less often than this: so small,
+they cost as much as they are worth, and time besides."""
 PRIOR = 8.0
 """Symbols that count as seen in every table before the first was, spread as in tables nearby."""
 
@@ -47,31 +48,34 @@ class Quantised:
 
 def quantise(codec: KltCodec, chunk: Chunk, cache: KVCache) -> Quantised:
     analysis = codec.analyse(chunk, cache)
-    rounded = [np.rint(part).astype(np.int32) for part in analysis.exact]
+    rounded = [codec.round(part.exact) for part in analysis.groups]
     levels = [symbols.split_levels(part, codec.num_levels - 1) for part in rounded]
     return Quantised(chunk, analysis, levels)
 
 
 def with_correction(codec: KltCodec, sample: Quantised) -> Quantised:
     """The same chunk with its last level, which needs the counted centroids of the others."""
-    finest = [levels[-1] for levels in sample.levels]
-    error = codec.correction(sample.chunk, sample.analysis, finest).round().to(torch.int32)
     levels = [
-        [*levels, error[:, group.columns].T.contiguous().numpy()]
-        for levels, group in zip(sample.levels, codec.profile.groups, strict=True)
+        [*levels, codec.correction(index, group, levels[-1], sample.classes)]
+        for index, (levels, group) in enumerate(
+            zip(sample.levels, sample.analysis.groups, strict=True)
+        )
     ]
     return replace(sample, levels=levels)
 
 
 def components_per_level(samples: Sequence[Quantised]) -> list[list[int]]:
-    """How many of each group's components a level codes: up to the last that is not rare."""
+    """How many of each group's components a level codes: whole blocks, up to the last that is not
+    rare."""
     counted, num_levels = [], len(samples[0].levels[0])
     for level in range(num_levels):
         row = []
         for group in range(len(samples[0].levels)):
             used = np.mean([(s.levels[group][level] != 0).mean(axis=1) for s in samples], axis=0)
-            last = int(np.flatnonzero(used > RARE).max(initial=-1)) + 1
-            row.append(min(-(-last // symbols.BLOCK) * symbols.BLOCK, len(used)))
+            starts = np.arange(0, len(used), symbols.BLOCK)
+            often = np.add.reduceat(used, starts) / np.diff(starts, append=len(used))
+            last = int(np.flatnonzero(often > RARE).max(initial=-1)) + 1
+            row.append(min(last * symbols.BLOCK, len(used)))
         counted.append(row)
     return [[max(row[g] for row in counted[: k + 1]) for g in range(len(counted[0]))]
             for k in range(num_levels)]  # fmt: skip
@@ -82,21 +86,38 @@ def count_tables(
 ) -> dict[str, npt.NDArray[Any]]:
     """The `level*` and `token` tensors of a profile, for the levels the samples have."""
     tensors: dict[str, npt.NDArray[Any]] = {"token.freqs": _token_freqs(samples)}
+    num_levels = codec.num_levels
     for level in range(len(samples[0].levels[0])):
-        is_digit = 0 < level < codec.num_levels - 1
-        counts = np.zeros(_table_shape(level, codec.num_levels))
-        for group, count in enumerate(num_components[level]):
-            values = [s.levels[group][level][:count] for s in samples]
-            coarse = [s.levels[group][level - 1][:count] for s in samples] if is_digit else None
-            cuts = thresholds(values)
-            tensors[f"level{level}.g{group}.thresholds"] = cuts
-            models = [codec.level_model(level, group, s.classes) for s in samples]
-            models = [replace(m, scales=m.scales[:count], thresholds=cuts) for m in models]
-            counts += count_symbols(models, values, coarse)
-        tensors[f"level{level}.freqs"] = frequencies(counts)
-        if level < codec.num_levels - 1:
+        before = (
+            num_components[level - 1]
+            if 0 < level < num_levels - 1
+            else [0] * len(num_components[0])
+        )
+        tensors |= _count_part(codec, samples, level, before, num_components[level], digits=False)
+        if 0 < level < num_levels - 1:
+            nothing = [0] * len(before)
+            tensors |= _count_part(codec, samples, level, nothing, before, digits=True)
+        if level < num_levels - 1:
             tensors[f"level{level}.centroids"] = _centroids(codec, samples, level, num_components)
     return tensors
+
+
+def _count_part(
+    codec: KltCodec, samples: Sequence[Quantised], level: int, first: list[int], last: list[int],
+    *, digits: bool,
+) -> dict[str, npt.NDArray[Any]]:  # fmt: skip
+    """Tables of one kind of section: components [first, last) of each group at a level."""
+    key, tensors = f"level{level}.digits" if digits else f"level{level}", {}
+    counts = np.zeros(_table_shape(digits))
+    kind = KIND_CORRECTION if level == codec.num_levels - 1 else KIND_ENTERING
+    for group, rows in enumerate(map(slice, first, last)):
+        values = [s.levels[group][level][rows] for s in samples]
+        coarse = [s.levels[group][level - 1][rows] for s in samples] if digits else None
+        cuts = thresholds(values)
+        tensors[f"{key}.g{group}.thresholds"] = cuts
+        models = [codec.table_model(kind, group, rows, s.classes) for s in samples]
+        counts += count_symbols([replace(m, thresholds=cuts) for m in models], values, coarse)
+    return tensors | {f"{key}.freqs": frequencies(counts)}
 
 
 def _token_freqs(samples: Sequence[Quantised]) -> npt.NDArray[np.uint16]:
@@ -130,8 +151,8 @@ def count_symbols(
     return total.reshape(num_tables, alphabet)
 
 
-def _table_shape(level: int, num_levels: int) -> tuple[int, int]:
-    if 0 < level < num_levels - 1:
+def _table_shape(digits: bool) -> tuple[int, int]:
+    if digits:
         return symbols.DIGIT_TABLES, symbols.DIGIT_ALPHABET
     return symbols.BASE_TABLES, symbols.BASE_ALPHABET
 
@@ -184,7 +205,7 @@ def _centroids(
             size = np.abs(q[c, t])
             cell = np.clip(classes[c] + shift[t], 0, symbols.NUM_SCALES - 1) * 3
             cell += np.minimum(size, 3) - 1
-            miss = np.sign(q[c, t]) * sample.analysis.exact[group][c, t] / scale - size
+            miss = np.sign(q[c, t]) * sample.analysis.groups[group].exact[c, t] / scale - size
             total += np.bincount(cell, weights=miss, minlength=len(total))
             count += np.bincount(cell, minlength=len(count))
     # A few hundred sightings count as much as no shift at all.
@@ -198,12 +219,16 @@ def flat_tables(num_levels: int, num_components: list[list[int]]) -> dict[str, n
         "token.freqs": normalise(np.ones((1, NUM_CLASSES), int))
     }
     for level in range(num_levels):
-        tensors[f"level{level}.freqs"] = normalise(np.ones(_table_shape(level, num_levels), int))
         tensors[f"level{level}.centroids"] = np.zeros((symbols.NUM_SCALES, 3), np.float32)
-        for group, count in enumerate(num_components[level]):
-            blocks = -(-count // symbols.BLOCK)
-            empty = np.ones((blocks, symbols.NUM_ACTIVITIES - 1), np.int32)
-            tensors[f"level{level}.g{group}.thresholds"] = empty
+        is_refined = 0 < level < num_levels - 1
+        parts = {f"level{level}": False} | ({f"level{level}.digits": True} if is_refined else {})
+        for key, digits in parts.items():
+            tensors[f"{key}.freqs"] = normalise(np.ones(_table_shape(digits), int))
+            for group, coded in enumerate(num_components[level]):
+                before = num_components[level - 1][group] if is_refined else 0
+                blocks = -(-(before if digits else coded - before) // symbols.BLOCK)
+                empty = np.ones((blocks, symbols.NUM_ACTIVITIES - 1), np.int32)
+                tensors[f"{key}.g{group}.thresholds"] = empty
     return tensors
 
 

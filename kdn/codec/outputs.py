@@ -33,7 +33,13 @@ def output_cache(info: StreamInfo, out: KVCache | None, dtype: torch.dtype) -> K
                 f"found a cache of {tuple(out.keys.shape)} from {out.start}"
             )
         cache = KVCache(out.keys, out.values, info.start, info.valid_from)
-    for layer, absent in enumerate(info.absences):
-        cache.keys[layer, :absent] = 0
-        cache.values[layer, :absent] = 0
+    clear_absent(cache)
     return cache
+
+
+def clear_absent(cache: KVCache) -> None:
+    """Zero what layers do not hold."""
+    for layer, position in enumerate(cache.valid_from):
+        if position > cache.start:
+            cache.keys[layer, : position - cache.start] = 0
+            cache.values[layer, : position - cache.start] = 0

@@ -72,15 +72,15 @@ def _turn(
     if out is None:
         out = torch.empty_like(keys, dtype=torch.float32)
     ropes = spec.ropes[first_layer : first_layer + keys.shape[0]]
-    tables: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
+    found: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
     for rope, lo, hi in _blocks(ropes, max(1, keys[0].numel()) if len(ropes) else 1):
         if rope is None:
             if out is not keys:
                 out[lo:hi].copy_(keys[lo:hi])
             continue
-        if rope not in tables:
-            tables[rope] = _tables(rope, start, keys.shape[1], keys.device, forward)
-        _turn_block(keys[lo:hi], out[lo:hi], rope, *tables[rope])
+        if rope not in found:
+            found[rope] = tables(rope, start, keys.shape[1], keys.device, forward=forward)
+        _turn_block(keys[lo:hi], out[lo:hi], rope, *found[rope])
     return out
 
 
@@ -97,8 +97,8 @@ def _blocks(
         lo = end
 
 
-def _tables(
-    rope: RopeSpec, start: int, num_tokens: int, device: torch.device, forward: bool
+def tables(
+    rope: RopeSpec, start: int, num_tokens: int, device: torch.device, *, forward: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine as [tokens, 1, pairs]; undoing turns the other way and divides by the
     amplitude."""

@@ -1,15 +1,16 @@
 """The flagship codec: predict from the token ids, transform, quantise in nested levels, code.
 
 Sections of a stream (`docs/format.md`): level 0 has one TOKENS section (the step class of every
-token), one SINKS section per group where the chunk begins a context, and every level but the last
-has one COMPONENTS section per group. The last level has one CORRECTION section per group: what the
-components left of the values themselves, so that it is near-lossless by construction, whatever the
-basis lacks. A prefix of levels decodes; groups decode independently.
+token) and one SINKS section per group where the chunk begins a context. Every level but the last
+has, per group, a DIGITS section that refines the components of the level before (level 0 has none)
+and an ENTERING section with those that are first coded here. The last level has one CORRECTION
+section per group: what the components left of the values themselves, so that it is near-lossless by
+construction, whatever the basis lacks. A prefix of levels decodes; groups decode independently.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,33 +23,43 @@ from kdn.codec import rans, rans_numba
 from kdn.codec.base import Codec
 from kdn.codec.format import Bitstream, CodecId, DType, Section, StreamInfo, write
 from kdn.codec.klt import symbols, symbols_numba
-from kdn.codec.klt.profile import NUM_CLASSES, Profile
-from kdn.codec.klt.symbols import Ints, Model
-from kdn.codec.klt.transform import (
+from kdn.codec.klt.columns import (
     Floats,
-    GroupTransform,
-    Predictor,
-    dequantise,
-    from_columns,
-    to_columns,
+    Ints,
+    Restored,
+    RopeTables,
+    read_columns,
+    slabs,
+    write_columns,
 )
-from kdn.codec.outputs import check_input, output_cache
+from kdn.codec.klt.profile import NUM_CLASSES, Group, Profile
+from kdn.codec.klt.symbols import Model
+from kdn.codec.klt.transform import GroupTransform, Packed, Predictor, leftover, pack
+from kdn.codec.outputs import check_input, clear_absent, output_cache
 from kdn.codec.threads import parallel_map
 from kdn.errors import FormatError, UnsupportedError
 
-KIND_COMPONENTS, KIND_TOKENS, KIND_SINKS, KIND_CORRECTION = 0, 1, 2, 3
+KIND_ENTERING, KIND_TOKENS, KIND_SINKS, KIND_CORRECTION, KIND_DIGITS = 0, 1, 2, 3, 4
+
+
+@dataclass(frozen=True)
+class GroupAnalysis:
+    """A group of a chunk before rounding: components in finest steps, the same in the basis' units,
+    and what the large ones leave of the residual [columns, tokens]."""
+
+    exact: Floats
+    components: torch.Tensor
+    rest: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """A chunk on its way to being coded: tokens' step classes, values and their prediction
-    [tokens, columns], and of each group the components in finest steps, [components, tokens]."""
+    """A chunk on its way to being coded: tokens' step classes; per group its sinks (none unless the
+    chunk begins a context) and the rest."""
 
     classes: npt.NDArray[np.uint8]
-    columns: torch.Tensor
-    residual: torch.Tensor
-    exact: list[Floats]
-    valid_from: tuple[int, ...]
+    sinks: list[Ints]
+    groups: list[GroupAnalysis]
 
 
 class KltCodec(Codec):
@@ -62,24 +73,21 @@ class KltCodec(Codec):
         self.profile = profile
         self.profile_id = profile.profile_id
         self.num_levels = profile.num_levels
+        self._token_tables = rans.Tables.from_freqs(profile.tensors["token.freqs"])
         self._predict = Predictor(profile)
-        self._transforms = [GroupTransform(group) for group in profile.groups]
+        self._transforms = [GroupTransform(group, profile) for group in profile.groups]
 
     def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
         analysis = self.analyse(chunk, cache)
         sections = [Section(0, KIND_TOKENS, 0, self._encode_classes(analysis.classes))]
-        if self._num_sinks(chunk):
-            sections += self._encode_sinks(analysis.columns, chunk)
-        coded = [self._round(exact, g) for g, exact in enumerate(analysis.exact)]
-        error = self.correction(chunk, analysis, coded)
-        levels = [
-            [*symbols.split_levels(values, self.num_levels - 1), _whole(error[:, group.columns])]
-            for values, group in zip(coded, self.profile.groups, strict=True)
-        ]
-        jobs = [(g, k) for g in range(len(levels)) for k in range(self.num_levels)]
-        sections += parallel_map(
-            lambda job: self._encode_level(*job, levels[job[0]], analysis.classes), jobs
-        )
+        sections += self._encode_sinks(analysis.sinks)
+        jobs = []
+        for index, group in enumerate(analysis.groups):
+            finest = self.round(group.exact)
+            error = self.correction(index, group, finest, analysis.classes)
+            values = [*symbols_numba.split_levels(finest, self.num_levels - 1), error]
+            jobs += [(*part, values) for part in self.parts(index)]
+        sections += parallel_map(lambda job: self.encode_part(*job, analysis.classes), jobs)
         info = StreamInfo.for_chunk(
             chunk,
             self.spec,
@@ -113,59 +121,67 @@ class KltCodec(Codec):
         sinks = []
         if self._num_sinks(chunk):
             sinks = [self._decode_sinks(stream.section(0, g, KIND_SINKS), g, chunk) for g in groups]
-        self._assemble(chunk, coded, sinks, cache)
+        self._assemble(chunk, coded, sinks, classes, cache)
         return cache
 
     def simulate(self, chunk: Chunk, cache: KVCache, levels: int) -> KVCache:
         """What the first `levels` levels of this cache's stream decode to, without coding it: for
         calibration, which has no tables yet."""
         analysis = self.analyse(chunk, cache)
-        finest = [self._round(exact, g) for g, exact in enumerate(analysis.exact)]
         component_levels = min(levels, self.num_levels - 1)
-        error = None
-        if levels == self.num_levels:
-            error = self.correction(chunk, analysis, finest).round_()
-            error *= torch.from_numpy(self.profile.tensors["fix.step"])
-            error *= torch.from_numpy(_step_sizes(analysis.classes, 1.0))[:, None]
-        coded: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        for index, group in enumerate(self.profile.groups):
-            values = symbols.split_levels(finest[index], self.num_levels - 1)[component_levels - 1]
-            part = self._dequantise(values, index, component_levels, analysis.classes)
-            coded.append((part, None if error is None else error[:, group.columns]))
-        sinks = [
-            self._restore_sinks(self._sink_values(analysis.columns, g, chunk), g)
-            for g in range(len(finest) if self._num_sinks(chunk) else 0)
-        ]
+        coded: list[tuple[Packed, Ints | None]] = []
+        for index, group in enumerate(analysis.groups):
+            finest = self.round(group.exact)
+            error = None
+            if levels == self.num_levels:
+                error = self.correction(index, group, finest, analysis.classes)
+            values = symbols.split_levels(finest, self.num_levels - 1)[component_levels - 1]
+            coded.append((self._pack(values, index, component_levels, analysis.classes), error))
+        sinks = [self._restore_sinks(values, g) for g, values in enumerate(analysis.sinks)]
         out = KVCache(torch.empty_like(cache.keys), torch.empty_like(cache.values), cache.start)
-        self._assemble(chunk, coded, sinks, out)
+        self._assemble(chunk, coded, sinks, analysis.classes, out)
         return out
 
     def _assemble(
         self,
         chunk: Chunk,
-        coded: list[tuple[torch.Tensor, torch.Tensor | None]],
+        coded: list[tuple[Packed, Ints | None]],
         sinks: list[torch.Tensor],
+        classes: npt.NDArray[np.uint8],
         cache: KVCache,
     ) -> None:
         """Puts prediction, components, correction and sinks of all groups into a cache."""
-        columns = self._predict(chunk)
-        for index, (components, error) in enumerate(coded):
+        latent = self._predict(chunk)
+        tables = RopeTables.of(self.spec, chunk.start, chunk.num_tokens, forward=True)
+        error_scale = _step_sizes(classes, 1.0)
+        error_scale[: self._num_sinks(chunk)] = 0
+        parts = []
+        for index, (packed, error) in enumerate(coded):
             transform = self._transforms[index]
-            part = columns[:, transform.group.columns]
-            part += transform.synthesise(components)
-            if error is not None:
-                part += error
-            if sinks:
-                part[: len(sinks[index])] = sinks[index]
-            from_columns(part, self.spec, transform.group, cache)
-        for layer, position in enumerate(cache.valid_from):
-            cache.keys[layer, : position - cache.start] = 0
-            cache.values[layer, : position - cache.start] = 0
+            weights = torch.cat([latent, torch.from_numpy(packed.large)])
+            packed.token_scale[: self._num_sinks(chunk)] = 0
+            fix_step = self.profile.tensors["fix.step"][transform.group.columns]
+            for slab in slabs(self.spec, transform.group.layers):
+                rows, bias = slab.rows, transform.bias[slab.rows]
+                base = transform.sum_large(weights, rows)
+                if sinks:
+                    first = sinks[index][rows] - torch.from_numpy(bias)[:, None]
+                    base[:, : first.shape[1]] = first
+                restored = Restored(
+                    base, bias, transform.sum_coarse(packed.codes, rows),
+                    transform.column_scale[rows], packed.token_scale,
+                    None if error is None else error[rows], fix_step[rows], error_scale,
+                )  # fmt: skip
+                parts.append((slab, restored))
+        write_columns(parts, tables, cache)
+        clear_absent(cache)
 
-    def _step_classes(self, columns: torch.Tensor) -> npt.NDArray[np.uint8]:
+    def _step_classes(self, columns: list[torch.Tensor]) -> npt.NDArray[np.uint8]:
         """How finely each token is quantised: by how much its errors are expected to matter."""
         weight = torch.from_numpy(self.profile.tensors["importance"])
-        log_importance = columns @ weight + float(self.profile.meta["importance_bias"])
+        log_importance = torch.full((columns[0].shape[1],), self.profile.meta["importance_bias"])
+        for group, part in zip(self.profile.groups, columns, strict=True):
+            log_importance += weight[group.columns] @ part
         middle = NUM_CLASSES // 2
         halvings = torch.round(log_importance / np.log(2.0)).clamp(-middle, middle)
         classes: npt.NDArray[np.uint8] = (halvings + middle).to(torch.uint8).numpy()
@@ -174,133 +190,155 @@ class KltCodec(Codec):
     def analyse(self, chunk: Chunk, cache: KVCache) -> Analysis:
         """What is to be coded, before rounding."""
         check_input(self.spec, chunk, cache)
-        columns = to_columns(cache, self.spec, self.profile.layer_ranges)
-        if not bool(torch.isfinite(columns).all()):
+        tables = RopeTables.of(self.spec, chunk.start, chunk.num_tokens, forward=False)
+        columns = [
+            read_columns(cache, self.spec, group.layers, tables) for group in self.profile.groups
+        ]
+        if not all(torch.isfinite(torch.stack(torch.aminmax(part))).all() for part in columns):
             raise UnsupportedError(
                 "klt codes finite values only; found NaN or infinity in the cache"
             )
         classes = self._step_classes(columns)
         steps = torch.from_numpy(_step_sizes(classes, self.profile.finest_step))
-        residual = columns - self._predict(chunk)
-        self._clear_uncoded(residual, cache.valid_from, chunk)
-        exact = []
-        for transform in self._transforms:
-            found = residual[:, transform.group.columns] @ transform.analysis
-            exact.append((found / steps[:, None]).T.contiguous().numpy())
-        return Analysis(classes, columns, residual, exact, cache.valid_from)
+        latent, groups = self._predict(chunk), []
+        for transform, part in zip(self._transforms, columns, strict=True):
+            residual = part - transform.predict(latent)
+            self._clear_uncoded(residual, cache.valid_from, chunk, transform.group)
+            components, rest = transform.analyse(residual)
+            groups.append(GroupAnalysis((components / steps).numpy(), components, rest))
+        sinks = [self._sink_values(part, g, chunk) for g, part in enumerate(columns)]
+        return Analysis(classes, sinks if self._num_sinks(chunk) else [], groups)
 
-    def correction(self, chunk: Chunk, analysis: Analysis, finest: list[Ints]) -> torch.Tensor:
-        """What all components together leave of the values, in the last level's steps,
-        [tokens, columns]."""
-        error = analysis.residual.clone()
-        for index, transform in enumerate(self._transforms):
-            components = self._dequantise(
-                finest[index], index, self.num_levels - 1, analysis.classes
-            )
-            error[:, transform.group.columns] -= transform.synthesise(components)
-        self._clear_uncoded(error, analysis.valid_from, chunk)
-        error /= torch.from_numpy(self.profile.tensors["fix.step"])
-        error /= torch.from_numpy(_step_sizes(analysis.classes, 1.0))[:, None]
+    def correction(
+        self, index: int, group: GroupAnalysis, finest: Ints, classes: npt.NDArray[np.uint8]
+    ) -> Ints:
+        """What all components together leave of a group's values, in whole steps of the last
+        level, [columns, tokens]."""
+        transform = self._transforms[index]
+        packed = self._pack(finest, index, self.num_levels - 1, classes)
+        missed = transform.sum_missed(
+            group.components[: len(packed.large)] - torch.from_numpy(packed.large)
+        )
+        error = np.empty(tuple(group.rest.shape), dtype=np.int32)
+        largest = leftover(
+            group.rest.numpy(), missed.numpy(), transform.sum_coarse(packed.codes).numpy(),
+            transform.column_scale, packed.token_scale,
+            self.profile.tensors["fix.step"][transform.group.columns], _step_sizes(classes, 1.0),
+            error,
+        )  # fmt: skip
+        if not largest <= symbols.MAX_BASE:
+            raise UnsupportedError("values too far from all that the profile was calibrated on")
         return error
 
-    def _round(self, exact: Floats, index: int) -> Ints:
-        """To whole finest steps, as far as an escape reaches. A component that a coarse level does
-        not code is limited to what rounds to zero there. The correction sees to the rest."""
-        last = self.num_levels - 2
-        finest = np.rint(np.clip(exact, -symbols.MAX_BASE, symbols.MAX_BASE)).astype(np.int32)
-        for level in range(last, -1, -1):
-            largest = (3 ** (last - level) - 1) // 2
-            tail = finest[self.profile.levels[level].num_components[index] :]
-            np.clip(tail, -largest, largest, out=tail)
-        return finest
+    def round(self, exact: Floats) -> Ints:
+        """To whole finest steps, as far as an escape reaches. The correction sees to the rest."""
+        limit = np.float32(symbols.MAX_BASE)
+        rounded: Ints = np.rint(np.clip(exact, -limit, limit)).astype(np.int32)
+        return rounded
 
-    def level_model(self, level: int, index: int, classes: npt.NDArray[np.uint8]) -> Model:
-        """What selects the tables of one level of one group."""
-        parts, group = self.profile.levels[level], self.profile.groups[index]
-        if level == self.num_levels - 1:
+    def parts(self, index: int) -> list[tuple[int, int, int]]:
+        """Level, kind and group of every section that holds a group's components or errors."""
+        parts = []
+        for level in range(self.num_levels - 1):
+            kept, coded = self._coded(level - 1, index), self._coded(level, index)
+            parts += [(level, KIND_DIGITS, index)] if kept else []
+            parts += [(level, KIND_ENTERING, index)] if coded > kept else []
+        return [*parts, (self.num_levels - 1, KIND_CORRECTION, index)]
+
+    def _coded(self, level: int, index: int) -> int:
+        """How many components a level codes; none before the first."""
+        return self.profile.levels[level].num_components[index] if level >= 0 else 0
+
+    def model(self, level: int, kind: int, index: int, classes: npt.NDArray[np.uint8]) -> Model:
+        """What selects the tables of one section."""
+        kept = self._coded(level - 1, index) if kind != KIND_CORRECTION else 0
+        rows = slice(0, kept) if kind == KIND_DIGITS else slice(kept, self._coded(level, index))
+        tables = self.profile.levels[level].tables(kind == KIND_DIGITS)
+        draft = self.table_model(kind, index, rows, classes)
+        return replace(draft, thresholds=tables.thresholds[index], cdf=tables.cdf)
+
+    def table_model(
+        self, kind: int, index: int, rows: slice, classes: npt.NDArray[np.uint8]
+    ) -> Model:
+        """The same for any components [rows], before tables are counted."""
+        group, empty = self.profile.groups[index], np.zeros((0, 0), np.int32)
+        if kind == KIND_CORRECTION:
             # Errors of a rounding are as large as its step, whatever the token's class.
             scales = self.profile.tensors["fix.scale"][group.columns]
-            return Model(
-                scales, np.zeros(len(classes), np.int8), parts.thresholds[index], parts.cdf
-            )
-        shifts = (2 * (classes.astype(np.int8) - NUM_CLASSES // 2)).astype(np.int8)
-        scales = group.scale[: parts.num_components[index]]
-        return Model(scales, shifts, parts.thresholds[index], parts.cdf)
+            return Model(scales, np.zeros(len(classes), np.int8), empty, empty.astype(np.uint16))
+        shifts = _scale_shifts(classes)
+        return Model(group.scale[rows], shifts, empty, empty.astype(np.uint16))
 
     def _num_sinks(self, chunk: Chunk) -> int:
         return min(self.profile.num_sinks, chunk.num_tokens) if chunk.start == 0 else 0
 
     def _clear_uncoded(
-        self, residual: torch.Tensor, valid_from: tuple[int, ...], chunk: Chunk
+        self, residual: torch.Tensor, valid_from: tuple[int, ...], chunk: Chunk, group: Group
     ) -> None:
         """Sinks are coded apart; what a layer lacks is coded as if it were as predicted."""
-        residual[: self._num_sinks(chunk)] = 0
-        for group in self.profile.groups:
-            width = group.last_layer - group.first_layer
-            view = residual[:, group.columns].view(chunk.num_tokens, 2, width, -1)
-            for layer in range(group.first_layer, group.last_layer):
-                view[: valid_from[layer] - chunk.start, :, layer - group.first_layer] = 0
+        residual[:, : self._num_sinks(chunk)] = 0
+        first, last = group.layers
+        view = residual.view(2, last - first, -1, chunk.num_tokens)
+        for layer in range(first, last):
+            view[:, layer - first, :, : valid_from[layer] - chunk.start] = 0
 
-    def _encode_level(
-        self, index: int, level: int, levels: list[Ints], classes: npt.NDArray[np.uint8]
-    ) -> Section:
-        model = self.level_model(level, index, classes)
-        count = model.shape[0]
-        refines = 0 < level < self.num_levels - 1
-        coarse = levels[level - 1][:count] if refines else None
-        data = symbols_numba.encode(model, levels[level][:count], coarse)
-        return Section(level, self._kind(level), index, data)
-
-    def _kind(self, level: int) -> int:
-        return KIND_CORRECTION if level == self.num_levels - 1 else KIND_COMPONENTS
+    def encode_part(
+        self, level: int, kind: int, index: int, values: list[Ints],
+        classes: npt.NDArray[np.uint8],
+    ) -> Section:  # fmt: skip
+        """One section, given the group's integers at every level."""
+        model = self.model(level, kind, index, classes)
+        first = self._coded(level - 1, index) if kind == KIND_ENTERING else 0
+        own = values[level][first : first + len(model.scales)]
+        coarse = values[level - 1][: len(own)] if kind == KIND_DIGITS else None
+        data = symbols_numba.encode(model, own, coarse)
+        return Section(level, kind, index, data)
 
     def _decode_levels(
         self, stream: Bitstream, index: int, levels: int, classes: npt.NDArray[np.uint8]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the first levels say of a group: its components [components, tokens], and the
-        correction [tokens, columns] if the last level is among them."""
-        values: Ints | None = None
-        component_levels = min(levels, self.num_levels - 1)
-        for level in range(component_levels):
-            model = self.level_model(level, index, classes)
-            if values is not None and len(values) < model.shape[0]:
-                grown = np.zeros(model.shape, dtype=np.int32)
-                grown[: len(values)] = values
-                values = grown
-            data = stream.section(level, index, KIND_COMPONENTS)
-            values = symbols_numba.decode(model, data, values)
-        assert values is not None
-        components = self._dequantise(values, index, component_levels, classes)
-        if levels < self.num_levels:
-            return components, None
-        model = self.level_model(levels - 1, index, classes)
-        data = stream.section(levels - 1, index, KIND_CORRECTION)
-        error = torch.from_numpy(symbols_numba.decode(model, data, None)).T
-        step = torch.from_numpy(
-            self.profile.tensors["fix.step"][self.profile.groups[index].columns]
-        )
-        return components, error * step * torch.from_numpy(_step_sizes(classes, 1.0))[:, None]
+    ) -> tuple[Packed, Ints | None]:
+        """What the first levels say of a group: its components, and the correction
+        [columns, tokens] if the last level is among them."""
+        values, error = np.zeros((0, len(classes)), dtype=np.int32), None
+        for level, kind, _ in self.parts(index):
+            if level >= levels:
+                break
+            model, data = (
+                self.model(level, kind, index, classes),
+                stream.section(level, index, kind),
+            )
+            if kind == KIND_DIGITS:
+                values = symbols_numba.decode(model, data, values)
+            elif kind == KIND_ENTERING:
+                values = np.concatenate([values, symbols_numba.decode(model, data, None)])
+            else:
+                error = symbols_numba.decode(model, data, None)
+        return self._pack(values, index, min(levels, self.num_levels - 1), classes), error
 
-    def _dequantise(
+    def _pack(
         self, values: Ints, index: int, levels: int, classes: npt.NDArray[np.uint8]
-    ) -> torch.Tensor:
+    ) -> Packed:
         """The components that integers of the first `levels` levels stand for."""
-        model = self.level_model(levels - 1, index, classes)
+        group, count = self.profile.groups[index], self._coded(levels - 1, index)
         step = self.profile.finest_step * 3 ** (self.num_levels - 1 - levels)
-        out = np.empty(model.shape, dtype=np.float32)
-        dequantise(
-            values[: len(out)], model.scales, model.shifts,
-            self.profile.levels[levels - 1].centroids, _step_sizes(classes, step), out,
+        num_large, num_tokens = min(len(group.fine), count), len(classes)
+        packed = Packed(
+            np.empty((num_large, num_tokens), np.float32),
+            np.empty((count - num_large, num_tokens), np.int8),
+            np.empty(num_tokens, np.float32),
+        )
+        pack(
+            values[:count], group.scale, _scale_shifts(classes),
+            self.profile.levels[levels - 1].centroids, _step_sizes(classes, step),
+            group.basis_scale, packed.large, packed.codes, packed.token_scale,
         )  # fmt: skip
-        return torch.from_numpy(out)
+        return packed
 
     def _encode_classes(self, classes: npt.NDArray[np.uint8]) -> bytes:
-        tables = rans.Tables.from_freqs(self.profile.tensors["token.freqs"])
-        return rans_numba.encode(classes, tables, *_token_steps(len(classes)))
+        return rans_numba.encode(classes, self._token_tables, *_token_steps(len(classes)))
 
     def _decode_classes(self, data: memoryview, num_tokens: int) -> npt.NDArray[np.uint8]:
-        tables = rans.Tables.from_freqs(self.profile.tensors["token.freqs"])
-        return rans_numba.decode(data, tables, *_token_steps(num_tokens))
+        return rans_numba.decode(data, self._token_tables, *_token_steps(num_tokens))
 
     def _sink_model(self, index: int, num_sinks: int) -> Model:
         scales = self.profile.tensors["sink.scale"][self.profile.groups[index].columns]
@@ -313,21 +351,22 @@ class KltCodec(Codec):
     def _sink_values(self, columns: torch.Tensor, index: int, chunk: Chunk) -> Ints:
         t, part = self.profile.tensors, self.profile.groups[index].columns
         count = self._num_sinks(chunk)
-        mean = torch.from_numpy(t["sink.mean"][:count, part]).float()
-        return _whole((columns[:count, part] - mean) / torch.from_numpy(t["sink.step"][part]))
+        mean = torch.from_numpy(t["sink.mean"][:count, part]).float().T
+        return _whole((columns[:, :count] - mean) / torch.from_numpy(t["sink.step"][part])[:, None])
 
     def _restore_sinks(self, values: Ints, index: int) -> torch.Tensor:
         t, part = self.profile.tensors, self.profile.groups[index].columns
-        mean = torch.from_numpy(t["sink.mean"][: values.shape[1], part]).float()
-        return mean + torch.from_numpy(values).T * torch.from_numpy(t["sink.step"][part])
+        mean = torch.from_numpy(t["sink.mean"][: values.shape[1], part]).float().T
+        return mean + torch.from_numpy(values) * torch.from_numpy(t["sink.step"][part])[:, None]
 
-    def _encode_sinks(self, columns: torch.Tensor, chunk: Chunk) -> list[Section]:
-        sections = []
-        for index in range(len(self._transforms)):
-            values = self._sink_values(columns, index, chunk)
-            data = symbols_numba.encode(self._sink_model(index, values.shape[1]), values, None)
-            sections.append(Section(0, KIND_SINKS, index, data))
-        return sections
+    def _encode_sinks(self, sinks: list[Ints]) -> list[Section]:
+        return [
+            Section(
+                0, KIND_SINKS, index,
+                symbols_numba.encode(self._sink_model(index, values.shape[1]), values, None),
+            )
+            for index, values in enumerate(sinks)
+        ]  # fmt: skip
 
     def _decode_sinks(self, data: memoryview, index: int, chunk: Chunk) -> torch.Tensor:
         model = self._sink_model(index, self._num_sinks(chunk))
@@ -335,10 +374,9 @@ class KltCodec(Codec):
 
 
 def _whole(steps: torch.Tensor) -> Ints:
-    """[columns, tokens] in whole steps."""
-    if float(steps.abs().max()) > symbols.MAX_BASE:
+    if steps.numel() and not float(steps.abs().max()) <= symbols.MAX_BASE:
         raise UnsupportedError("values too far from all that the profile was calibrated on")
-    return steps.round().T.to(torch.int32).contiguous().numpy()
+    return steps.round().to(torch.int32).numpy()
 
 
 def _step_sizes(classes: npt.NDArray[np.uint8], step: float) -> Floats:
@@ -346,6 +384,11 @@ def _step_sizes(classes: npt.NDArray[np.uint8], step: float) -> Floats:
     halvings = classes.astype(np.float32) - NUM_CLASSES // 2
     sizes: Floats = (step * np.exp2(-halvings / 2)).astype(np.float32)
     return sizes
+
+
+def _scale_shifts(classes: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
+    """By how many scale classes a token's components are larger in its own steps."""
+    return (2 * (classes.astype(np.int8) - NUM_CLASSES // 2)).astype(np.int8)
 
 
 def _token_steps(num_tokens: int) -> tuple[Ints, Ints]:

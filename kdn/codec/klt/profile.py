@@ -15,10 +15,12 @@ its layers, each `[layer, head, channel]`. That flat order is called `columns` b
 | fix.step, fix.scale | f32, u8 [columns] | the last level: see codec.py |
 | importance | f32 [columns] | how much a token's errors matter: log of it, linear in its values |
 | g.weight, g.metric, g.gain | f32 [c], f16 [c, M], f32 [M] | error metric of group g |
-| g.fine | f16 [m, c] | orthonormal components in that metric: the m largest |
-| g.basis, g.basis_scale | int8 [n - m, c], f32 [n - m] | and the others, quantised |
+| g.fine | f16 [m, c] | basis of the weighted values: rows of the m largest components |
+| g.basis, g.basis_scale | int8 [n - m, c], f32 [n - m] | and those of the others, quantised |
 | g.scale | u8 [n] | scale class of each component |
-| level.freqs, level.g.thresholds, level.centroids | u16, i32, f32 | tables: see symbols.py |
+| level.freqs, level.g.thresholds | u16, i32 | tables of entering components (symbols.py) |
+| level.digits.freqs, level.digits.g.thresholds | u16, i32 | and of refined ones |
+| level.centroids | f32 [scale classes, 3] | what to add to a size of 1, 2, or more, in steps |
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from kdn.codec.rans import PROB_TOTAL
 from kdn.errors import FormatError, MismatchError
 
 FORMAT = "kdn klt profile"
-VERSION = 1
+VERSION = 2
 PROFILE_ID_BYTES = 16
 CONTEXT_TOKENS = 3
 """The predictor sees a token and the two before it."""
@@ -59,8 +61,7 @@ Tensors = Mapping[str, npt.NDArray[Any]]
 class Group:
     """Layers that are transformed together, and how."""
 
-    first_layer: int
-    last_layer: int
+    layers: tuple[int, int]
     columns: slice
     weight: npt.NDArray[np.float32]
     metric: npt.NDArray[np.float16]
@@ -72,15 +73,29 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Level:
-    """How one level is coded. `num_components[g]` of group g are coded (at the last level: all its
-    columns); `centroids` [scale class, size 1 / 2 / more] is what to add to a size, in steps."""
+class Tables:
+    """Activity thresholds of each group, and cumulative frequencies (see symbols.py)."""
 
-    num_components: tuple[int, ...]
     thresholds: tuple[npt.NDArray[np.int32], ...]
     cdf: npt.NDArray[np.uint16]
+
+
+@dataclass(frozen=True)
+class Level:
+    """How one level is coded. `num_components[g]` of group g are coded (at the last level: all its
+    columns): those of the level before as digits, the others as they enter. `centroids`
+    [scale class, size 1 / 2 / more] is what to add to a size, in steps."""
+
+    num_components: tuple[int, ...]
+    entering: Tables
+    digits: Tables | None
     centroids: npt.NDArray[np.float32]
     expected: Mapping[str, float]
+
+    def tables(self, are_digits: bool) -> Tables:
+        found = self.digits if are_digits else self.entering
+        assert found is not None
+        return found
 
 
 @dataclass(frozen=True)
@@ -135,39 +150,31 @@ class Profile:
         found = []
         for index, (first, last) in enumerate(self.meta["groups"]):
             part = {k: self.tensors[f"g{index}.{k}"] for k in _GROUP_TENSORS}
-            found.append(Group(first, last, slice(first * width, last * width), **part))
+            found.append(Group((first, last), slice(first * width, last * width), **part))
         return tuple(found)
-
-    @property
-    def layer_ranges(self) -> list[tuple[int, int]]:
-        """First and one past the last layer of each group."""
-        return [(first, last) for first, last in self.meta["groups"]]
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
         return tuple(self._level(index) for index in range(self.num_levels))
 
     def _level(self, index: int) -> Level:
-        freqs = self.tensors[f"level{index}.freqs"]
-        cdf = np.zeros((freqs.shape[0], freqs.shape[1] + 1), dtype=np.uint16)
-        np.cumsum(freqs, axis=1, out=cdf[:, 1:])
-        thresholds = tuple(
-            self.tensors[f"level{index}.g{g}.thresholds"] for g in range(len(self.meta["groups"]))
-        )
+        has_digits = 0 < index < self.num_levels - 1
         return Level(
             tuple(self.meta["num_components"][index]),
-            thresholds,
-            cdf,
+            self._tables(f"level{index}"),
+            self._tables(f"level{index}.digits") if has_digits else None,
             self.tensors[f"level{index}.centroids"],
             self.meta["expected"][index],
         )
 
+    def _tables(self, key: str) -> Tables:
+        groups = range(len(self.meta["groups"]))
+        thresholds = tuple(self.tensors[f"{key}.g{g}.thresholds"] for g in groups)
+        return Tables(thresholds, _cumulative(self.tensors[f"{key}.freqs"]))
+
     @cached_property
     def sink_cdf(self) -> npt.NDArray[np.uint16]:
-        freqs = self.tensors["sink.freqs"]
-        cdf = np.zeros((freqs.shape[0], freqs.shape[1] + 1), dtype=np.uint16)
-        np.cumsum(freqs, axis=1, out=cdf[:, 1:])
-        return cdf
+        return _cumulative(self.tensors["sink.freqs"])
 
     def check_for(self, spec: ModelSpec) -> None:
         """That this profile was made for this model."""
@@ -182,6 +189,12 @@ class Profile:
                 f"the profile is for another model: fingerprint expected "
                 f"{spec.fingerprint.hex()}, found {self.meta['model']}"
             )
+
+
+def _cumulative(freqs: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
+    cdf = np.zeros((freqs.shape[0], freqs.shape[1] + 1), dtype=np.uint16)
+    np.cumsum(freqs, axis=1, out=cdf[:, 1:])
+    return cdf
 
 
 def to_bytes(meta: Mapping[str, Any], tensors: Tensors) -> bytes:
@@ -255,7 +268,7 @@ def _layout(profile: Profile) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]
     embed, rank = tensors["embed.codes"].shape[1], tensors["predict.mix"].shape[1]
     sinks = len(tensors["sink.mean"])
     f16, f32, u8 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.uint8)
-    i8, u16, i32 = np.dtype(np.int8), np.dtype(np.uint16), np.dtype(np.int32)
+    i8, u16 = np.dtype(np.int8), np.dtype(np.uint16)
     layout: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
         "embed.codes": ((meta["vocab_size"], embed), i8),
         "embed.scale": ((embed,), f32),
@@ -284,21 +297,34 @@ def _layout(profile: Profile) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]
             key + "basis_scale": ((coarse,), f32),
             key + "scale": ((count,), u8),
         }
-        before = 0
-        for level in range(meta["levels"]):
-            coded = meta["num_components"][level][index]
-            if level == meta["levels"] - 1:
-                count, before = width, width
-            if not before <= coded <= count:
-                raise FormatError(f"level {level}: expected {before} to {count} components")
-            before = coded
-            blocks = -(-coded // symbols.BLOCK)
-            name = f"level{level}.g{index}.thresholds"
-            layout[name] = ((blocks, symbols.NUM_ACTIVITIES - 1), i32)
+        layout |= _threshold_layout(meta, index, count, width)
     for level in range(meta["levels"]):
-        base = (symbols.BASE_TABLES, symbols.BASE_ALPHABET)
-        digits = (symbols.DIGIT_TABLES, symbols.DIGIT_ALPHABET)
-        is_digit = 0 < level < meta["levels"] - 1
-        layout[f"level{level}.freqs"] = (digits if is_digit else base, u16)
+        layout[f"level{level}.freqs"] = ((symbols.BASE_TABLES, symbols.BASE_ALPHABET), u16)
+        if 0 < level < meta["levels"] - 1:
+            shape = (symbols.DIGIT_TABLES, symbols.DIGIT_ALPHABET)
+            layout[f"level{level}.digits.freqs"] = (shape, u16)
         layout[f"level{level}.centroids"] = ((symbols.NUM_SCALES, 3), f32)
+    return layout
+
+
+def _threshold_layout(
+    meta: Mapping[str, Any], group: int, count: int, width: int
+) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Of a group with `count` components and `width` columns. Each level codes at least what the
+    level before does."""
+    layout: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+    before, last = 0, meta["levels"] - 1
+    for level in range(meta["levels"]):
+        coded = meta["num_components"][level][group]
+        if level == last:
+            before, count = 0, width
+        if not before <= coded <= count or (level == last and coded != width):
+            raise FormatError(f"level {level}: expected {before} to {count} components")
+        parts = {f"level{level}": coded - before}
+        if 0 < level < last:
+            parts[f"level{level}.digits"] = before
+        for name, size in parts.items():
+            shape = (-(-size // symbols.BLOCK), symbols.NUM_ACTIVITIES - 1)
+            layout[f"{name}.g{group}.thresholds"] = (shape, np.dtype(np.int32))
+        before = coded
     return layout
