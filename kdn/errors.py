@@ -38,7 +38,7 @@ class ModelUnavailableError(KdnError):
 
 
 class StoreError(KdnError):
-    """A store cannot do what was asked: it is broken, full or gone. Nothing acknowledged is lost."""
+    """A store cannot do what was asked: broken, full or gone. Nothing acknowledged is lost."""
 
 
 class NoSpaceError(StoreError):

@@ -141,7 +141,7 @@ def test_spoilt_profiles_are_refused(tiny: Any, spoil: dict[str, float]) -> None
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 2},
+        {"version": 1},
         {"levels": 1},
         {"levels": "4"},
         {"groups": [[0, 1], [2, 4]]},
