@@ -26,11 +26,13 @@ bench = lazy_group(
     {
         "codec": ("kdn.bench.codec:run", "Rate, quality and speed of every codec on a real model."),
         "layering": ("kdn.bench.layering:run", "What levels cost klt against coding at once."),
+        "cache": ("kdn.bench.cache:run", "Hit ratio of eviction policies on recorded requests."),
+        "node": ("kdn.bench.node:run", "A node beside nginx and Redis, and how fairly it sends."),
     }
 )
 app.add_typer(bench, name="bench", help="Measure on real data, with tables, JSON and plots.")
 
-FILE_OPTIONS = ("--text", "--calibration")
+FILE_OPTIONS = ("--text", "--calibration", "--requests")
 """Options that take one or more files; so a command's own arguments come before them."""
 
 ModelOption = Annotated[str, typer.Option(help="smollm2, a local folder, or a name on the hub.")]
@@ -62,6 +64,85 @@ def calibrate(
     from kdn.calibrate import run
 
     run(model, text=text, out=out)
+
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="A TOML file; by default kdn.toml if there is one.")
+]
+UrlOption = Annotated[str | None, typer.Option(help="The node to ask.")]
+
+
+@app.command()
+def node(
+    config: ConfigOption = None,
+    data: Annotated[Path | None, typer.Option(help="Folder for everything it keeps.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for any.")] = None,
+    insecure: Annotated[
+        bool | None, typer.Option("--insecure", help="Listen beyond loopback without tokens.")
+    ] = None,
+) -> None:
+    """Serve stores over HTTP. Works without any configuration, on loopback."""
+    from kdn.cli.node import run
+
+    flags = {"data": data, "host": host, "port": port, "insecure": insecure}
+    run(config, {f"node.{name}": value for name, value in flags.items()})
+
+
+@app.command(name="ls")
+def list_command(
+    prefix: Annotated[str, typer.Argument(help="Only what begins so.")] = "",
+    chunks: Annotated[bool, typer.Option("--chunks", help="Chunks instead of names.")] = False,
+    config: ConfigOption = None,
+    url: UrlOption = None,
+) -> None:
+    """List the names at a node, or its chunks."""
+    from kdn.cli.remote import list_all
+
+    list_all(config, url, prefix, chunks)
+
+
+@app.command()
+def show(
+    what: Annotated[str, typer.Argument(help="A name, or the key of a chunk.")],
+    config: ConfigOption = None,
+    url: UrlOption = None,
+) -> None:
+    """Show a name's versions and chunks, or a chunk's levels."""
+    from kdn.cli.remote import show_one
+
+    show_one(config, url, what)
+
+
+@app.command()
+def rm(
+    what: Annotated[str, typer.Argument(help="A name, or the key of a chunk.")],
+    chunks: Annotated[
+        bool, typer.Option("--chunks", help="Also delete the chunks that only this name uses.")
+    ] = False,
+    config: ConfigOption = None,
+    url: UrlOption = None,
+) -> None:
+    """Delete a name or a chunk at a node."""
+    from kdn.cli.remote import remove
+
+    remove(config, url, what, chunks)
+
+
+@app.command(name="config")
+def config_command(
+    config: ConfigOption = None,
+    new_token: Annotated[
+        str | None, typer.Option(metavar="TENANT", help="Make a token for a tenant.")
+    ] = None,
+) -> None:
+    """Show the effective settings and where each came from."""
+    from kdn.cli.config import print_new_token, show_config
+
+    if new_token is not None:
+        print_new_token(new_token)
+    else:
+        show_config(config)
 
 
 def spread(arguments: list[str]) -> list[str]:

@@ -11,9 +11,14 @@ aside. Errors are for what the caller must know: no space, no permission, a stor
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from kdn.errors import ChecksumError, LimitError
 
 MAX_KEY_BYTES = 64
 MAX_ETAG_BYTES = 32
@@ -108,3 +113,29 @@ class Store(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Finish what was promised, then release everything. Nothing may be called afterwards."""
+
+
+def check_put(entry: Entry, data: bytes, checksum: int) -> None:
+    """What every store refuses before it touches anything."""
+    hints = entry.hints
+    for what, value, limit in (
+        ("key", entry.key, MAX_KEY_BYTES),
+        ("etag", entry.etag, MAX_ETAG_BYTES),
+    ):
+        if not 1 <= len(value) <= limit:
+            raise LimitError(f"expected a {what} of 1 to {limit} bytes, found {len(value)}")
+    if hints.parent is not None and len(hints.parent) > MAX_KEY_BYTES:
+        raise LimitError(f"expected a parent of {MAX_KEY_BYTES} bytes, found {len(hints.parent)}")
+    if not 0 <= hints.saved_s < math.inf:
+        raise LimitError(f"expected a number of seconds saved, found {hints.saved_s}")
+    found = xxh3_64_intdigest(data)
+    if found != checksum:
+        raise ChecksumError(f"expected bytes with xxh3-64 {checksum:016x}, found {found:016x}")
+
+
+def clip(start: int, end: int | None, size_bytes: int) -> tuple[int, int]:
+    """The part of [start, end) that an object of `size_bytes` has."""
+    assert start >= 0, f"ranges count from the beginning, found {start}"
+    stop = size_bytes if end is None else min(end, size_bytes)
+    begin = min(start, size_bytes)
+    return begin, max(begin, stop)

@@ -1,0 +1,102 @@
+"""`kdn bench cache`: what eviction policies make of recorded requests, beside the best there is.
+
+Each trace is replayed (`cache_replay`) at a few capacities, given as parts of its footprint: all
+distinct blocks of the trace. The token hit ratio is the part of all prompt tokens that need no
+prefill; the seconds saved weigh them by a model's prefill time, which grows with position.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
+
+from kdn.bench.cache_replay import Replay
+from kdn.bench.cache_report import OPTIMUM, Row, plot, print_report, write_json
+from kdn.bench.cache_traces import load_trace
+from kdn.bench.report import report_console
+from kdn.errors import UnsupportedError
+from kdn.store.evict import POLICIES
+
+SHARES = (0.01, 0.05, 0.2)
+
+Job = tuple[Path, int, str, float]
+
+
+def run(
+    requests: Annotated[
+        list[Path], typer.Option(help="Request traces (.jsonl, .jsonl.gz); repeatable.")
+    ],
+    policies: Annotated[str, typer.Option(help="Comma-separated names.")] = ",".join(POLICIES),
+    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all as JSON.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw it as PNG.")] = None,
+    seed: Annotated[int, typer.Option(help="Chooses when recorded sessions begin.")] = 0,
+) -> None:
+    """Token hit ratio of each eviction policy on recorded requests, beside the optimum."""
+    names = [name.strip() for name in policies.split(",")]
+    for name in names:
+        if name not in POLICIES:
+            raise UnsupportedError(f"expected policies of {', '.join(POLICIES)}, found {name!r}")
+    todo = [
+        (path, seed, name, share)
+        for path in dict.fromkeys(requests)
+        for share in SHARES
+        for name in (*names, OPTIMUM)
+    ]
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        rows = list(progress.track(_replay_all(todo, jobs), len(todo), description="replaying"))
+    if json_file:
+        write_json(json_file, rows, {"policies": names, "seed": seed})
+    if plot_file:
+        plot(plot_file, rows)
+    print_report(report_console(), rows)
+
+
+def _replay_all(todo: Sequence[Job], jobs: int) -> Iterator[Row]:
+    """Rows in the order of `todo`."""
+    workers = min(jobs or os.cpu_count() or 1, len(todo))
+    for path in {job[0] for job in todo}:
+        load_trace(path)  # a file that is no trace is told at once
+    if workers == 1:
+        yield from map(replay, todo)
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(replay, todo)
+
+
+def replay(job: Job) -> Row:
+    """One policy at one capacity."""
+    path, seed, name, share = job
+    prepared = _prepared(path, seed)
+    capacity_blocks = max(1, round(share * prepared.trace.footprint_blocks))
+    started_s = time.perf_counter()
+    if name == OPTIMUM:
+        outcome = prepared.optimum(capacity_blocks)
+    else:
+        outcome = prepared.run(POLICIES[name](), capacity_blocks)
+    return Row(
+        trace=prepared.trace.name,
+        requests=len(prepared.trace.requests),
+        footprint_tokens=prepared.trace.footprint_blocks * prepared.trace.block_tokens,
+        share=share,
+        policy=name,
+        token_hit_ratio=outcome.token_hit_ratio,
+        saved_ratio=outcome.saved_ratio,
+        replay_s=time.perf_counter() - started_s,
+    )
+
+
+@lru_cache(maxsize=1)
+def _prepared(path: Path, seed: int) -> Replay:
+    return Replay(load_trace(path, seed))

@@ -1,0 +1,247 @@
+"""The servers that `kdn bench node` compares, each a process of its own on a port of loopback.
+
+All three serve from memory with one thread: the node from its RAM tier, Redis from its heap, nginx
+from the page cache. nginx and Redis are Debian's packages; one that is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+import kdn
+from kdn.bench.node_wire import (
+    Connection,
+    Dialect,
+    Kdn,
+    Nginx,
+    Objects,
+    Redis,
+    WireError,
+    call,
+    redis_command,
+)
+from kdn.codec import format as container
+from kdn.errors import KdnError
+
+START_S = 20.0
+STOP_S = 10.0
+PACKAGES = {"nginx": ("nginx", "nginx-light"), "redis": ("redis-server", "redis-server")}
+"""Server to (program, package)."""
+
+
+class ServerError(KdnError):
+    """A server of the benchmark did not start, or died."""
+
+
+@dataclass
+class Server:
+    """A process that answers at `address`."""
+
+    dialect: Dialect
+    address: tuple[str, int]
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def name(self) -> str:
+        return self.dialect.name
+
+    def cpu_s(self) -> float:
+        """Processor time so far, user and system."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def rss_bytes(self) -> int:
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def connect(self, objects: Objects, **options: Any) -> Connection:
+        """A client's connection; options as those of Connection."""
+        return Connection(self.address, self.dialect, objects, **options)
+
+    def put(self, objects: Objects) -> None:
+        """Store objects (nginx has them as files already)."""
+        if isinstance(self.dialect, Kdn):
+            _put_chunks(self.address, objects)
+        elif isinstance(self.dialect, Redis):
+            for key, data in objects.items():
+                _redis_set(self.address, key, data)
+
+
+def make_objects(size_bytes: int, number: int, seed: int) -> dict[str, bytes]:
+    """Valid chunks of exactly this size, of random bytes, by key."""
+    rng = np.random.default_rng([seed, size_bytes])
+    objects = {}
+    for _ in range(number):
+        key = rng.bytes(16)
+        info = container.StreamInfo(
+            codec=container.CodecId.EXACT, dtype=container.DType.FLOAT16, chunk_key=key,
+            model=bytes(16), profile=container.NO_PROFILE, start=0, num_tokens=256, num_layers=1,
+            num_kv_heads=1, head_dim=1, num_levels=1, valid_from=(0,),
+        )  # fmt: skip
+        empty = container.write(info, [container.Section(0, container.KIND_KEYS, 0, b"")])
+        data = rng.bytes(size_bytes - len(empty))
+        section = container.Section(0, container.KIND_KEYS, 0, data)
+        objects[key.hex()] = container.write(info, [section])
+    return objects
+
+
+def absent() -> dict[str, str]:
+    """What is not installed, and what to do about it."""
+    return {
+        name: f"{name} is not installed and is left out; to compare: apt-get install {package}"
+        for name, (program, package) in PACKAGES.items()
+        if _program(program) is None
+    }
+
+
+@contextmanager
+def start_kdn(folder: Path, settings: Mapping[str, object] | None = None) -> Iterator[Server]:
+    """`kdn node` with nothing but these settings."""
+    port = _free_port()
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("KDN_")}
+    environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(kdn.__file__).parent.parent), *filter(None, [environ.get("PYTHONPATH")])]
+    )
+    environ |= {"KDN_NODE_PORT": str(port), "KDN_NODE_DATA": str(folder / "data")}
+    environ |= {f"KDN_NODE_{name.upper()}": str(value) for name, value in (settings or {}).items()}
+    command = [sys.executable, "-m", "kdn.cli.main", "node"]
+    health = b"GET /healthz HTTP/1.1\r\nHost: bench\r\n\r\n"
+    with _start(Kdn(), command, port, folder, health, environ) as server:
+        yield server
+
+
+@contextmanager
+def start_redis(folder: Path) -> Iterator[Server]:
+    port = _free_port()
+    command = [
+        _program("redis-server") or "redis-server", "--bind", "127.0.0.1", "--port", str(port),
+        "--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(folder),
+    ]  # fmt: skip
+    with _start(Redis(), command, port, folder, redis_command(b"ECHO", b"x")) as server:
+        yield server
+
+
+@contextmanager
+def start_nginx(folder: Path, objects: Objects) -> Iterator[Server]:
+    """Serves its files from the page cache: they have just been written."""
+    port = _free_port()
+    files = folder / "files"
+    files.mkdir(parents=True)
+    for key, data in {"ready": b"x", **objects}.items():
+        (files / key).write_bytes(data)
+    settings = folder / "nginx.conf"
+    settings.write_text(_nginx_settings(folder, files, port))
+    command = [_program("nginx") or "nginx", "-p", str(folder), "-c", str(settings)]
+    command += ["-e", str(folder / "error.log")]
+    ready, _ = Nginx().ask(["ready"], "")
+    with _start(Nginx(), command, port, folder, ready) as server:
+        yield server
+
+
+def _nginx_settings(folder: Path, files: Path, port: int) -> str:
+    temporary = "".join(
+        f"{kind}_temp_path {folder / kind}; "
+        for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    user = pwd.getpwuid(os.getuid()).pw_name
+    return f"""
+daemon off; master_process off; pid {folder / "nginx.pid"};
+{f"user {user};" if os.getuid() == 0 else ""}
+events {{ worker_connections 1024; }}
+http {{
+  access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000000;
+  open_file_cache max=10000; {temporary}
+  server {{ listen 127.0.0.1:{port}; root {files}; }}
+}}
+"""
+
+
+@contextmanager
+def _start(
+    dialect: Dialect,
+    command: Sequence[str],
+    port: int,
+    folder: Path,
+    probe: bytes,
+    environ: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"{dialect.name}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, cwd=folder, env=environ
+        )
+    server = Server(dialect, ("127.0.0.1", port), process, log)
+    try:
+        _wait_until_ready(server, probe)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_ready(server: Server, probe: bytes) -> None:
+    give_up_s = time.monotonic() + START_S
+    while time.monotonic() < give_up_s:
+        if server.process.poll() is not None:
+            break
+        with suppress(OSError, WireError):
+            call(server.address, probe, server.dialect)
+            return
+        time.sleep(0.05)
+    told = server.log.read_text(errors="replace")[-500:]
+    raise ServerError(f"{server.name} did not start within {START_S} s: {told}")
+
+
+def _program(name: str) -> str | None:
+    """Debian keeps servers where not every PATH looks."""
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _put_chunks(address: tuple[str, int], objects: Objects) -> None:
+    for key, data in objects.items():
+        head = (
+            f"PUT /v1/chunks/{key} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\n"
+            f"Kdn-Checksum: {xxhash.xxh3_64_hexdigest(data)}\r\nConnection: close\r\n\r\n"
+        )
+        _send_and_check(address, head.encode() + data, b"HTTP/1.1 201 ")
+
+
+def _redis_set(address: tuple[str, int], key: str, data: bytes) -> None:
+    _send_and_check(address, redis_command(b"SET", key.encode(), data), b"+OK\r\n")
+
+
+def _send_and_check(address: tuple[str, int], request: bytes, expected: bytes) -> None:
+    with socket.create_connection(address, timeout=START_S) as connection:
+        connection.sendall(request)
+        found = b""
+        while len(found) < len(expected) and (part := connection.recv(4096)):
+            found += part
+        if not found.startswith(expected):
+            raise WireError(f"expected {expected!r}, found {found[:200]!r}")

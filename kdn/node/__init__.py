@@ -1,0 +1,1 @@
+"""A node serves stores over HTTP: `docs/protocol.md` is the authority."""

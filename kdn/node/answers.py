@@ -1,0 +1,85 @@
+"""What goes wrong in a request, as a status, a stable code and a sentence (`docs/protocol.md`).
+
+Handlers raise `Refusal`; errors of stores and formats become one here; whatever else escapes is a
+fault of ours, logged, and answered without a word about it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from aiohttp import web
+
+from kdn.errors import (
+    ChecksumError,
+    FormatError,
+    KdnError,
+    MismatchError,
+    NoSpaceError,
+    StoreError,
+)
+
+RETRY_AFTER = {"Retry-After": "1"}
+
+_CODES = {
+    400: "bad_request",
+    401: "unauthorized",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "timeout",
+    411: "length_required",
+    413: "too_large",
+    417: "bad_request",
+}
+
+
+class Refusal(Exception):
+    """Ends a request with an error answer."""
+
+    def __init__(
+        self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None
+    ):
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.headers = dict(headers or {})
+
+
+def bad_request(message: str) -> Refusal:
+    return Refusal(400, "bad_request", message)
+
+
+def not_found() -> Refusal:
+    """The same words for what is not there and what is another's."""
+    return Refusal(404, "not_found", "there is no such thing here")
+
+
+def refusal_of(error: KdnError) -> Refusal:
+    """What an error of a store or a format means to the client."""
+    if isinstance(error, NoSpaceError):
+        return Refusal(507, "no_space", str(error))
+    if isinstance(error, StoreError):
+        return Refusal(503, "store_error", "the store failed; try again", RETRY_AFTER)
+    if isinstance(error, ChecksumError):
+        return Refusal(422, "checksum_mismatch", str(error))
+    if isinstance(error, MismatchError):
+        return Refusal(422, "mismatch", str(error))
+    if isinstance(error, FormatError):
+        return Refusal(422, "format_error", str(error))
+    return Refusal(503, "store_error", "the node cannot do this now", RETRY_AFTER)
+
+
+def refusal_of_http(error: web.HTTPException) -> Refusal:
+    """What the HTTP layer itself refuses: no route, wrong method, a strange expectation."""
+    kept = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
+    return Refusal(error.status, _CODES.get(error.status, "bad_request"), error.reason, kept)
+
+
+def answer(refusal: Refusal) -> web.Response:
+    body = {"code": refusal.code, "message": str(refusal)}
+    return web.json_response(body, status=refusal.status, headers=refusal.headers, dumps=dumps)
+
+
+def dumps(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,206 @@
+"""Handlers of `/v1/lookup` and `/v1/read`: many keys or spans, one streamed answer of frames.
+
+All sizes are looked up first, so the answer's length is known before its first byte; what vanishes
+afterwards is answered with frames of padding and its own status, and nothing else moves.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+from aiohttp import web
+from xxhash import xxh3_64_intdigest
+
+from kdn.codec.header import PROBE_BYTES, header_size
+from kdn.errors import FormatError, KdnError
+from kdn.node.answers import bad_request
+from kdn.node.objects import MAX_SAVED_S
+from kdn.node.sending import Data, Sender
+from kdn.node.state import CLIENT, NODE, TENANT, Node, parse_hex
+from kdn.node.tenants import COLLECTIONS, Tenant
+from kdn.protocol import frames
+from kdn.protocol.frames import FIXED_BYTES, MAX_DATA_BYTES, MAX_ETAG_BYTES, Frame
+from kdn.store.base import Entry
+
+log = logging.getLogger(__name__)
+
+MAX_SPANS = 4096
+MAX_HEAD_BYTES = 65536
+MAX_REQUEST_BYTES = 2 * 2**20
+MAX_OFFSET = 2**63
+SPAN_MEMBERS = frozenset({"key", "start", "end", "etag"})
+USUAL_HEADER_BYTES = 4096
+"""A lookup without `head_bytes` reads so much first, and more only for longer headers."""
+
+
+class Answer(NamedTuple):
+    """One key or span and what will be answered: [start, end) of `entry` if the status is 200."""
+
+    key: bytes
+    status: int
+    entry: Entry | None
+    parent: bytes = b""
+    start: int = 0
+    end: int = 0
+
+
+async def lookup(request: web.Request) -> web.StreamResponse:
+    node, tenant = request.app[NODE], request[TENANT]
+    body = await node.bodies.json_object(request, MAX_REQUEST_BYTES)
+    collection = _collection(body, {"collection", "keys", "head_bytes"})
+    keys = [parse_hex("a key", key) for key in _items(body, "keys")]
+    head_bytes = _number(body.get("head_bytes"), "head_bytes", MAX_HEAD_BYTES)
+    wanted = head_bytes
+    if wanted is None:
+        wanted = USUAL_HEADER_BYTES if collection == "chunks" else 0
+    store_keys = [tenant.store_key(collection, key) for key in keys]
+    entries = await node.wait(node.store.lookup(store_keys, head_bytes=wanted))
+    answers = []
+    for key, entry in zip(keys, entries, strict=True):
+        end = 0
+        if entry is not None:
+            end = len(entry.head)
+            if head_bytes is None and collection == "chunks":
+                end = _header_bytes(entry)
+        status = frames.MISS if entry is None else frames.OK
+        answers.append(Answer(key, status, entry, _parent(tenant, entry), 0, end))
+    return await _send(node, request, answers)
+
+
+async def read(request: web.Request) -> web.StreamResponse:
+    node, tenant = request.app[NODE], request[TENANT]
+    body = await node.bodies.json_object(request, MAX_REQUEST_BYTES)
+    collection = _collection(body, {"collection", "spans"})
+    spans = [_span(item) for item in _items(body, "spans")]
+    store_keys = list(dict.fromkeys(tenant.store_key(collection, span[0]) for span in spans))
+    entries = await node.wait(node.store.lookup(store_keys))
+    found = dict(zip(store_keys, entries, strict=True))
+    answers = []
+    for key, start, end, etag in spans:
+        entry = found[tenant.store_key(collection, key)]
+        if entry is None:
+            answers.append(Answer(key, frames.MISS, None))
+        elif etag not in (None, entry.etag):
+            answers.append(Answer(key, frames.OTHER_ETAG, entry, _parent(tenant, entry)))
+        else:
+            size = entry.size_bytes
+            stop = size if end is None else min(end, size)
+            begin = min(start, size)
+            parent = _parent(tenant, entry)
+            answers.append(Answer(key, frames.OK, entry, parent, begin, max(begin, stop)))
+    return await _send(node, request, answers)
+
+
+async def _send(node: Node, request: web.Request, answers: list[Answer]) -> web.StreamResponse:
+    tenant = request[TENANT]
+    hits = sum(answer.status == frames.OK for answer in answers)
+    node.stats.hits.inc(hits)
+    node.stats.misses.inc(len(answers) - hits)
+    response = web.StreamResponse(headers={"Content-Type": frames.CONTENT_TYPE})
+    response.content_length = sum(map(_answer_bytes, answers))
+    await response.prepare(request)
+    with Sender(node, request, (tenant.name, request[CLIENT])) as sender:
+        for index, answer in enumerate(answers):
+            await _send_answer(node, sender, index, answer)
+        await sender.flush()
+    return response
+
+
+async def _send_answer(node: Node, sender: Sender, index: int, answer: Answer) -> None:
+    """The frames of one answer. Their number and sizes are those of `_answer_bytes`."""
+    key, status, entry, parent, start, last = answer
+    etag, size_bytes, saved_s = b"", 0, 0.0
+    if entry is not None:
+        etag, size_bytes = entry.etag, entry.size_bytes
+        saved_s = min(entry.hints.saved_s, MAX_SAVED_S)
+    while True:
+        end = min(last, start + MAX_DATA_BYTES)
+        data: Data | None = None
+        if status == frames.OK and entry is not None and start < end:
+            status, data = await _read(sender, entry, start, end)
+        if data is None:
+            data = bytes(end - start)
+        if status == frames.OK and entry is not None:
+            checksum = node.checksums.of(entry.key, etag, start, data)
+        else:
+            checksum = xxh3_64_intdigest(data)
+        frame = Frame(
+            index, status, key, etag, parent, size_bytes, start, end - start, saved_s, checksum,
+            end == last,
+        )  # fmt: skip
+        await sender.add(frames.pack(frame), data)
+        start = end
+        if start >= last:
+            return
+
+
+async def _read(sender: Sender, entry: Entry, start: int, end: int) -> tuple[int, Data | None]:
+    if end <= len(entry.head):
+        return frames.OK, memoryview(entry.head)[start:end]
+    try:
+        data = await sender.read(entry, start, end)
+    except KdnError as error:
+        log.error("a span could not be read", extra={"error": str(error)})
+        return frames.FAILED, None
+    return (frames.GONE, None) if data is None else (frames.OK, data)
+
+
+def _answer_bytes(answer: Answer) -> int:
+    etag = b"" if answer.entry is None else answer.entry.etag
+    head_bytes = FIXED_BYTES + len(answer.key) + len(etag) + len(answer.parent)
+    num_bytes = answer.end - answer.start
+    return head_bytes * max(1, -(-num_bytes // MAX_DATA_BYTES)) + num_bytes
+
+
+def _parent(tenant: Tenant, entry: Entry | None) -> bytes:
+    if entry is None or entry.hints.parent is None:
+        return b""
+    return tenant.public_key(entry.hints.parent)
+
+
+def _header_bytes(entry: Entry) -> int:
+    """Size of a chunk's header: it was verified on the way in."""
+    try:
+        return header_size(entry.head) if len(entry.head) >= PROBE_BYTES else 0
+    except FormatError:
+        return 0
+
+
+def _collection(body: dict[str, Any], members: set[str]) -> str:
+    if not body.keys() <= members:
+        raise bad_request(f"expected no other members than {', '.join(sorted(members))}")
+    collection = body.get("collection", "chunks")
+    if not isinstance(collection, str) or collection not in COLLECTIONS:
+        raise bad_request(f"collection: expected one of {', '.join(COLLECTIONS)}")
+    return collection
+
+
+def _items(body: dict[str, Any], name: str) -> list[Any]:
+    items = body.get(name)
+    if not isinstance(items, list) or not 1 <= len(items) <= MAX_SPANS:
+        raise bad_request(f"{name}: expected a list of 1 to {MAX_SPANS}")
+    return items
+
+
+def _span(item: Any) -> tuple[bytes, int, int | None, bytes | None]:
+    """(key, start, end, etag)."""
+    if not isinstance(item, dict) or not item.keys() <= SPAN_MEMBERS:
+        raise bad_request("a span: expected an object of key, start, end and etag")
+    key = parse_hex("key of a span", item.get("key"))
+    if len(item) == 1:  # the whole object, the usual case
+        return key, 0, None, None
+    start = _number(item.get("start", 0), "start of a span", MAX_OFFSET)
+    end = _number(item.get("end"), "end of a span", MAX_OFFSET)
+    etag = item.get("etag")
+    if start is None or (end is not None and end < start):
+        raise bad_request("a span: expected 0 <= start <= end")
+    return key, start, end, None if etag is None else parse_hex("etag", etag, MAX_ETAG_BYTES)
+
+
+def _number(value: Any, what: str, high: int) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= high:
+        raise bad_request(f"{what}: expected a whole number from 0 to {high}")
+    return value

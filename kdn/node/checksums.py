@@ -1,0 +1,46 @@
+"""Checksums of spans, each computed once: at 1 MiB a frame that saves a fifth of serving it.
+
+An object never changes under its key and etag, so neither does the checksum of a span of it. What
+is put or deleted here is forgotten all the same: a writer may call other bytes by an old etag.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import xxhash
+
+MAX_OBJECTS = 1 << 15
+MAX_SPANS = 32
+"""Of one object: a reader asks for its levels, and there are few."""
+MIN_BYTES = 4096
+
+
+class Checksums:
+    """Those of the least recently read objects are forgotten."""
+
+    def __init__(self, max_objects: int = MAX_OBJECTS):
+        self._max_objects = max_objects
+        self._objects: OrderedDict[bytes, dict[tuple[int, int], int]] = OrderedDict()
+
+    def of(self, key: bytes, etag: bytes, start: int, data: bytes | memoryview) -> int:
+        """XXH3-64 of `data`, the bytes of this object from `start`."""
+        if len(data) < MIN_BYTES:
+            return xxhash.xxh3_64_intdigest(data)
+        name, span = key + etag, (start, len(data))
+        spans = self._objects.get(name)
+        if spans is None:
+            spans = self._objects[name] = {}
+            if len(self._objects) > self._max_objects:
+                self._objects.popitem(last=False)
+        else:
+            self._objects.move_to_end(name)
+        checksum = spans.get(span)
+        if checksum is None:
+            if len(spans) >= MAX_SPANS:
+                spans.clear()
+            checksum = spans[span] = xxhash.xxh3_64_intdigest(data)
+        return checksum
+
+    def forget(self, key: bytes, etag: bytes) -> None:
+        self._objects.pop(key + etag, None)

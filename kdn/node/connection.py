@@ -1,0 +1,125 @@
+"""One connection: aiohttp's, with bounds on how many there are and on how long one may linger.
+
+A peer that stops reading while its connection closes would keep the socket for ever, so closing has
+a deadline, too. What the HTTP layer refuses is answered in JSON like everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, cast
+
+from aiohttp import web
+
+from kdn.node.answers import Refusal, answer, refusal_of_http
+from kdn.node.state import Node
+
+log = logging.getLogger(__name__)
+
+MAX_LINE_BYTES = 8190
+MAX_HEADERS = 64
+
+
+class Connections:
+    """All open connections of a node; a factory for the event loop's server."""
+
+    def __init__(self, node: Node, server: web.Server):
+        self.node = node
+        self._server = server
+        self._open: dict[Connection, asyncio.Transport] = {}
+        self._closing_since_s: dict[Connection, float] = {}
+        self.all_closed = asyncio.Event()
+        self.all_closed.set()
+
+    def __call__(self) -> Connection:
+        settings = self.node.settings
+        return Connection(
+            self,
+            self._server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=settings.idle_timeout_s,
+            lingering_time=1.0,
+            max_line_size=MAX_LINE_BYTES,
+            max_field_size=MAX_LINE_BYTES,
+            max_headers=MAX_HEADERS,
+            auto_decompress=False,
+            access_log=None,
+        )
+
+    def add(self, connection: Connection, transport: asyncio.Transport) -> bool:
+        """False if there are too many already."""
+        if len(self._open) >= self.node.settings.max_connections:
+            return False
+        self._open[connection] = transport
+        self.node.stats.connections.set(len(self._open))
+        self.all_closed.clear()
+        return True
+
+    def remove(self, connection: Connection) -> None:
+        self._open.pop(connection, None)
+        self._closing_since_s.pop(connection, None)
+        self.node.stats.connections.set(len(self._open))
+        if not self._open:
+            self.all_closed.set()
+
+    def reap(self, now_s: float) -> None:
+        """Cut connections that have been closing for too long. Called every few seconds."""
+        for connection, transport in list(self._open.items()):
+            if transport.is_closing():
+                since_s = self._closing_since_s.setdefault(connection, now_s)
+                if now_s - since_s >= self.node.settings.write_timeout_s:
+                    transport.abort()
+
+    def abort_all(self) -> None:
+        for transport in list(self._open.values()):
+            transport.abort()
+
+
+class Connection(web.RequestHandler):
+    def __init__(self, connections: Connections, server: web.Server, **options: Any):
+        super().__init__(server, **options)
+        self._connections = connections
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        stream = cast(asyncio.Transport, transport)  # uvloop's is one without saying so
+        if not self._connections.add(self, stream):
+            stream.abort()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._connections.remove(self)
+        super().connection_lost(exc)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Small answers have a deadline, too, for a peer that asks and asks and never reads."""
+        if isinstance(resp, web.HTTPException):
+            resp = answer(refusal_of_http(resp))
+        try:
+            async with asyncio.timeout(self._connections.node.settings.write_timeout_s):
+                return await super().finish_response(request, resp, start_time)
+        except TimeoutError:
+            self._connections.node.stats.cut_readers.inc()
+            if request.transport is not None:
+                request.transport.abort()
+            return resp, True
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What could not even be parsed as HTTP, or what escaped everything else."""
+        if status >= 500 and not isinstance(exc, ConnectionError):  # readers may leave
+            log.error("fault", exc_info=exc)
+        if request.writer.output_size > 0:
+            raise ConnectionResetError("a response has begun already")
+        code = "bad_request" if status < 500 else "internal"
+        said = "this is not HTTP/1.1 as this node understands it" if status < 500 else "a fault"
+        response = answer(Refusal(status, code, said))
+        response.force_close()
+        return response

@@ -1,0 +1,115 @@
+"""What every request passes around its handler: bounds, tenant, rate, errors, counting."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from kdn.errors import KdnError
+from kdn.node.answers import RETRY_AFTER, Refusal, answer, refusal_of, refusal_of_http
+from kdn.node.egress import BusyError
+from kdn.node.state import CLIENT, NODE, TENANT, Node, client_of
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = ("/healthz", "/v1/openapi.json")
+"""What anybody may ask."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    node = request.app[NODE]
+    begin_s = time.perf_counter()
+    node.num_requests += 1
+    status = 0  # 0: cut
+    try:
+        response = await _answer(node, request, handler)
+        status = response.status
+        return response
+    finally:
+        node.num_requests -= 1
+        _record(node, request, status, time.perf_counter() - begin_s)
+
+
+async def _answer(node: Node, request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        if request.path not in OPEN_PATHS:
+            _admit(node, request)
+        response = await handler(request)
+        if isinstance(response, web.Response) and TENANT in request:
+            await _pass_egress(node, request, response)
+        return response
+    except Refusal as refusal:
+        return _refuse(request, refusal)
+    except web.HTTPException as error:
+        return _refuse(request, refusal_of_http(error))
+    except BusyError as error:
+        return _refuse(request, Refusal(503, "overloaded", str(error), RETRY_AFTER))
+    except KdnError as error:
+        meaning = refusal_of(error)
+        if meaning.status >= 500:
+            log.error("store error", extra={"error": str(error), "path": request.path})
+        return _refuse(request, meaning)
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception:
+        log.exception("fault", extra={"path": request.path})
+        return _refuse(request, Refusal(500, "internal", "a fault of this node; it was logged"))
+
+
+def _admit(node: Node, request: web.Request) -> None:
+    """Whose request this is, and whether there is room for it."""
+    if node.stopping:
+        raise Refusal(503, "shutting_down", "this node is going away", RETRY_AFTER)
+    if node.num_requests > node.settings.max_requests:
+        raise Refusal(503, "overloaded", "too many requests are in progress", RETRY_AFTER)
+    tenant = node.tenants.authenticate(request.headers.get("Authorization"))
+    tenant.rate.take()
+    request[TENANT] = tenant
+    request[CLIENT] = client_of(request)
+
+
+async def _pass_egress(node: Node, request: web.Request, response: web.Response) -> None:
+    """Small bodies are written by aiohttp, but count and wait as all others do."""
+    left = len(response.body) if isinstance(response.body, bytes) else 0
+    while left > 0:
+        num_bytes = min(left, node.frame_bytes)
+        turn = node.egress.turn(request[TENANT].name, request[CLIENT], num_bytes)
+        async with turn:
+            left -= num_bytes
+        node.stats.sent(request[TENANT].name, num_bytes, turn.waited_s)
+
+
+def _refuse(request: web.Request, refusal: Refusal) -> web.StreamResponse:
+    """The error answer; if a response has begun already, only cutting it is honest."""
+    if request.writer.output_size > 0:
+        raise ConnectionResetError(str(refusal))
+    response = answer(refusal)
+    if request.body_exists and not request.content.is_eof():
+        # The rest of the body is not wanted; reading it just to answer would invite more of it.
+        response.force_close()
+    return response
+
+
+def _record(node: Node, request: web.Request, status: int, seconds: float) -> None:
+    resource = request.match_info.route.resource
+    route = "none" if resource is None else resource.canonical
+    node.stats.requests_s.labels(request.method if resource else "none", route, status).observe(
+        seconds
+    )
+    if log.isEnabledFor(logging.INFO):
+        tenant = request[TENANT].name if TENANT in request else None
+        fields = {
+            "method": request.method,
+            "path": request.path[:256],
+            "status": status,
+            "seconds": round(seconds, 6),
+            "tenant": tenant,
+            "client": request.get(CLIENT),
+        }
+        log.info("request", extra=fields)

@@ -1,0 +1,165 @@
+"""Handlers of `/v1/names`: conditions, manifests, and deletion with what only this name used."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import asdict
+from typing import Any
+
+from aiohttp import web
+
+from kdn.errors import StoreError
+from kdn.node.answers import Refusal, bad_request, dumps, not_found
+from kdn.node.bodies import parse_object
+from kdn.node.names import ConditionError, Must, Version
+from kdn.node.ranges import names_etag, quoted
+from kdn.node.state import NODE, TENANT, Node, parse_hex, query_flag, query_number
+from kdn.node.tenants import Tenant
+
+MAX_MANIFEST_BYTES = 16 * 2**20
+MAX_LISTED = 1000
+MAX_VERSION = 2**53
+DELETES_AT_ONCE = 32
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+async def get_name(request: web.Request) -> web.StreamResponse:
+    node, tenant = request.app[NODE], request[TENANT]
+    version = query_number(request, "version", 0, 1, MAX_VERSION)
+    found = await node.names.get(tenant.name, _name(request), version or None)
+    if found is None:
+        raise not_found()
+    about, manifest = found
+    headers = {"ETag": quoted(about.etag), "Kdn-Version": str(about.version)}
+    if names_etag(request.headers.get("If-None-Match", ""), about.etag):
+        return web.Response(status=304, headers=headers)
+    return web.Response(body=manifest, headers=headers, content_type="application/json")
+
+
+async def put_name(request: web.Request) -> web.StreamResponse:
+    node, tenant = request.app[NODE], request[TENANT]
+    name, must = _name(request), _condition(request)
+    async with node.bodies.body(request, MAX_MANIFEST_BYTES) as manifest:
+        chunks = chunks_of(parse_object(manifest))
+        made = await node.wait(_put(node, tenant, name, manifest, chunks, must))
+    body = {"name": made.name, "version": made.version, "etag": made.etag}
+    status = 201 if made.version == 1 else 200
+    return web.json_response(body, status=status, headers={"ETag": quoted(made.etag)}, dumps=dumps)
+
+
+async def _put(
+    node: Node, tenant: Tenant, name: str, manifest: bytes, chunks: set[bytes], must: Must
+) -> Version:
+    async with node.names.changes:
+        if tenant.settings.quota_bytes:
+            held_bytes = await node.names.size_bytes(tenant.name)
+            await tenant.quota.check(len(manifest), node.store.list, held_bytes)
+        try:
+            made = await node.names.put(tenant.name, name, manifest, chunks, must)
+        except ConditionError as error:
+            raise _failed(error) from None
+        node.retainer.retain(tenant, name, chunks)
+    return made
+
+
+async def delete_name(request: web.Request) -> web.StreamResponse:
+    node, tenant = request.app[NODE], request[TENANT]
+    name, must = _name(request), _condition(request)
+    report = await node.wait(_delete(node, tenant, name, must, query_flag(request, "chunks")))
+    return web.json_response({"name": name, **report}, dumps=dumps)
+
+
+async def _delete(
+    node: Node, tenant: Tenant, name: str, must: Must, chunks: bool
+) -> dict[str, list[str]]:
+    report: dict[str, list[str]] = {"deleted": [], "kept": [], "missing": []}
+    async with node.names.changes:
+        newest = await node.names.get(tenant.name, name)
+        if newest is None:
+            raise not_found()
+        if not must(newest[0].etag):
+            raise _failed(ConditionError(newest[0].etag))
+        if chunks:
+            report = await _delete_chunks(node, tenant, name)
+        # Only now: after a crash the name still knows what is to be deleted.
+        await node.names.delete(tenant.name, name, must)
+        node.retainer.retain(tenant, name, ())
+    return report
+
+
+async def get_history(request: web.Request) -> web.StreamResponse:
+    versions = await request.app[NODE].names.history(request[TENANT].name, _name(request))
+    if not versions:
+        raise not_found()
+    shown = [{k: v for k, v in asdict(item).items() if k != "name"} for item in versions]
+    return web.json_response({"versions": shown}, dumps=dumps)
+
+
+async def list_names(request: web.Request) -> web.StreamResponse:
+    limit = query_number(request, "limit", MAX_LISTED, 1, MAX_LISTED)
+    prefix, after = (request.query.get(key, "")[:256] for key in ("prefix", "after"))
+    found = await request.app[NODE].names.page(request[TENANT].name, prefix, after, limit + 1)
+    more = found[limit - 1].name if len(found) > limit else None
+    shown = [asdict(item) for item in found[:limit]]
+    return web.json_response({"names": shown, "next": more}, dumps=dumps)
+
+
+def chunks_of(manifest: dict[str, Any]) -> set[bytes]:
+    """The chunk keys a manifest names, the one thing that is read of it."""
+    models = manifest.get("models", {})
+    if not isinstance(models, dict):
+        raise bad_request("models: expected an object")
+    chunks: set[bytes] = set()
+    for fingerprint, model in models.items():
+        parse_hex("models: a fingerprint", fingerprint)
+        if not isinstance(model, dict) or not isinstance(model.get("chunks", []), list):
+            raise bad_request(f"models.{fingerprint}: expected an object with a list of chunks")
+        if "profile" in model:
+            parse_hex(f"models.{fingerprint}.profile", model["profile"])
+        chunks.update(parse_hex("a chunk key", key) for key in model.get("chunks", []))
+    return chunks
+
+
+async def _delete_chunks(node: Node, tenant: Tenant, name: str) -> dict[str, list[str]]:
+    """Delete what only this name uses, and look again whether it is gone."""
+    own, shared = await node.names.chunks_of(tenant.name, name)
+    keys = [tenant.store_key("chunks", chunk) for chunk in own]
+    entries = await node.store.lookup(keys)
+    deleted = [chunk.hex() for chunk, entry in zip(own, entries, strict=True) if entry]
+    missing = [chunk.hex() for chunk, entry in zip(own, entries, strict=True) if not entry]
+    for first in range(0, len(keys), DELETES_AT_ONCE):
+        # Even those that were not found: a damaged object may still lie there.
+        batch = keys[first : first + DELETES_AT_ONCE]
+        await asyncio.gather(*(node.store.delete(key) for key in batch))
+    for entry in filter(None, entries):
+        tenant.quota.add(-entry.size_bytes)
+        node.checksums.forget(entry.key, entry.etag)
+    left = await node.store.lookup(keys)
+    if any(left):
+        raise StoreError(f"{sum(map(bool, left))} chunks are still there after deletion")
+    return {"deleted": deleted, "kept": [chunk.hex() for chunk in shared], "missing": missing}
+
+
+def _name(request: web.Request) -> str:
+    name = request.match_info["name"]
+    if not _NAME.fullmatch(name):
+        raise bad_request("expected a name of 1 to 128 letters, digits, '.', '_', '-'")
+    return name
+
+
+def _condition(request: web.Request) -> Must:
+    match = request.headers.get("If-Match")
+    none_match = request.headers.get("If-None-Match")
+
+    def holds(newest: str | None) -> bool:
+        if match is not None and (newest is None or not names_etag(match, newest)):
+            return False
+        return none_match is None or newest is None or not names_etag(none_match, newest)
+
+    return holds
+
+
+def _failed(error: ConditionError) -> Refusal:
+    headers = {} if error.newest is None else {"ETag": quoted(error.newest)}
+    return Refusal(412, "precondition_failed", "the newest version is another one", headers)

@@ -1,0 +1,279 @@
+"""Handlers of `/v1/{collection}/{key}`: GET with ranges, HEAD, verified PUT, DELETE, and lists.
+
+Nothing becomes visible before it was verified, and nothing is sent before it was found: a read that
+fails later cuts the connection, so fewer bytes than promised arrive and never wrong ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from hashlib import blake2b
+from itertools import islice
+from typing import Any
+from weakref import WeakValueDictionary
+
+import xxhash
+from aiohttp import web
+
+from kdn.codec.format import Bitstream
+from kdn.codec.header import PROFILE_ID_BYTES
+from kdn.errors import ChecksumError, KdnError, MismatchError
+from kdn.node.answers import bad_request, dumps, not_found
+from kdn.node.ranges import names_etag, parse_range, quoted
+from kdn.node.sending import Data, Sender
+from kdn.node.state import CLIENT, NODE, TENANT, Node, close_iterator, parse_hex, query_number
+from kdn.node.tenants import Tenant
+from kdn.protocol.frames import MAX_DATA_BYTES, MAX_ETAG_BYTES, MAX_KEY_BYTES
+from kdn.store.base import Entry, Hints
+
+MAX_LISTED = 1000
+Range = tuple[int, int]
+MAX_SAVED_S = 1e9
+IN_THREAD_BYTES = 256 * 2**10
+"""Bodies beyond this are hashed in a thread: the hashes let others run meanwhile."""
+
+
+async def get_object(request: web.Request) -> web.StreamResponse:
+    node, tenant = request.app[NODE], request[TENANT]
+    _, store_key = _keys(request)
+    (entry,) = await node.wait(node.store.lookup([store_key]))
+    (node.stats.misses if entry is None else node.stats.hits).inc()
+    if entry is None:
+        raise not_found()
+    headers = {"ETag": quoted(entry.etag), "Accept-Ranges": "bytes", **_hint_headers(tenant, entry)}
+    if names_etag(request.headers.get("If-None-Match", ""), entry.etag):
+        return web.Response(status=304, headers=headers)
+    start, end, status = _wanted(request, entry, headers)
+    response = web.StreamResponse(status=status, headers=headers)
+    response.content_type = "application/octet-stream"
+    response.content_length = end - start
+    if request.method != "HEAD":
+        await _send_span(node, request, response, entry, (start, end))
+    return response
+
+
+def _wanted(request: web.Request, entry: Entry, headers: dict[str, str]) -> tuple[int, int, int]:
+    """[start, end) and the status; `Content-Range` is put among the headers."""
+    condition = request.headers.get("If-Range")
+    wanted = None
+    if "Range" in request.headers and condition in (None, quoted(entry.etag)):
+        wanted = parse_range(request.headers["Range"], entry.size_bytes)
+    if wanted is None:
+        return 0, entry.size_bytes, 200
+    headers["Content-Range"] = f"bytes {wanted[0]}-{wanted[1] - 1}/{entry.size_bytes}"
+    return *wanted, 206
+
+
+async def _send_span(
+    node: Node, request: web.Request, response: web.StreamResponse, entry: Entry, span: Range
+) -> None:
+    """The first part is read before anything is said: until then it can still be a miss."""
+    start, end = span
+    first_end = min(end, start + MAX_DATA_BYTES)
+    data: Data | None = b""
+    if start < end:
+        found = await node.wait(node.store.get(entry.key, start, first_end, etag=entry.etag))
+        data = found.data if found and len(found.data) == first_end - start else None
+    if data is None:
+        raise not_found()
+    if first_end == end:
+        response.headers["Kdn-Checksum"] = f"{xxhash.xxh3_64_intdigest(data):016x}"
+    await response.prepare(request)
+    with Sender(node, request, (request[TENANT].name, request[CLIENT])) as sender:
+        await sender.add(data)
+        for start in range(first_end, end, MAX_DATA_BYTES):
+            data = await sender.read(entry, start, min(end, start + MAX_DATA_BYTES))
+            if data is None:
+                raise ConnectionResetError("the object is gone, and its size was promised")
+            await sender.add(data)
+        await sender.flush()
+
+
+async def put_object(request: web.Request) -> web.StreamResponse:
+    node, tenant, collection = request.app[NODE], request[TENANT], request.match_info["collection"]
+    key, store_key = _keys(request)
+    told = _told_headers(request, collection)
+    hints = _hints(request, tenant, collection)
+    settings = node.settings
+    limit = settings.max_profile_bytes if collection == "profiles" else settings.max_chunk_bytes
+    async with node.bodies.body(request, limit) as data:
+        node.stats.received_bytes.labels(tenant.name).inc(len(data))
+        try:
+            if len(data) > IN_THREAD_BYTES:
+                etag = await asyncio.to_thread(_verify, collection, key, data, told)
+            else:
+                etag = _verify(collection, key, data, told)
+        except KdnError:
+            node.stats.refused_puts.inc()
+            raise
+        async with _lock(store_key):
+            entry, created = await _put(node, tenant, store_key, data, etag, told[0], hints)
+    body = {"key": key.hex(), "etag": entry.etag.hex(), "size_bytes": entry.size_bytes}
+    return web.json_response(
+        body, status=201 if created else 200, headers={"ETag": quoted(entry.etag)}, dumps=dumps
+    )
+
+
+async def _put(
+    node: Node, tenant: Tenant, store_key: bytes, data: bytes, etag: bytes, checksum: int,
+    hints: Hints,
+) -> tuple[Entry, bool]:  # fmt: skip
+    """What is there now, and whether this put it there."""
+    (entry,) = await node.wait(node.store.lookup([store_key]))
+    if entry is not None:
+        return entry, False
+    if tenant.settings.quota_bytes:
+        held_bytes = await node.names.size_bytes(tenant.name)
+        await tenant.quota.check(len(data), node.store.list, held_bytes)
+    with tenant.quota.reserve(len(data)):
+        entry = await node.wait(
+            node.store.put(store_key, data, etag=etag, checksum=checksum, hints=hints)
+        )
+    tenant.quota.add(len(data))
+    node.checksums.forget(store_key, entry.etag)
+    return entry, entry.etag == etag
+
+
+async def delete_object(request: web.Request) -> web.StreamResponse:
+    node = request.app[NODE]
+    _, store_key = _keys(request)
+    (entry,) = await node.wait(node.store.lookup([store_key]))
+    if not await node.wait(node.store.delete(store_key)):
+        raise not_found()
+    if entry is not None:
+        request[TENANT].quota.add(-entry.size_bytes)
+        node.checksums.forget(store_key, entry.etag)
+    return web.Response(status=204)
+
+
+async def list_objects(request: web.Request) -> web.StreamResponse:
+    node, tenant, collection = request.app[NODE], request[TENANT], request.match_info["collection"]
+    limit = query_number(request, "limit", MAX_LISTED, 1, MAX_LISTED)
+    prefix, after = (
+        parse_hex(name, request.query[name]) if request.query.get(name) else b""
+        for name in ("prefix", "after")
+    )
+    found = await node.wait(
+        _collect(node, tenant.store_key(collection, prefix), tenant.store_key(collection, after),
+                 limit + 1)
+    )  # fmt: skip
+    shown = [_describe(tenant, entry) for entry in islice(found, limit)]
+    more = shown[-1]["key"] if len(found) > limit else None
+    return web.json_response({"objects": shown, "next": more}, dumps=dumps)
+
+
+async def _collect(node: Node, prefix: bytes, after: bytes, limit: int) -> list[Entry]:
+    found: list[Entry] = []
+    entries = node.store.list(prefix)
+    async for entry in entries:
+        if entry.key > after:
+            found.append(entry)
+            if len(found) == limit:
+                break
+    await close_iterator(entries)
+    return found
+
+
+async def get_stats(request: web.Request) -> web.StreamResponse:
+    node, tenant = request.app[NODE], request[TENANT]
+    objects, size_bytes = await node.wait(tenant.quota.count(node.store.list))
+    size_bytes += await node.names.size_bytes(tenant.name)
+    shown = {
+        "objects": objects,
+        "size_bytes": size_bytes,
+        "quota_bytes": tenant.settings.quota_bytes,
+    }
+    return web.json_response(shown, dumps=dumps)
+
+
+def _describe(tenant: Tenant, entry: Entry) -> dict[str, Any]:
+    parent = entry.hints.parent
+    return {
+        "key": tenant.public_key(entry.key).hex(),
+        "etag": entry.etag.hex(),
+        "size_bytes": entry.size_bytes,
+        "parent": None if parent is None else tenant.public_key(parent).hex(),
+        "saved_s": entry.hints.saved_s,
+    }
+
+
+def _keys(request: web.Request) -> tuple[bytes, bytes]:
+    """The key as the tenant says it, and as the store knows it."""
+    collection = request.match_info["collection"]
+    key = parse_hex("key", request.match_info["key"])
+    if collection == "profiles" and len(key) != PROFILE_ID_BYTES:
+        raise bad_request(f"a profile id has {PROFILE_ID_BYTES} bytes, found {len(key)}")
+    return key, request[TENANT].store_key(collection, key)
+
+
+def _told_headers(request: web.Request, collection: str) -> tuple[int, bytes | None]:
+    """(checksum, etag) that the writer says its body has."""
+    checksum = parse_hex("Kdn-Checksum", request.headers.get("Kdn-Checksum"), 8)
+    if len(checksum) != 8:
+        raise bad_request("Kdn-Checksum: expected 16 hex digits")
+    etag = request.headers.get("Kdn-Etag")
+    if etag is None and collection == "objects":
+        raise bad_request("Kdn-Etag is needed")
+    told = None if etag is None else parse_hex("Kdn-Etag", etag, MAX_ETAG_BYTES)
+    return int.from_bytes(checksum, "big"), told
+
+
+def _hints(request: web.Request, tenant: Tenant, collection: str) -> Hints:
+    parent = request.headers.get("Kdn-Parent")
+    try:
+        saved_s = float(request.headers.get("Kdn-Saved-Seconds", "0"))
+    except ValueError:
+        saved_s = math.nan
+    if not 0 <= saved_s <= MAX_SAVED_S:
+        raise bad_request(f"Kdn-Saved-Seconds: expected a number from 0 to {MAX_SAVED_S:g}")
+    if parent is None:
+        return Hints(None, saved_s)
+    key = parse_hex("Kdn-Parent", parent, MAX_KEY_BYTES)
+    return Hints(tenant.store_key(collection, key), saved_s)
+
+
+def _hint_headers(tenant: Tenant, entry: Entry) -> dict[str, str]:
+    headers = {}
+    if entry.hints.parent is not None:
+        headers["Kdn-Parent"] = tenant.public_key(entry.hints.parent).hex()
+    if entry.hints.saved_s:
+        headers["Kdn-Saved-Seconds"] = repr(entry.hints.saved_s)
+    return headers
+
+
+def _verify(collection: str, key: bytes, data: bytes, told: tuple[int, bytes | None]) -> bytes:
+    """The etag of a body that is what it claims to be."""
+    checksum, etag = told
+    found = xxhash.xxh3_64_intdigest(data)
+    if found != checksum:
+        raise ChecksumError(f"body: expected the checksum {checksum:016x}, found {found:016x}")
+    if collection == "objects":
+        assert etag is not None
+        return etag
+    if collection == "chunks":
+        stream = Bitstream.parse(data)
+        stream.verify()
+        if stream.info.chunk_key != key:
+            raise MismatchError(
+                f"expected the chunk {key.hex()}, found {stream.info.chunk_key.hex()}"
+            )
+        own = stream.stream_id
+    else:
+        own = blake2b(data, digest_size=PROFILE_ID_BYTES).digest()
+        if own != key:
+            raise MismatchError(f"expected the profile {key.hex()}, found {own.hex()}")
+    if etag not in (None, own):
+        raise MismatchError(f"expected the etag {own.hex()}, found {etag.hex() if etag else ''}")
+    return own
+
+
+_locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+
+
+def _lock(store_key: bytes) -> asyncio.Lock:
+    """One put of a key at a time, so that exactly one of them is told it created the object."""
+    lock = _locks.get(store_key)
+    if lock is None:
+        lock = _locks[store_key] = asyncio.Lock()
+    return lock

@@ -1,0 +1,186 @@
+"""A node's life: open the parts, listen, serve, finish what is in flight, close the parts."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import signal
+import ssl
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from aiohttp import web
+
+from kdn.config import Config, NodeSettings
+from kdn.errors import StoreError, UnsupportedError
+from kdn.node.app import make_app
+from kdn.node.bodies import BodyReader
+from kdn.node.connection import Connections
+from kdn.node.egress import Egress
+from kdn.node.names import NameStore
+from kdn.node.scheduler import open_queue
+from kdn.node.state import Node
+from kdn.node.storage import Retainer, open_store
+from kdn.node.tenants import Tenants
+from kdn.node.traces import TraceRate
+from kdn.store.base import Store
+from kdn.store.evict import open_policy
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024
+REAP_S = 2.0
+FRAME_BYTES = 2**20
+LIMITED_FRAME_BYTES = 2**16
+"""Small under an egress limit, where everybody waits for a frame of everybody else."""
+
+
+def check_exposure(config: Config) -> None:
+    """Without tokens, only this machine may ask, unless told otherwise in so many words."""
+    node = config.node
+    if config.tenants or node.insecure or _is_loopback(node.host):
+        return
+    raise UnsupportedError(
+        f"refusing to listen on {node.host} without tokens: everybody who reaches it could "
+        "read and delete everything. Configure tenants (`kdn config --new-token`), "
+        "or say --insecure"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    """By address; the only name that is taken for granted is localhost."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def tls_context(settings: NodeSettings) -> ssl.SSLContext | None:
+    if not settings.tls_cert and not settings.tls_key:
+        return None
+    if not settings.tls_cert or not settings.tls_key:
+        raise UnsupportedError("tls_cert and tls_key: expected both or none")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise UnsupportedError(f"TLS certificate {settings.tls_cert}: {error}") from error
+    return context
+
+
+def make_egress(config: Config) -> Egress:
+    settings = config.node
+    rate: TraceRate | float | None = None
+    if settings.egress_trace:
+        rate = TraceRate.read(Path(settings.egress_trace))
+    elif settings.egress_bits_per_s:
+        rate = float(settings.egress_bits_per_s)
+    weights = {tenant.name: tenant.weight for tenant in config.tenants}
+    queue = open_queue(settings.egress_order, weights, Random())
+    return Egress(queue, rate, slots=settings.max_sends)
+
+
+def make_node(config: Config, store: Store, names: NameStore) -> Node:
+    settings = config.node
+    bodies = BodyReader(
+        settings.max_bodies_bytes, settings.body_timeout_s, settings.min_body_bytes_per_s
+    )
+    tenants = Tenants(config.tenants, time.monotonic)
+    limited = settings.egress_trace or settings.egress_bits_per_s
+    frame_bytes = settings.frame_bytes or (LIMITED_FRAME_BYTES if limited else FRAME_BYTES)
+    return Node(settings, store, names, tenants, make_egress(config), bodies, frame_bytes)
+
+
+@dataclass
+class Listening:
+    """A node that answers at `url` while the context that made it lasts."""
+
+    node: Node
+    connections: Connections
+    host: str
+    port: int
+    tls: bool
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
+
+
+@asynccontextmanager
+async def listen(config: Config, node: Node) -> AsyncIterator[Listening]:
+    """Answer requests; on leaving, finish those in flight, for a bounded time."""
+    check_exposure(config)
+    context = tls_context(config.node)
+    runner = web.AppRunner(make_app(node), shutdown_timeout=config.node.shutdown_timeout_s)
+    await runner.setup()
+    assert runner.server is not None
+    connections = Connections(node, runner.server)
+    loop = asyncio.get_running_loop()
+    try:
+        server = await loop.create_server(
+            connections, config.node.host, config.node.port, ssl=context, backlog=BACKLOG
+        )
+    except OSError as error:
+        await runner.cleanup()
+        address = f"{config.node.host}:{config.node.port}"
+        raise UnsupportedError(f"cannot listen on {address}: {error}") from error
+    reaper = asyncio.create_task(_reap(connections))
+    host, port = server.sockets[0].getsockname()[:2]
+    try:
+        yield Listening(node, connections, host, port, context is not None)
+    finally:
+        node.stopping = True
+        server.close()
+        await runner.cleanup()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(config.node.shutdown_timeout_s):
+                await connections.all_closed.wait()
+        connections.abort_all()
+        reaper.cancel()
+
+
+async def _reap(connections: Connections) -> None:
+    while True:
+        await asyncio.sleep(REAP_S)
+        connections.reap(asyncio.get_running_loop().time())
+
+
+@asynccontextmanager
+async def open_node(config: Config) -> AsyncIterator[Node]:
+    """A node with its stores, which are closed (and flushed) on leaving."""
+    data = config.node.data
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"data folder {data}: {error}") from error
+    async with AsyncExitStack() as opened:
+        names = NameStore(data / "names.sqlite")
+        opened.push_async_callback(names.close)
+        retainer = Retainer([open_policy(config.node.policy)])
+        tenants = Tenants(config.tenants, time.monotonic)
+        await retainer.retain_all(tenants, names)
+        store = await open_store(config.node, retainer.policies[0])
+        opened.push_async_callback(store.close)
+        node = make_node(config, store, names)
+        node.retainer = retainer
+        yield node
+
+
+async def serve(config: Config) -> None:
+    """Run a node until SIGINT or SIGTERM."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with open_node(config) as node, listen(config, node) as listening:
+        log.info("listening", extra={"url": listening.url, "data": str(config.node.data)})
+        await stop.wait()
+        log.info("stopping", extra={"requests": node.num_requests})
+    log.info("stopped")

@@ -1,0 +1,29 @@
+"""Handlers for whoever runs a node: health, metrics, and the machine-readable protocol."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from kdn.node.answers import RETRY_AFTER, Refusal, dumps, not_found
+from kdn.node.openapi import document
+from kdn.node.state import NODE, TENANT
+from kdn.node.stats import CONTENT_TYPE
+
+
+async def get_health(request: web.Request) -> web.StreamResponse:
+    if request.app[NODE].stopping:
+        raise Refusal(503, "shutting_down", "this node is going away", RETRY_AFTER)
+    return web.json_response({"status": "ok"}, dumps=dumps)
+
+
+async def get_metrics(request: web.Request) -> web.StreamResponse:
+    """Tenants' names are in it, so not every tenant may read it."""
+    node = request.app[NODE]
+    if not request[TENANT].settings.operator:
+        raise not_found()
+    body = node.stats.expose(await node.wait(node.store.stats()))
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+
+async def get_openapi(request: web.Request) -> web.StreamResponse:
+    return web.json_response(document(), dumps=dumps)

@@ -1,0 +1,90 @@
+"""What a node counts, and what each count means. `/metrics` shows it to Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kdn.store.base import Stats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+QUEUE_BUCKETS_S = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+REQUEST_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+class NodeStats:
+    """Counters of one node since it started, in a registry of its own."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        self.hits = Counter(
+            "kdn_hits", "Objects or spans asked for that were here.", registry=registry
+        )
+        self.misses = Counter(
+            "kdn_misses", "Objects or spans asked for that were not here.", registry=registry
+        )
+        self.refused_puts = Counter(
+            "kdn_refused_puts", "Bodies that failed verification.", registry=registry
+        )
+        self.cut_readers = Counter(
+            "kdn_cut_readers", "Readers cut because they did not drain.", registry=registry
+        )
+        self.connections = Gauge("kdn_connections", "Open connections.", registry=registry)
+        self.requests_s = Histogram(
+            "kdn_request_seconds", "From the head of a request to the end of its answer.",
+            ["method", "route", "status"], buckets=REQUEST_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self.received_bytes = Counter(
+            "kdn_received_bytes", "Bytes of request bodies.", ["tenant"], registry=registry
+        )
+        self._sent_bytes = Counter(
+            "kdn_sent_bytes", "Bytes of response bodies.", ["tenant"], registry=registry
+        )
+        self._queue_s = Histogram(
+            "kdn_queue_seconds", "A frame's wait for its turn to be sent.",
+            ["tenant"], buckets=QUEUE_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self._store = StoreCollector()
+        registry.register(self._store)
+        self._flows: dict[str, tuple[Counter, Histogram]] = {}
+
+    def sent(self, tenant: str, num_bytes: int, waited_s: float) -> None:
+        """A frame went out."""
+        flow = self._flows.get(tenant)
+        if flow is None:
+            flow = (self._sent_bytes.labels(tenant), self._queue_s.labels(tenant))
+            self._flows[tenant] = flow
+        flow[0].inc(num_bytes)
+        flow[1].observe(waited_s)
+
+    def expose(self, store: Stats) -> bytes:
+        """Everything, as Prometheus reads it."""
+        self._store.stats = store
+        return generate_latest(self._registry)
+
+
+class StoreCollector(Collector):
+    """The store counts for itself; this hands its counts on."""
+
+    def __init__(self) -> None:
+        self.stats = Stats()
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self.stats
+        for name, help_, value in (
+            ("objects", "Objects held now.", stats.objects),
+            ("size_bytes", "Bytes held now.", stats.size_bytes),
+            ("capacity_bytes", "Bytes it may hold.", stats.capacity_bytes),
+        ):
+            yield GaugeMetricFamily(f"kdn_store_{name}", help_, value)
+        for name, help_, value in (
+            ("hits", "Reads that found their object.", stats.hits),
+            ("misses", "Reads that did not.", stats.misses),
+            ("puts", "Objects written.", stats.puts),
+            ("evictions", "Objects dropped to make room.", stats.evictions),
+            ("corruptions", "Objects found damaged, never served.", stats.corruptions),
+        ):
+            yield CounterMetricFamily(f"kdn_store_{name}", help_, value)

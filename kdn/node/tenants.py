@@ -1,0 +1,167 @@
+"""Who is asking, and how much they may: tokens, namespaces, rates, quotas.
+
+A token is known by its SHA-256 only (tokens are random, so no slow hash is needed), and compared
+with every known one in constant time. A tenant's store keys begin with a digest of its name: what
+is another's is simply not there, and the same code answers both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import math
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b, sha256
+
+from kdn.config import TenantSettings
+from kdn.node.answers import Refusal
+from kdn.store.base import Entry
+
+PUBLIC = TenantSettings("public", operator=True)
+"""Everybody, at a node without tokens."""
+
+COLLECTIONS = {"chunks": b"c", "profiles": b"p", "objects": b"o"}
+RECOUNT_S = 5.0
+_PREFIX_BYTES = 8
+Clock = Callable[[], float]
+ListEntries = Callable[[bytes], AsyncIterator[Entry]]
+
+
+def new_token() -> tuple[str, str]:
+    """A fresh token, and the hash of it that a configuration file holds."""
+    token = secrets.token_urlsafe(32)
+    return token, token_hash(token)
+
+
+def token_hash(token: str) -> str:
+    return "sha256:" + sha256(token.encode()).hexdigest()
+
+
+class RateLimit:
+    """A token bucket that holds one second's worth (at least one request)."""
+
+    def __init__(self, per_s: float, clock: Clock):
+        self._per_s = per_s
+        self._clock = clock
+        self._burst = max(1.0, per_s)
+        self._level = self._burst
+        self._at_s = clock()
+
+    def take(self) -> None:
+        """Refuses with the whole seconds after which there is a place again."""
+        if not self._per_s:
+            return
+        now_s = self._clock()
+        self._level = min(self._burst, self._level + (now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
+        if self._level < 1:
+            wait_s = math.ceil((1 - self._level) / self._per_s)
+            raise Refusal(
+                429, "rate_limited", f"more than {self._per_s:g} requests per second",
+                {"Retry-After": str(max(1, wait_s))},
+            )  # fmt: skip
+        self._level -= 1
+
+
+class Tenant:
+    """One tenant of this node, and the namespace of its keys."""
+
+    def __init__(self, settings: TenantSettings, clock: Clock):
+        self.settings = settings
+        self.name = settings.name
+        self.prefix = blake2b(settings.name.encode(), digest_size=_PREFIX_BYTES).digest()
+        self.rate = RateLimit(settings.requests_per_s, clock)
+        self.quota = Quota(settings.quota_bytes, self.prefix, clock)
+
+    def store_key(self, collection: str, key: bytes) -> bytes:
+        return self.prefix + COLLECTIONS[collection] + key
+
+    def public_key(self, store_key: bytes) -> bytes:
+        """The key as its tenant knows it."""
+        assert store_key.startswith(self.prefix)
+        return store_key[_PREFIX_BYTES + 1 :]
+
+
+class Quota:
+    """Bytes a tenant holds. Evictions happen behind our back, so the count is an upper bound; it is
+    made exact from the store before anything is refused, at most every RECOUNT_S seconds."""
+
+    def __init__(self, limit_bytes: int, prefix: bytes, clock: Clock):
+        self.limit_bytes = limit_bytes
+        self._prefix = prefix
+        self._clock = clock
+        self._used_bytes = 0
+        self._reserved_bytes = 0
+        self._counted_at_s = -math.inf
+        self._lock = asyncio.Lock()  # one recount at a time
+
+    async def count(self, entries: ListEntries) -> tuple[int, int]:
+        """(objects, bytes) in the store now."""
+        objects = size_bytes = 0
+        async for entry in entries(self._prefix):
+            objects += 1
+            size_bytes += entry.size_bytes
+        return objects, size_bytes
+
+    async def check(self, size_bytes: int, entries: ListEntries, other_bytes: int = 0) -> None:
+        """Refuse what would not fit. `other_bytes`: held elsewhere than in the store."""
+        if not self.limit_bytes:
+            return
+        async with self._lock:
+            if not self._fits(size_bytes + other_bytes) and self._may_recount():
+                self._counted_at_s = self._clock()
+                _, self._used_bytes = await self.count(entries)
+        if not self._fits(size_bytes + other_bytes):
+            raise Refusal(
+                507, "quota_exceeded",
+                f"{size_bytes} more bytes do not fit into the quota of {self.limit_bytes}",
+            )  # fmt: skip
+
+    @contextmanager
+    def reserve(self, size_bytes: int) -> Iterator[None]:
+        """While an object is on its way in: two of them never take the same place."""
+        self._reserved_bytes += size_bytes
+        try:
+            yield
+        finally:
+            self._reserved_bytes -= size_bytes
+
+    def add(self, size_bytes: int) -> None:
+        self._used_bytes = max(0, self._used_bytes + size_bytes)
+
+    def _fits(self, size_bytes: int) -> bool:
+        return self._used_bytes + self._reserved_bytes + size_bytes <= self.limit_bytes
+
+    def _may_recount(self) -> bool:
+        return self._clock() - self._counted_at_s >= RECOUNT_S
+
+
+class Tenants:
+    """All tenants; without any, everybody is PUBLIC."""
+
+    def __init__(self, settings: Sequence[TenantSettings], clock: Clock):
+        self.open = not settings
+        self._all = [Tenant(tenant, clock) for tenant in settings or (PUBLIC,)]
+        self._hashes = [(hash_, tenant) for tenant in self._all for hash_ in tenant.settings.tokens]
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(self._all)
+
+    def authenticate(self, authorization: str | None) -> Tenant:
+        """Whose token this is. Every known hash is compared, whichever fits."""
+        if self.open:
+            return self._all[0]
+        scheme, _, token = (authorization or "").partition(" ")
+        presented = token_hash(token.strip()) if scheme.lower() == "bearer" else ""
+        found = None
+        for known, tenant in self._hashes:
+            if hmac.compare_digest(known, presented):
+                found = tenant
+        if found is None:
+            raise Refusal(
+                401, "unauthorized", "a valid bearer token is needed",
+                {"WWW-Authenticate": 'Bearer realm="kdn"'},
+            )  # fmt: skip
+        return found

@@ -1,0 +1,396 @@
+"""Objects as files of a folder, bounded in bytes. What was acknowledged survives a power loss.
+
+What is here is kept in a dictionary, filled from the index at start, so a lookup costs no I/O. All
+state of this class belongs to the event loop; the file system is touched only by a few threads
+(disk_folder.py, where the reasons for its safety are written). Every operation is a task of its
+own that runs to its end even if its caller gives up: so dictionary, policy and files always agree.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from asyncio import Lock, Task, shield, sleep
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from kdn.errors import FormatError, NoSpaceError, StoreError
+from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put
+from kdn.store.disk_files import Files
+from kdn.store.disk_folder import ObjectFolder, Reading, file_name, open_folder
+from kdn.store.disk_format import header_bytes
+from kdn.store.disk_index import Index, Row, entry_of, row_of
+from kdn.store.disk_tasks import Holds, Tasks
+from kdn.store.evict import Policy
+
+logger = logging.getLogger(__name__)
+
+OpenIndex = Callable[[Path], tuple[Index, list[Row]]]
+
+SLICE_ROWS = 1000
+"""Told to the policy before others may run: some milliseconds."""
+FILE_SYSTEM_BLOCK_BYTES = 4096
+OVERHEAD_BYTES = 512
+"""Counted for every object besides its file: its name, inode and index row."""
+
+
+def footprint_bytes(row: Row) -> int:
+    """What an object counts against the capacity: its file in whole blocks of a file system."""
+    key, etag, size_bytes, parent, _, _ = row
+    names_bytes = len(key) + len(etag) + (len(parent) if parent else 0)
+    file_bytes = header_bytes(size_bytes, names_bytes) + size_bytes
+    blocks = -(-file_bytes // FILE_SYSTEM_BLOCK_BYTES)
+    return blocks * FILE_SYSTEM_BLOCK_BYTES + OVERHEAD_BYTES
+
+
+class DiskStore(Store):
+    """Opened by `open_disk`."""
+
+    def __init__(
+        self,
+        folder: ObjectFolder,
+        tasks: Tasks,
+        unlock: Callable[[], None],
+        capacity_bytes: int,
+        policy: Policy,
+    ) -> None:
+        self._folder = folder
+        self._tasks = tasks
+        self._unlock = unlock
+        self._capacity_bytes = capacity_bytes
+        self._policy = policy
+        self._rows: dict[bytes, Row] = {}
+        self._used: dict[bytes, int] = {}  # those used since the start, in the index at the end
+        self._size_bytes = 0  # with what is being written
+        self._holds = Holds()  # a key with a row is free, or held by one who waits for nothing
+        self._policy_filled: Task[None]
+        self._room = Lock()  # one put at a time makes room, so that no two evict for the same bytes
+        self._hits = self._misses = self._puts = self._evictions = self._corruptions = 0
+        self._ticks = count()
+
+    def _fill(self, rows: Sequence[Row], corruptions: int) -> None:
+        """Take over what `heal` found; `_fill_policy` is yet to come."""
+        self._size_bytes = sum(footprint_bytes(row) for row in rows)
+        self._rows = {row[0]: row for row in rows}
+        self._ticks = count(rows[-1][-1] + 1 if rows else 0)
+        self._corruptions = corruptions
+
+    async def _fill_policy(self, rows: Sequence[Row]) -> None:
+        """Tell the policy what is here, a little at a time: a third of all that a start takes, and
+        only the first eviction needs it."""
+        for start in range(0, len(rows), SLICE_ROWS):
+            for row in rows[start : start + SLICE_ROWS]:
+                if self._rows.get(row[0]) is row:
+                    self._tell_policy(row)
+            await sleep(0)
+        for key in self._used:
+            self._policy.touch(key)
+
+    # Store
+
+    async def put(
+        self, key: bytes, data: bytes, *, etag: bytes, checksum: int, hints: Hints | None = None
+    ) -> Entry:
+        entry = Entry(key, etag, len(data), hints or Hints())
+        return await self._tasks.finish(self._put(entry, data, checksum))
+
+    async def get(
+        self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None
+    ) -> Span | None:
+        row = self._rows.get(key)
+        reading = None
+        if row is not None and etag in (None, row[1]):
+            [reading] = await self._tasks.finish(self._read([row], start, end))
+        if row is None or reading is None:
+            self._misses += 1
+            return None
+        self._hits += 1
+        self._use(key)
+        return Span(reading.entry, reading.start, reading.data)
+
+    async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
+        rows = [self._rows.get(key) for key in keys]
+        if not head_bytes:
+            return [None if row is None else entry_of(row) for row in rows]
+        known = [row for row in rows if row is not None]
+        readings = iter(await self._tasks.finish(self._read(known, 0, head_bytes)))
+        return [_with_head(next(readings)) if row else None for row in rows]
+
+    async def delete(self, key: bytes) -> bool:
+        return await self._tasks.finish(self._delete(key))
+
+    async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+        for key in await self._tasks.finish(self._keys(prefix)):
+            row = self._rows.get(key)
+            if row is not None:
+                yield entry_of(row)
+
+    async def stats(self) -> Stats:
+        return Stats(
+            objects=len(self._rows),
+            size_bytes=self._size_bytes,
+            capacity_bytes=self._capacity_bytes,
+            hits=self._hits,
+            misses=self._misses,
+            puts=self._puts,
+            evictions=self._evictions,
+            corruptions=self._corruptions,
+        )
+
+    async def close(self) -> None:
+        if not await self._tasks.drain():
+            return
+        used = [(*self._rows[key][:-1], tick) for key, tick in self._used.items()]
+        try:
+            await self._tasks.in_thread(self._folder.close, used)
+        finally:
+            self._unlock()
+            self._tasks.shut_down()
+
+    # Operations, each in a task of its own
+
+    async def _put(self, entry: Entry, data: bytes, checksum: int) -> Entry:
+        await self._tasks.in_thread(check_put, entry, data, checksum)
+        await self._holds.hold(entry.key)
+        try:
+            known = self._rows.get(entry.key)
+            if known is not None:
+                return entry_of(known)
+            row = row_of(entry, next(self._ticks))
+            await self._make_room(row)
+            try:
+                await self._tasks.in_thread(self._folder.write, row, data)
+            except BaseException:
+                self._discount(row)
+                raise
+            self._rows[entry.key] = row
+            self._puts += 1
+            return entry
+        finally:
+            self._holds.release(entry.key)
+
+    async def _make_room(self, newcomer: Row) -> None:
+        """Count the newcomer and evict until all fits; refuse it if it is what should go."""
+        size_bytes = footprint_bytes(newcomer)
+        if size_bytes > self._capacity_bytes:
+            raise NoSpaceError(f"expected at most {self._capacity_bytes} bytes, found {size_bytes}")
+        await shield(self._policy_filled)
+        async with self._room:
+            self._count(newcomer)
+            try:
+                await self._shrink(newcomer[0])
+            except BaseException:
+                self._discount(newcomer)
+                raise
+
+    async def _shrink(self, newcomer: bytes | None = None) -> None:
+        """Evict until all fits into the capacity. The policy must be filled."""
+        while self._size_bytes > self._capacity_bytes:
+            victim = self._policy.victim()
+            if victim is None or victim == newcomer:
+                raise NoSpaceError(
+                    f"no room within {self._capacity_bytes} bytes: all else is to be kept"
+                )
+            self._policy.remove(victim)
+            await self._evict(victim)
+
+    async def _evict(self, key: bytes) -> None:
+        await self._holds.hold(key)  # it may still be being written
+        try:
+            row = self._rows.get(key)
+            if row is None:
+                return
+            self._remove(row)
+            try:
+                await self._tasks.in_thread(self._folder.evict, entry_of(row))
+            except BaseException:
+                self._add(row)
+                raise
+            self._evictions += 1
+        finally:
+            self._holds.release(key)
+
+    async def _delete(self, key: bytes) -> bool:
+        await self._holds.hold(key)
+        try:
+            row = self._rows.get(key)
+            if row is not None:
+                self._remove(row)
+            return await self._tasks.in_thread(
+                self._folder.delete, key, entry_of(row) if row else None
+            )
+        finally:
+            self._holds.release(key)
+
+    async def _read(
+        self, rows: Sequence[Row], start: int, end: int | None
+    ) -> Sequence[Reading | None]:
+        """Verified bytes of each; None where there are none any more."""
+        entries = [entry_of(row) for row in rows]
+        readings = await self._tasks.in_thread(_read_all, self._folder, entries, start, end)
+        found: list[Reading | None] = []
+        for row, reading in zip(rows, readings, strict=True):
+            if isinstance(reading, Reading):
+                if reading.entry != entry_of(row):
+                    await self._correct(row, reading.entry)
+                found.append(reading)
+            else:
+                await self._lose(row, reading)
+                found.append(None)
+        return found
+
+    async def _keys(self, prefix: bytes) -> Sequence[bytes]:
+        return await self._tasks.in_thread(_sorted, tuple(self._rows), prefix)
+
+    async def _lose(self, row: Row, damage: FormatError | None) -> None:
+        """An object's file is damaged or, without our doing, gone."""
+        entry = entry_of(row)
+        if self._rows.get(entry.key) is not row:
+            return  # evicted or deleted meanwhile, or another reader was here first
+        self._holds.hold_free(entry.key)
+        self._remove(row)
+        try:
+            if damage is None:
+                logger.warning("%s was removed by somebody else", file_name(entry))
+                await self._tasks.in_thread(self._folder.forget, entry.key)
+            else:
+                logger.warning("%s is damaged and set aside: %s", file_name(entry), damage)
+                self._corruptions += 1
+                await self._tasks.in_thread(self._folder.set_aside, entry.key, file_name(entry))
+        finally:
+            self._holds.release(entry.key)
+
+    async def _correct(self, row: Row, entry: Entry) -> None:
+        """The index was wrong about an object; its file, which carries checksums, is believed."""
+        if self._rows.get(entry.key) is not row:
+            return
+        self._holds.hold_free(entry.key)
+        self._remove(row)
+        corrected = row_of(entry, row[-1])
+        try:
+            await self._tasks.in_thread(self._folder.correct, corrected)
+            self._add(corrected)
+        finally:
+            self._holds.release(entry.key)
+
+    # State: changed on the event loop only
+
+    def _add(self, row: Row) -> None:
+        self._rows[row[0]] = row
+        self._count(row)
+
+    def _remove(self, row: Row) -> None:
+        del self._rows[row[0]]
+        self._used.pop(row[0], None)
+        self._discount(row)
+
+    def _count(self, row: Row) -> None:
+        self._size_bytes += footprint_bytes(row)
+        self._tell_policy(row)
+
+    def _tell_policy(self, row: Row) -> None:
+        key, _, _, parent, saved_s, _ = row
+        self._policy.add(key, footprint_bytes(row), Hints(parent, saved_s))
+
+    def _discount(self, row: Row) -> None:
+        self._size_bytes -= footprint_bytes(row)
+        self._policy.remove(row[0])
+
+    def _use(self, key: bytes) -> None:
+        self._policy.touch(key)
+        if key in self._rows:
+            self._used.pop(key, None)  # so that the order is that of the last use
+            self._used[key] = next(self._ticks)
+
+
+async def open_disk(
+    path: Path,
+    capacity_bytes: int,
+    policy: Policy,
+    *,
+    threads: int = 4,
+    deadline_s: float = 30.0,
+    files: Files | None = None,
+    open_index: OpenIndex = Index.open,
+) -> DiskStore:
+    """The store in the folder `path`, made if it is not there.
+
+    `policy` must be new, but may already pin or retain keys: what is here beyond `capacity_bytes`
+    is evicted before this returns. `deadline_s` bounds every operation.
+    """
+    tasks = Tasks(threads, deadline_s)
+    opening = partial(_open, path, capacity_bytes, policy, tasks, files or Files(), open_index)
+    try:
+        store = await tasks.in_thread(opening)
+    except BaseException:
+        tasks.shut_down()
+        raise
+    store._policy_filled = tasks.start(store._fill_policy(tuple(store._rows.values())))
+    try:
+        if store._size_bytes > capacity_bytes:
+            await store._policy_filled
+            await store._shrink()
+    except StoreError as error:
+        logger.warning("%s holds more than its capacity: %s", path, error)
+    return store
+
+
+def _open(
+    path: Path,
+    capacity_bytes: int,
+    policy: Policy,
+    tasks: Tasks,
+    files: Files,
+    open_index: OpenIndex,
+) -> DiskStore:
+    with ExitStack() as stack, _no_cycle_collection():
+        lock = open_folder(path, files)
+        stack.callback(files.close, lock)
+        index, rows = open_index(path / "index.sqlite")
+        stack.callback(index.close)
+        folder = ObjectFolder(path, files, index)
+        store = DiskStore(folder, tasks, partial(files.close, lock), capacity_bytes, policy)
+        store._fill(*folder.heal(rows))
+        stack.pop_all()
+    return store
+
+
+@contextmanager
+def _no_cycle_collection() -> Iterator[None]:
+    """A hundred thousand rows that all stay: looking for garbage among them again and again while
+    they come in took a quarter of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _sorted(keys: Sequence[bytes], prefix: bytes) -> Sequence[bytes]:
+    return sorted(key for key in keys if key.startswith(prefix))
+
+
+def _read_all(
+    folder: ObjectFolder, entries: Sequence[Entry], start: int, end: int | None
+) -> list[Reading | FormatError | None]:
+    return [_read_one(folder, entry, start, end) for entry in entries]
+
+
+def _read_one(
+    folder: ObjectFolder, entry: Entry, start: int, end: int | None
+) -> Reading | FormatError | None:
+    """Damage is a value here: one damaged object does not spoil a batch."""
+    try:
+        return folder.read(entry, start, end)
+    except FormatError as error:
+        return error
+
+
+def _with_head(reading: Reading | None) -> Entry | None:
+    return None if reading is None else replace(reading.entry, head=bytes(reading.data))

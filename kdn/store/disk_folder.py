@@ -1,0 +1,304 @@
+"""What the disk store does in its threads: objects as files of one folder, and their index.
+
+    FOLDER/lock            held by the one process that has the folder open
+    FOLDER/index.sqlite    table of contents (disk_index.py), rebuilt when lost
+    FOLDER/objects/        KEY-ETAG in hexadecimal, one complete object each (disk_format.py)
+    FOLDER/objects/*.part  objects being written, removed at the next start
+    FOLDER/damaged/        objects found damaged, the latest few
+
+The files are the truth; the index only saves reading them all at start. So durability is a matter
+of the order of file system calls alone, and no transaction spans files and index:
+
+- put: write a .part file, sync it, rename it, sync the folder, then the index. A name without .part
+  is therefore always a complete object. Acknowledged means that the folder was synced.
+- evict: unlink, then the index. Not synced: what comes back after a power loss is a whole object
+  again. A later put syncs the folder, so that an evicted object never survives a newer one.
+- delete: unlink, sync the folder, then the index.
+- start: a row without a file is dropped. A file without a row is adopted from its own header. The
+  etag is in the name, so a row can not be taken for that of an earlier object of its key. Thus any
+  state of the index, older, newer, damaged or gone, leads to the same store.
+
+Where a file may be left that nobody shall see (the disk refused to unlink or sync), its key is
+`unclean`: nothing is put under it, nor a deletion confirmed, before the file is known to be gone.
+Hence no two objects of one key, which after a restart could be taken for each other.
+
+Content is verified when it is read, block by block. Anyone may read at any time; of those that
+change the files of one key, the caller lets only one in at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from kdn.errors import FormatError, StoreError, TruncatedError
+from kdn.store.base import Entry, clip
+from kdn.store.disk_files import Files, named_errors
+from kdn.store.disk_format import (
+    BLOCK_BYTES,
+    Header,
+    declared_header_bytes,
+    decode_header,
+    encode_header,
+    verify_blocks,
+)
+from kdn.store.disk_index import Index, Row, entry_of, row_of
+
+logger = logging.getLogger(__name__)
+
+PART = ".part"
+MAX_DAMAGED = 16
+_HEAD_BYTES = 4096  # holds the header of any object up to 30 MB
+_NAME = re.compile("((?:[0-9a-f]{2})+)-((?:[0-9a-f]{2})+)")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Verified bytes [start, start + len(data)) of an object, and what its file says of it."""
+
+    entry: Entry
+    start: int
+    data: memoryview
+
+
+class ObjectFolder:
+    def __init__(self, folder: Path, files: Files, index: Index) -> None:
+        self._folder = folder
+        self._objects = folder / "objects"
+        self._damaged = folder / "damaged"
+        self._files = files
+        self._index = index
+        self._serial = count()
+        self._unclean: dict[bytes, set[str]] = {}  # names of files, by key
+
+    def write(self, row: Row, data: bytes) -> None:
+        """When this returns, the object survives a power loss. When it fails, it is not there."""
+        entry = entry_of(row)
+        self.clean(entry.key)
+        part = self._objects / f"{next(self._serial)}{PART}"
+        with named_errors(f"write {len(data)} bytes to {self._folder}"):
+            try:
+                self._write_synced(part, [encode_header(entry, data), data])
+                self._files.rename(part, self._objects / file_name(entry))
+                self._files.sync_folder(self._objects)
+            except BaseException:
+                self._give_up(entry.key, part.name, file_name(entry))
+                with suppress(StoreError):
+                    self.clean(entry.key)
+                raise
+        self._index.change(put=[row])
+
+    def read(self, entry: Entry, start: int, end: int | None) -> Reading | None:
+        """Verified bytes of an object; None if its file is gone, FormatError if it is damaged."""
+        with named_errors(f"read {file_name(entry)}"):
+            try:
+                fd = self._files.open(self._objects / file_name(entry))
+            except FileNotFoundError:
+                return None
+            try:
+                header, _ = self._read_header(fd, entry.key, entry.etag)
+                begin, stop = clip(start, end, header.entry.size_bytes)
+                data = self._read_verified(fd, header, begin, stop)
+            finally:
+                self._files.close(fd)
+        return Reading(header.entry, begin, data)
+
+    def evict(self, entry: Entry) -> None:
+        with named_errors(f"evict {file_name(entry)}"):
+            self._unlink(self._objects / file_name(entry))
+        self._index.change(remove=[entry.key])
+
+    def delete(self, key: bytes, entry: Entry | None) -> bool:
+        """When this returns, the bytes are gone for good; True if they were an object."""
+        was_here = entry is not None or key in self._unclean
+        if entry is not None:
+            self._give_up(key, file_name(entry))
+        self.clean(key)
+        with named_errors(f"delete damaged copies of {key.hex()}"):
+            copies = [name for name in self._files.list(self._damaged) if _is_of(name, key)]
+            for name in copies:
+                self._unlink(self._damaged / name)
+            if copies:
+                self._files.sync_folder(self._damaged)
+        if was_here:
+            self._index.change(remove=[key])
+        return was_here
+
+    def clean(self, key: bytes) -> None:
+        """Make sure that no file of an object that was given up remains."""
+        names = self._unclean.get(key)
+        if names is None:
+            return
+        with named_errors(f"remove {', '.join(names)}"):
+            for name in names:
+                self._unlink(self._objects / name)
+            self._files.sync_folder(self._objects)
+        del self._unclean[key]
+
+    def _give_up(self, key: bytes, *names: str) -> None:
+        """From now on nobody shall see these files, whether or not they can be removed."""
+        self._unclean.setdefault(key, set()).update(names)
+
+    def set_aside(self, key: bytes, name: str) -> None:
+        """Move a damaged file to where nobody reads it, if the disk still lets us."""
+        self._give_up(key, name)
+        with suppress(OSError):
+            self._files.rename(self._objects / name, self._damaged / name)
+            self._files.sync_folder(self._damaged)
+        with suppress(StoreError):
+            self.clean(key)
+        with suppress(OSError):
+            others = sorted(set(self._files.list(self._damaged)) - {name})
+            for other in others[: max(0, len(others) + 1 - MAX_DAMAGED)]:
+                self._files.unlink(self._damaged / other)
+        self._index.change(remove=[key])
+
+    def forget(self, key: bytes) -> None:
+        """Drop the row of an object whose file somebody else removed."""
+        self._index.change(remove=[key])
+
+    def correct(self, row: Row) -> None:
+        """Write down what the file says where the index said otherwise."""
+        self._index.change(put=[row])
+
+    def close(self, used: Sequence[Row]) -> None:
+        """Remember when rows were used and release the index."""
+        self._index.change(put=used)
+        self._index.close()
+
+    def heal(self, rows: Sequence[Row]) -> tuple[list[Row], int]:
+        """Make index and files agree: what is here, least recently used first, and how many files
+        were found damaged. Reads names, and of files that have no row their headers."""
+        with named_errors(f"list {self._objects}"):
+            names = set(self._files.list(self._objects))
+        expected = {f"{row[0].hex()}-{row[1].hex()}": row for row in rows}
+        missing = [expected.pop(name)[0] for name in expected.keys() - names]
+        here = list(expected.values())
+        strangers = names - expected.keys()
+        entries, damaged = self._adopt(strangers, {row[0] for row in here} if strangers else set())
+        newest = here[-1][-1] if here else 0
+        adopted = [row_of(entry, newest + order) for order, entry in enumerate(entries, 1)]
+        if missing or adopted:
+            logger.info("index: %d rows dropped, %d files adopted", len(missing), len(adopted))
+            self._index.change(put=adopted, remove=missing)
+        return here + adopted, damaged
+
+    def _adopt(self, names: set[str], known: set[bytes]) -> tuple[list[Entry], int]:
+        """Files without a row: their entries, oldest first, and how many were damaged."""
+        found: list[tuple[int, Entry]] = []
+        damaged = 0
+        for name in sorted(names):
+            key, etag = _parse(name)
+            try:
+                if name.endswith(PART) or key in known:
+                    self._files.unlink(self._objects / name)
+                    continue
+                header, time_ns = self._read_header_of(name, key, etag)
+                found.append((time_ns, header.entry))
+                known.add(key)
+            except FormatError as error:
+                logger.warning("%s is damaged and set aside: %s", name, error)
+                damaged += 1
+                self.set_aside(key, name)
+            except OSError as error:
+                # Not ours to judge: perhaps the next start can read it.
+                logger.warning("%s cannot be read and is left alone: %s", name, error)
+                self._give_up(key, name)
+        return [entry for _, entry in sorted(found, key=lambda item: item[0])], damaged
+
+    def _read_header_of(self, name: str, key: bytes, etag: bytes) -> tuple[Header, int]:
+        fd = self._files.open(self._objects / name)
+        try:
+            return self._read_header(fd, key, etag)
+        finally:
+            self._files.close(fd)
+
+    def _read_header(self, fd: int, key: bytes, etag: bytes) -> tuple[Header, int]:
+        """The verified header of an open file and the time of its last change."""
+        size_bytes, time_ns = self._files.size_and_time(fd)
+        head = self._read_exactly(fd, min(size_bytes, _HEAD_BYTES), 0)
+        declared = declared_header_bytes(head)
+        if len(head) < declared <= size_bytes:
+            head = self._read_exactly(fd, declared, 0)
+        header = decode_header(head)
+        if header.file_bytes != size_bytes:
+            raise TruncatedError(f"expected {header.file_bytes} bytes, found {size_bytes}")
+        if (header.entry.key, header.entry.etag) != (key, etag):
+            raise FormatError(f"expected the object its name says, found {file_name(header.entry)}")
+        return header, time_ns
+
+    def _read_verified(self, fd: int, header: Header, start: int, end: int) -> memoryview:
+        """Bytes [start, end) of the object, read and verified in whole blocks."""
+        if start == end:
+            return memoryview(b"")
+        first_block = start // BLOCK_BYTES
+        blocks_start = first_block * BLOCK_BYTES
+        blocks_end = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, header.entry.size_bytes)
+        blocks = memoryview(
+            self._read_exactly(fd, blocks_end - blocks_start, header.header_bytes + blocks_start)
+        )
+        verify_blocks(header, first_block, blocks)
+        return blocks[start - blocks_start : end - blocks_start]
+
+    def _read_exactly(self, fd: int, size_bytes: int, start: int) -> bytes:
+        data = self._files.read(fd, size_bytes, start)
+        while len(data) < size_bytes:
+            more = self._files.read(fd, size_bytes - len(data), start + len(data))
+            if not more:
+                raise TruncatedError(f"expected {size_bytes} bytes at {start}, found {len(data)}")
+            data += more
+        return data
+
+    def _write_synced(self, path: Path, parts: list[bytes]) -> None:
+        fd = self._files.create(path)
+        try:
+            views = [memoryview(part) for part in parts]
+            while views:
+                taken = self._files.write(fd, views)
+                while views and taken >= len(views[0]):
+                    taken -= len(views.pop(0))
+                if taken:
+                    views[0] = views[0][taken:]
+            self._files.sync(fd)
+        finally:
+            self._files.close(fd)
+
+    def _unlink(self, path: Path) -> None:
+        with suppress(FileNotFoundError):
+            self._files.unlink(path)
+
+
+def open_folder(folder: Path, files: Files) -> int:
+    """Make the folders, durably, and lock them; the lock is held until it is closed."""
+    with named_errors(f"open {folder}"):
+        for path in reversed(folder.absolute().parents):
+            if files.make_folder(path):
+                files.sync_folder(path.parent)
+        for path in (folder, folder / "objects", folder / "damaged"):
+            files.make_folder(path)
+            files.sync_folder(path.parent)  # even if it was there: it may be one unsynced yet
+        try:
+            return files.lock(folder / "lock")
+        except BlockingIOError:
+            raise StoreError(f"{folder} is open in another process") from None
+
+
+def file_name(entry: Entry) -> str:
+    return f"{entry.key.hex()}-{entry.etag.hex()}"
+
+
+def _parse(name: str) -> tuple[bytes, bytes]:
+    """Key and etag of a file's name; of a name that is not ours, the name itself and nothing."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return name.encode("utf-8", "surrogateescape"), b""
+    return bytes.fromhex(match[1]), bytes.fromhex(match[2])
+
+
+def _is_of(name: str, key: bytes) -> bool:
+    return name.startswith(f"{key.hex()}-")

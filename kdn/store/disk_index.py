@@ -1,0 +1,148 @@
+"""The disk store's table of contents, in SQLite: what lets it open without reading every file.
+
+It is a copy of what the files say, plus the order of their last use. Nothing acknowledged depends
+on it: whatever state it is found in (behind the files, ahead of them, damaged, gone), the store
+makes it fit the files again when it opens. That is why
+
+- a write-ahead log with `synchronous=NORMAL` is enough: after a power loss SQLite's file is sound
+  but may lack the latest commits, and a lacking commit is one more thing to heal;
+- a write that fails (disk full, say) is logged and does not fail the put or delete it belongs to;
+- a damaged index is deleted and made anew.
+
+The folder's lock keeps other processes out, so SQLite holds its own lock for good and needs no
+shared memory file (which a full disk could not hold).
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from operator import itemgetter
+from pathlib import Path
+from threading import Lock
+from typing import Self
+
+from kdn.store.base import Entry, Hints
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS objects (
+    key BLOB PRIMARY KEY, etag BLOB NOT NULL, size_bytes INTEGER NOT NULL,
+    parent BLOB, saved_s REAL NOT NULL, used INTEGER NOT NULL
+) WITHOUT ROWID
+"""
+_INSERT = "INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?, ?, ?)"
+_DELETE = "DELETE FROM objects WHERE key = ?"
+# SQLite has no checksums: a flipped bit may make a value another type, but never a wrong read,
+# since the files are believed and not the index.
+_SELECT = """
+SELECT * FROM objects WHERE typeof(key) = 'blob' AND typeof(etag) = 'blob'
+    AND typeof(size_bytes) = 'integer' AND typeof(parent) IN ('blob', 'null')
+    AND typeof(saved_s) = 'real' AND typeof(used) = 'integer'
+"""
+
+
+Row = tuple[bytes, bytes, int, bytes | None, float, int]
+"""Key, etag, size, parent, seconds saved, and when it was used: a higher number was later. Bare, as
+SQLite gives them: to make a hundred thousand objects of a class more would be felt at start."""
+
+
+def row_of(entry: Entry, used: int) -> Row:
+    hints = entry.hints
+    return entry.key, entry.etag, entry.size_bytes, hints.parent, hints.saved_s, used
+
+
+def entry_of(row: Row) -> Entry:
+    key, etag, size_bytes, parent, saved_s, _ = row
+    return Entry(key, etag, size_bytes, Hints(parent, saved_s))
+
+
+class Index:
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._lock = Lock()  # guards the connection: many threads write through it
+
+    @classmethod
+    def open(cls, path: Path) -> tuple[Self, list[Row]]:
+        """The index at `path` and its rows, least recently used first; empty if it was missing or
+        unusable. Where not even a new one can be written, it lives in memory this time."""
+        for connect in (_connect, _connect_anew):
+            try:
+                connection = connect(path)
+                return cls(connection), _load(connection)
+            except (sqlite3.Error, OSError) as error:
+                logger.warning("%s is unusable, so it is made anew: %s", path, error)
+        return cls(_prepare(sqlite3.connect(":memory:", check_same_thread=False))), []
+
+    def change(self, put: Iterable[Row] = (), remove: Iterable[bytes] = ()) -> None:
+        """All or nothing. Failure is logged: the next opening heals it."""
+        with self._lock, self._transaction() as run:
+            run.executemany(_DELETE, ((key,) for key in remove))
+            run.executemany(_INSERT, put)
+
+    def close(self) -> None:
+        with self._lock:
+            try:
+                self._connection.close()
+            except sqlite3.Error as error:
+                logger.warning("the index was not closed cleanly: %s", error)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            yield self._connection
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            logger.warning("the index misses a change until the next start: %s", error)
+            self._roll_back()
+
+    def _roll_back(self) -> None:
+        try:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        except sqlite3.Error as error:
+            logger.warning("the index could not roll back: %s", error)
+
+
+def _load(connection: sqlite3.Connection) -> list[Row]:
+    try:
+        # Sorted here: SQLite would carry whole rows through its sorter, at thrice the cost.
+        return sorted(connection.execute(_SELECT).fetchall(), key=itemgetter(5))
+    except sqlite3.Error:
+        connection.close()
+        raise
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        return _prepare(connection)
+    except sqlite3.Error:
+        connection.close()
+        raise
+
+
+def _connect_anew(path: Path) -> sqlite3.Connection:
+    """The log goes first: left alone, it would be replayed into the new file."""
+    for suffix in ("-wal", "-shm", "-journal", ""):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    return _connect(path)
+
+
+def _prepare(connection: sqlite3.Connection) -> sqlite3.Connection:
+    connection.isolation_level = None
+    connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=NORMAL")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version not in (0, SCHEMA_VERSION):
+        raise sqlite3.DatabaseError(f"expected version {SCHEMA_VERSION}, found {version}")
+    connection.execute(_SCHEMA)
+    connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+    return connection

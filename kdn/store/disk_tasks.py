@@ -1,0 +1,90 @@
+"""How the disk store waits: operations that always end, threads for what blocks, keys held."""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import Event, Future, Task, shield
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from kdn.errors import StoreError
+
+T = TypeVar("T")
+
+MAX_OPERATIONS = 1024
+"""Operations in progress or waiting for a thread; one more is refused."""
+
+
+class Tasks:
+    """Runs operations to their end, whether or not their callers wait so long.
+
+    A caller that is cancelled or whose deadline passes leaves its operation running: whoever
+    changes files and what is known of them must not stop half-way.
+    """
+
+    def __init__(self, threads: int, deadline_s: float) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kdn-disk")
+        self._deadline_s = deadline_s
+        self._tasks: set[Task[Any]] = set()
+        self._closed = False
+
+    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._closed or len(self._tasks) >= MAX_OPERATIONS:
+            work.close()
+            raise StoreError("the store is closed" if self._closed else "the store is overloaded")
+        task = self.start(work)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await shield(task)
+        except TimeoutError:
+            raise StoreError(f"the disk did not answer within {self._deadline_s} s") from None
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Task[T]:
+        """In the background; `drain` waits for it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may have gone: nobody is left to hear of it
+
+    def in_thread(self, work: Callable[..., T], *args: object) -> Future[T]:
+        """One blocking call of an operation. Bounded by the number of operations."""
+        return asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+    async def drain(self) -> bool:
+        """Refuse new operations and wait for those in progress; False if it was done before."""
+        if self._closed:
+            return False
+        self._closed = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._deadline_s)
+        return True
+
+    def shut_down(self) -> None:
+        """Let the threads go; does not wait for one that the disk does not answer."""
+        self._pool.shutdown(wait=not self._tasks)
+
+
+class Holds:
+    """Only the holder of a key changes its files."""
+
+    def __init__(self) -> None:
+        self._held: dict[bytes, Event] = {}
+
+    async def hold(self, key: bytes) -> None:
+        while (other := self._held.get(key)) is not None:
+            await other.wait()
+        self._held[key] = Event()
+
+    def hold_free(self, key: bytes) -> None:
+        """Hold a key that nobody holds, at once."""
+        assert key not in self._held, "a key with a record must be free"
+        self._held[key] = Event()
+
+    def release(self, key: bytes) -> None:
+        self._held.pop(key).set()

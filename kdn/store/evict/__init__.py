@@ -1,0 +1,27 @@
+"""Which object leaves next when a store is full: pure policies, no I/O, the clock passed in.
+
+`open_policy` wraps a policy in `Retention`, which adds pins, retention by name and TTL.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kdn.errors import UnsupportedError
+from kdn.store.evict.base import Policy
+from kdn.store.evict.cost import CostAware
+from kdn.store.evict.lru import LRU
+from kdn.store.evict.retention import Retention
+from kdn.store.evict.s3fifo import S3Fifo
+
+__all__ = ["LRU", "POLICIES", "CostAware", "Policy", "Retention", "S3Fifo", "open_policy"]
+
+POLICIES: dict[str, type[Policy]] = {"lru": LRU, "s3fifo": S3Fifo, "cost": CostAware}
+
+
+def open_policy(name: str, clock: Callable[[], float] = time.monotonic) -> Retention:
+    """A policy by its name. `clock` (seconds) is what TTLs are measured on."""
+    if name not in POLICIES:
+        raise UnsupportedError(f"expected a policy of {', '.join(POLICIES)}, found {name!r}")
+    return Retention(POLICIES[name](), clock)

@@ -1,0 +1,98 @@
+"""What a node answers (`docs/protocol.md`), read with suspicion: named errors, nothing assumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kdn.errors import ChecksumError, FormatError, KdnError, MismatchError, NoSpaceError, StoreError
+from kdn.protocol.frames import OK, Frame
+from kdn.store.base import Entry, Hints, Span, clip
+
+T = TypeVar("T")
+
+_ERRORS: dict[str, type[KdnError]] = {
+    "checksum_mismatch": ChecksumError,
+    "format_error": FormatError,
+    "mismatch": MismatchError,
+    "quota_exceeded": NoSpaceError,
+    "no_space": NoSpaceError,
+    "too_large": NoSpaceError,
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        try:
+            return json.loads(self.body)
+        except ValueError as error:
+            raise StoreError(f"expected JSON, found {self.body[:200]!r}") from error
+
+    @property
+    def error(self) -> KdnError:
+        """What a refusal means here, in the node's own words."""
+        try:
+            code, message = member(self.json, "code", str), member(self.json, "message", str)
+        except StoreError:
+            code, message = "unknown", repr(self.body[:200])
+        return _ERRORS.get(code, StoreError)(f"{self.status} {code}: {message}")
+
+
+def entry_of(frame: Frame) -> Entry:
+    hints = Hints(frame.parent or None, frame.saved_s)
+    return Entry(frame.key, frame.etag, frame.object_bytes, hints)
+
+
+def join(
+    frames: Sequence[tuple[Frame, memoryview]], key: bytes, start: int, end: int | None
+) -> Span | None:
+    """The span that its frames make up; None if the object is not (or no longer) there."""
+    if not frames or not frames[-1][0].last:
+        raise FormatError("expected frames up to a last one")
+    first = frames[0][0]
+    begin, stop = clip(start, end, first.object_bytes)
+    position, parts = begin, []
+    for frame, data in frames:
+        if (frame.number, frame.key) != (0, key):
+            raise FormatError(f"expected frames of span 0, {key.hex()}, found {frame.number}")
+        if frame.status != OK:
+            return None
+        if (frame.etag, frame.start) != (first.etag, position):
+            raise FormatError(f"expected bytes from {position} on, found {frame.start}")
+        position += len(data)
+        parts.append(data)
+    if position != stop:
+        raise FormatError(f"expected bytes up to {stop}, found {position}")
+    return Span(entry_of(first), begin, parts[0] if len(parts) == 1 else b"".join(parts))
+
+
+def listed(told: Any) -> Entry:
+    """An object as a list tells it."""
+    parent = told.get("parent") if isinstance(told, dict) else None
+    hints = Hints(None if parent is None else unhex(parent), float(member(told, "saved_s", float)))
+    key, etag = (unhex(member(told, name, str)) for name in ("key", "etag"))
+    return Entry(key, etag, member(told, "size_bytes", int), hints)
+
+
+def member(value: Any, name: str, kind: type[T]) -> T:
+    """A member of a JSON object, of that type (an integer is a float, too)."""
+    found = value.get(name) if isinstance(value, dict) else None
+    if isinstance(found, kind):
+        return found
+    if kind is float and isinstance(found, int):
+        return kind(found)  # type: ignore[call-arg]
+    raise StoreError(f"expected {name!r} of type {kind.__name__}, found {str(value)[:200]}")
+
+
+def unhex(text: Any) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"expected hex digits, found {str(text)[:200]}") from error

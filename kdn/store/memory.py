@@ -1,0 +1,123 @@
+"""Objects in this process's memory, bounded in bytes. Nothing survives its end.
+
+No locks: every method runs on one event loop and none gives way in its middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kdn.errors import NoSpaceError
+from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, clip
+from kdn.store.evict import Policy
+
+OVERHEAD_BYTES = 1024
+"""Counted for every object besides its bytes, key, etag and parent: the Python objects around them
+and the policy's own (measured: 640 to 980 bytes, CPython 3.11)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    entry: Entry
+    data: bytes
+
+
+def footprint_bytes(entry: Entry) -> int:
+    """What an object counts against the capacity."""
+    names = len(entry.key) + len(entry.etag) + len(entry.hints.parent or b"")
+    return entry.size_bytes + names + OVERHEAD_BYTES
+
+
+class MemoryStore(Store):
+    def __init__(
+        self,
+        capacity_bytes: int,
+        policy: Policy,
+        on_evict: Callable[[Entry, bytes], None] | None = None,
+    ) -> None:
+        self.on_evict = on_evict  # told what is evicted (not what is deleted), before it is gone
+        self._held: dict[bytes, _Held] = {}
+        self._policy = policy
+        self._capacity_bytes = capacity_bytes
+        self._size_bytes = 0
+        self._hits = self._misses = self._puts = self._evictions = 0
+
+    async def put(
+        self, key: bytes, data: bytes, *, etag: bytes, checksum: int, hints: Hints | None = None
+    ) -> Entry:
+        entry = Entry(key, etag, len(data), hints or Hints())
+        check_put(entry, data, checksum)
+        if key in self._held:
+            return self._held[key].entry
+        self._make_room(entry)
+        self._held[key] = _Held(entry, bytes(data))
+        self._puts += 1
+        return entry
+
+    def _make_room(self, entry: Entry) -> None:
+        """Count the newcomer and evict until all fits; refuse it if it is what should go."""
+        size_bytes = footprint_bytes(entry)
+        if size_bytes > self._capacity_bytes:
+            raise NoSpaceError(f"{size_bytes} bytes exceed the store's {self._capacity_bytes}")
+        self._policy.add(entry.key, size_bytes, entry.hints)
+        self._size_bytes += size_bytes
+        while self._size_bytes > self._capacity_bytes:
+            victim = self._policy.victim()
+            if victim is None or victim == entry.key:
+                self._policy.remove(entry.key)
+                self._size_bytes -= size_bytes
+                raise NoSpaceError(f"no room for {size_bytes} bytes: all else is to be kept")
+            if self.on_evict:
+                self.on_evict(self._held[victim].entry, self._held[victim].data)
+            self._drop(victim)
+            self._evictions += 1
+
+    def _drop(self, key: bytes) -> None:
+        self._policy.remove(key)
+        self._size_bytes -= footprint_bytes(self._held.pop(key).entry)
+
+    async def get(
+        self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None
+    ) -> Span | None:
+        held = self._held.get(key)
+        if held is None or etag not in (None, held.entry.etag):
+            self._misses += 1
+            return None
+        self._hits += 1
+        self._policy.touch(key)
+        begin, stop = clip(start, end, held.entry.size_bytes)
+        return Span(held.entry, begin, memoryview(held.data)[begin:stop])
+
+    async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
+        return [self._look_up(key, head_bytes) for key in keys]
+
+    def _look_up(self, key: bytes, head_bytes: int) -> Entry | None:
+        held = self._held.get(key)
+        return None if held is None else replace(held.entry, head=held.data[:head_bytes])
+
+    async def delete(self, key: bytes) -> bool:
+        if key not in self._held:
+            return False
+        self._drop(key)
+        return True
+
+    async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+        for key in sorted(key for key in self._held if key.startswith(prefix)):
+            held = self._held.get(key)
+            if held is not None:
+                yield held.entry
+
+    async def stats(self) -> Stats:
+        return Stats(
+            objects=len(self._held),
+            size_bytes=self._size_bytes,
+            capacity_bytes=self._capacity_bytes,
+            hits=self._hits,
+            misses=self._misses,
+            puts=self._puts,
+            evictions=self._evictions,
+        )
+
+    async def close(self) -> None:
+        self._held.clear()

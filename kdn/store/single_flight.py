@@ -1,0 +1,59 @@
+"""Many callers, one flight: those who ask for what is already being fetched wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class SingleFlight(Generic[T]):
+    """A flight runs in its own task, so a caller that is cancelled does not take others down."""
+
+    def __init__(self) -> None:
+        self._flights: dict[Hashable, asyncio.Task[T]] = {}
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._flights
+
+    async def run(self, key: Hashable, fetch: Callable[[], Awaitable[T]]) -> T:
+        """The result of the flight under way for `key`, or of a new one."""
+        return await asyncio.shield(self.start(key, fetch))
+
+    def start(self, key: Hashable, fetch: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
+        """The flight itself, for callers that do not wait for it."""
+        task = self._flights.get(key)
+        if task is None:
+
+            async def fly() -> T:
+                return await fetch()
+
+            self._flights[key] = task = asyncio.create_task(fly())
+            task.add_done_callback(lambda done: self._land(key, done))
+        return task
+
+    def _land(self, key: Hashable, task: asyncio.Task[T]) -> None:
+        del self._flights[key]
+        if not task.cancelled():
+            task.exception()  # whoever still waits gets it; nobody left is no reason to complain
+
+    async def landed(self, key: Hashable) -> None:
+        """Return when there is no flight for `key`, however it ended."""
+        if key in self._flights:
+            await asyncio.wait([self._flights[key]])
+
+    async def close(self, deadline_s: float) -> None:
+        """Wait for all flights; after the deadline they are cancelled."""
+        flights = list(self._flights.values())
+        if not flights:
+            return
+        _, late = await asyncio.wait(flights, timeout=deadline_s)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)

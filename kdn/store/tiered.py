@@ -1,0 +1,354 @@
+"""Stores over stores: RAM over disk over another node.
+
+A read asks the tiers from the top and brings what it finds below to the tiers above, in the
+background. Identical reads of lower tiers share one flight. A tier that fails or takes longer than
+its deadline counts as a miss, with a counted error, so a broken tier costs time and hits but never
+an answer; after FAILURES failures in a row it is left alone for REST_S.
+
+Write-through: a put goes to all tiers, the lowest first, and succeeds if one keeps it. Write-back:
+a put goes to the top tier (a MemoryStore) and returns; what that evicts, and what it still holds at
+`close`, is written to all tiers below. Until then it survives what the top tier survives.
+
+The first writer wins as far as one store can tell: a key that is taken in a tier that answers is
+not put into those above it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from xxhash import xxh3_64_intdigest
+
+from kdn.errors import KdnError, NoSpaceError, StoreError
+from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, clip
+from kdn.store.memory import MemoryStore
+from kdn.store.outbox import ATTEMPTS, Outbox
+from kdn.store.single_flight import SingleFlight
+
+FAILURES = 3
+REST_S = 2.0
+MAX_PROMOTIONS = 16
+OUTBOX_BYTES = 256 << 20
+FLUSH_S = 60.0
+FAULTS = (KdnError, OSError, TimeoutError)
+
+T = TypeVar("T")
+
+
+@dataclass
+class Tier:
+    """One store of a stack, and what it did."""
+
+    name: str
+    store: Store
+    deadline_s: float
+    """Of one operation; of a list: of each step."""
+    hits: int = 0
+    errors: int = 0
+    """Operations that failed or took too long."""
+    failures_in_row: int = 0
+    rests_until_s: float = 0.0
+
+
+class TieredStore(Store):
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        write_back: bool = False,
+        outbox_bytes: int = OUTBOX_BYTES,
+        flush_s: float = FLUSH_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert tiers, "expected at least one tier"
+        self.tiers = tuple(tiers)
+        self._top, self._below = self.tiers[0], self.tiers[1:]
+        self._write_back = write_back and bool(self._below)
+        self._patience_s = ATTEMPTS * sum(tier.deadline_s for tier in self._below)
+        self._flush_s = flush_s
+        self._clock = clock
+        self._reads: SingleFlight[Span | None] = SingleFlight()
+        self._promotions: SingleFlight[None] = SingleFlight()
+        self._deletes: SingleFlight[bool] = SingleFlight()
+        self._outbox = Outbox(self._write_below, outbox_bytes)
+        self._dirty: set[bytes] = set()  # in the top tier and, as far as we know, in none below
+        self._deletions = 0  # begun and ended; a read that spans one brings nothing up
+        self._hits = self._misses = self._puts = 0
+        self._closed = False
+        if self._write_back:
+            assert isinstance(self._top.store, MemoryStore), "write-back needs memory at the top"
+            self._top.store.on_evict = self._evicted
+
+    # reads
+
+    async def get(
+        self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None
+    ) -> Span | None:
+        top = self._top
+        if isinstance(top.store, MemoryStore):  # never waits, so a deadline would only cost time
+            span = await top.store.get(key, start, end, etag=etag)
+        else:
+            span = await self._ask(top, lambda store: store.get(key, start, end, etag=etag))
+        if span is not None:
+            top.hits += 1
+        else:
+            span = self._leaving(key, start, end, etag)
+        if span is None and self._below:
+            read = (key, start, end, etag)
+            span = await self._reads.run(read, lambda: self._get_below(key, start, end, etag))
+        self._hits += span is not None
+        self._misses += span is None
+        return span
+
+    def _leaving(self, key: bytes, start: int, end: int | None, etag: bytes | None) -> Span | None:
+        found = self._outbox.find(key)
+        if found is None or etag not in (None, found[0].etag):
+            return None
+        begin, stop = clip(start, end, len(found[1]))
+        return Span(found[0], begin, memoryview(found[1])[begin:stop])
+
+    async def _get_below(
+        self, key: bytes, start: int, end: int | None, etag: bytes | None
+    ) -> Span | None:
+        deletions = self._deletions
+        for level, tier in enumerate(self._below, 1):
+            span = await self._ask(tier, lambda store: store.get(key, start, end, etag=etag))
+            if span is not None:
+                tier.hits += 1
+                if deletions == self._deletions and key not in self._deletes:
+                    self._start_promotion(span, level)
+                return span
+        return None
+
+    def _start_promotion(self, span: Span, level: int) -> None:
+        if len(self._promotions) < MAX_PROMOTIONS:
+            self._promotions.start(span.entry.key, lambda: self._promote(span, level))
+
+    async def _promote(self, span: Span, level: int) -> None:
+        """Bring an object from a tier to all above it."""
+        entry, whole = span.entry, span
+        if len(span.data) < entry.size_bytes:
+            found = await self._ask(
+                self.tiers[level], lambda store: store.get(entry.key, etag=entry.etag)
+            )
+            if found is None or len(found.data) != entry.size_bytes:
+                return
+            whole = found
+        data = bytes(whole.data)
+        for tier in reversed(self.tiers[:level]):
+            await self._put_into(tier, whole.entry, data)
+
+    async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
+        found: dict[bytes, Entry] = {}
+        for tier in self.tiers:
+            missing = [key for key in dict.fromkeys(keys) if key not in found]
+            if not missing:
+                break
+            entries = await self._ask(tier, _lookup(missing, head_bytes))
+            found.update((entry.key, entry) for entry in entries or () if entry)
+            if tier is self._top:
+                found.update(self._leaving_entries(missing, head_bytes))
+        return [found.get(key) for key in keys]
+
+    def _leaving_entries(self, keys: Sequence[bytes], head_bytes: int) -> dict[bytes, Entry]:
+        pairs = {key: self._outbox.find(key) for key in keys}
+        return {k: replace(p[0], head=p[1][:head_bytes]) for k, p in pairs.items() if p}
+
+    async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+        """A tier that fails is left out from there on, with a counted error."""
+        async with AsyncExitStack() as stack:
+            sources = [self._list_outbox(prefix), *(self._list(t, prefix) for t in self.tiers)]
+            for source in sources:
+                await stack.enter_async_context(aclosing(source))
+            heads = [await anext(source, None) for source in sources]
+            while any(heads):
+                key = min(entry.key for entry in heads if entry)
+                yield next(entry for entry in heads if entry and entry.key == key)
+                for i, entry in enumerate(heads):
+                    if entry and entry.key == key:
+                        heads[i] = await anext(sources[i], None)
+
+    async def _list(self, tier: Tier, prefix: bytes) -> AsyncGenerator[Entry]:
+        entries = tier.store.list(prefix)
+        while entry := await self._ask(tier, lambda _: anext(entries, None)):
+            yield entry
+
+    async def _list_outbox(self, prefix: bytes) -> AsyncGenerator[Entry]:
+        for entry in sorted(self._outbox.entries(), key=lambda entry: entry.key):
+            if entry.key.startswith(prefix):
+                yield entry
+
+    async def stats(self) -> Stats:
+        """Hits, misses and puts of the whole; sizes of the fullest tier, which in write-through
+        holds what the others hold; evictions of the lowest."""
+        each = [await self._ask(tier, lambda store: store.stats()) for tier in self.tiers]
+        known = [stats for stats in each if stats] or [Stats()]
+        return Stats(
+            objects=max(stats.objects for stats in known),
+            size_bytes=max(stats.size_bytes for stats in known),
+            capacity_bytes=max(stats.capacity_bytes for stats in known),
+            hits=self._hits,
+            misses=self._misses,
+            puts=self._puts,
+            evictions=known[-1].evictions,
+            corruptions=sum(stats.corruptions for stats in known),
+        )
+
+    # writes
+
+    async def put(
+        self, key: bytes, data: bytes, *, etag: bytes, checksum: int, hints: Hints | None = None
+    ) -> Entry:
+        entry = Entry(key, etag, len(data), hints or Hints())
+        check_put(entry, data, checksum)
+        if self._write_back:
+            kept = await self._put_on_top(entry, data)
+        else:
+            kept = await self._put_through(self.tiers, entry, data)
+        self._puts += kept.etag == etag
+        return kept
+
+    async def _put_through(self, tiers: Sequence[Tier], entry: Entry, data: bytes) -> Entry:
+        """Into all of these tiers, the lowest first; it is enough if one keeps it."""
+        kept, full = None, 0
+        for tier in reversed(tiers):
+            answer = await self._put_into(tier, entry, data)
+            if isinstance(answer, NoSpaceError):
+                full += 1
+            elif answer is not None:
+                kept = answer
+                if answer.etag != entry.etag:
+                    break
+        if kept is None:
+            names = ", ".join(tier.name for tier in tiers)
+            error = NoSpaceError if full == len(tiers) else StoreError
+            raise error(f"none of the tiers {names} can keep {len(data)} bytes")
+        return kept
+
+    async def _put_on_top(self, entry: Entry, data: bytes) -> Entry:
+        await self._outbox.room(self._patience_s)
+        [found] = await self.lookup([entry.key])
+        if found:
+            return found
+        answer = await self._put_into(self._top, entry, data)
+        if not isinstance(answer, Entry):
+            return await self._put_through(self._below, entry, data)
+        if answer.etag == entry.etag:
+            self._dirty.add(entry.key)
+        return answer
+
+    async def _put_into(self, tier: Tier, entry: Entry, data: bytes) -> Entry | NoSpaceError | None:
+        """What the tier answers; None if it failed."""
+        checksum = xxh3_64_intdigest(data)
+        try:
+            return await self._ask(
+                tier,
+                lambda store: store.put(
+                    entry.key, data, etag=entry.etag, checksum=checksum, hints=entry.hints
+                ),
+            )
+        except NoSpaceError as error:
+            return error
+
+    def _evicted(self, entry: Entry, data: bytes) -> None:
+        """The top tier lets an object go."""
+        if entry.key in self._dirty:
+            self._dirty.remove(entry.key)
+            self._outbox.add(entry, data)
+
+    async def _write_below(self, entry: Entry, data: bytes) -> bool:
+        try:
+            await self._put_through(self._below, entry, data)
+        except KdnError:
+            return False
+        return True
+
+    async def delete(self, key: bytes) -> bool:
+        """StoreError if a tier does not answer: then the bytes may still be there."""
+        return await self._deletes.run(key, lambda: self._delete(key))
+
+    async def _delete(self, key: bytes) -> bool:
+        self._deletions += 1
+        self._dirty.discard(key)
+        was_here = await self._outbox.drop(key, self._patience_s)
+        await self._promotions.landed(key)
+        failed = []
+        for tier in reversed(self.tiers):
+            try:
+                async with asyncio.timeout(tier.deadline_s):
+                    was_here |= await tier.store.delete(key)
+            except FAULTS as error:
+                tier.errors += 1
+                failed.append(f"{tier.name}: {error!r}")
+        self._deletions += 1
+        if failed:
+            raise StoreError(f"could not delete from {'; '.join(failed)}")
+        return was_here
+
+    async def close(self) -> None:
+        """Write below what is only at the top, then close all tiers. StoreError if an object could
+        not be written, or a tier not be closed."""
+        if self._closed:
+            return
+        self._closed = True
+        failed = [*await self._flush()]
+        await self._reads.close(self._flush_s)
+        await self._promotions.close(self._flush_s)
+        await self._outbox.close()
+        for tier in self.tiers:
+            try:
+                async with asyncio.timeout(self._flush_s):
+                    await tier.store.close()
+            except FAULTS as error:
+                failed.append(f"{tier.name}: {error!r}")
+        if self._outbox.lost:
+            failed.append(f"{self._outbox.lost} objects were taken by no tier below")
+        if failed:
+            raise StoreError("; ".join(failed))
+
+    async def _flush(self) -> tuple[str, ...]:
+        try:
+            async with asyncio.timeout(self._flush_s):
+                for key in sorted(self._dirty):
+                    await self._outbox.room(self._flush_s)
+                    span = await self._top.store.get(key)
+                    if span is not None:
+                        self._evicted(span.entry, bytes(span.data))
+                await self._outbox.drain(self._flush_s)
+        except FAULTS as error:
+            return (f"flushing: {error!r}",)
+        return ()
+
+    @property
+    def lost(self) -> int:
+        """Objects that left the top and that no tier below would take."""
+        return self._outbox.lost
+
+    async def _ask(self, tier: Tier, call: Callable[[Store], Awaitable[T]]) -> T | None:
+        """A tier's answer; None if it fails, takes too long, or did so lately."""
+        if self._clock() < tier.rests_until_s:
+            return None
+        try:
+            async with asyncio.timeout(tier.deadline_s):
+                answer = await call(tier.store)
+        except NoSpaceError:
+            raise
+        except FAULTS:
+            tier.errors += 1
+            tier.failures_in_row += 1
+            if tier.failures_in_row >= FAILURES:
+                tier.rests_until_s = self._clock() + REST_S
+            return None
+        tier.failures_in_row = 0
+        return answer
+
+
+def _lookup(
+    keys: Sequence[bytes], head_bytes: int
+) -> Callable[[Store], Awaitable[list[Entry | None]]]:
+    return lambda store: store.lookup(keys, head_bytes=head_bytes)

@@ -1,0 +1,280 @@
+"""Names: versions, conditions, history, crashes, and deletion with what only a name used."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kdn.errors import StoreError
+from kdn.node.names import MAX_VERSIONS, ConditionError, NameStore
+from kdn.store.evict import open_policy
+from kdn.store.memory import MemoryStore
+from tests.node.harness import Running, key_of, run, with_node
+
+
+def manifest(*numbers: int, **more: Any) -> bytes:
+    chunks = [key_of(number).hex() for number in numbers]
+    return json.dumps({"models": {"aa": {"profile": "bb", "chunks": chunks}}, **more}).encode()
+
+
+async def put(node: Running, name: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+    status, answered, said = await node.ask("PUT", f"/v1/names/{name}", body, **headers)
+    told = json.loads(said)
+    if status < 300:
+        assert answered["ETag"] == f'"{told["etag"]}"'
+    return status, told
+
+
+def test_versions_and_history(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        first = await put(node, "handbook", manifest(1, text="ü"))
+        second = await put(node, "handbook", manifest(1, 2))
+        assert (first[0], first[1]["version"]) == (201, 1)
+        assert (second[0], second[1]["version"]) == (200, 2)
+        status, headers, body = await node.ask("GET", "/v1/names/handbook")
+        assert (status, headers["Kdn-Version"], body) == (200, "2", manifest(1, 2))
+        assert headers["ETag"] == f'"{second[1]["etag"]}"'
+        assert headers["Content-Type"].startswith("application/json")
+        old = await node.ask("GET", "/v1/names/handbook?version=1")
+        assert (old[0], old[2]) == (200, manifest(1, text="ü"))
+        assert (await node.ask("GET", "/v1/names/handbook?version=3"))[0] == 404
+        assert (await node.ask("GET", "/v1/names/handbook?version=0"))[0] == 400
+        same = await node.ask("GET", "/v1/names/handbook", If_None_Match=headers["ETag"])
+        assert (same[0], same[2]) == (304, b"")
+        history = json.loads((await node.ask("GET", "/v1/names/handbook/history"))[2])
+        assert [v["version"] for v in history["versions"]] == [2, 1]
+        assert [v["etag"] for v in history["versions"]] == [second[1]["etag"], first[1]["etag"]]
+        assert history["versions"][0]["size_bytes"] == len(manifest(1, 2))
+        assert (await node.ask("GET", "/v1/names/other/history"))[0] == 404
+
+    with_node(tmp_path, test)
+
+
+def test_conditions(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        assert (await put(node, "n", manifest(), If_Match="*"))[0] == 412
+        status, first = await put(node, "n", manifest(), If_None_Match="*")
+        assert status == 201
+        status, refused = await put(node, "n", manifest(), If_None_Match="*")
+        assert (status, refused["code"]) == (412, "precondition_failed")
+        etag = f'"{first["etag"]}"'
+        status, second = await put(node, "n", manifest(), If_Match=etag)
+        assert (status, second["version"]) == (200, 2)
+        assert second["etag"] != first["etag"]  # same contents, another version
+        status, headers, _ = await node.ask("PUT", "/v1/names/n", manifest(), If_Match=etag)
+        assert (status, headers["ETag"]) == (412, f'"{second["etag"]}"')
+        assert (await node.ask("DELETE", "/v1/names/n", If_Match=etag))[0] == 412
+        assert (await node.ask("GET", "/v1/names/n"))[0] == 200
+        assert (await node.ask("DELETE", "/v1/names/n", If_Match="*"))[0] == 200
+
+    with_node(tmp_path, test)
+
+
+def test_of_many_conditional_updates_one_wins(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        _, first = await put(node, "n", manifest())
+        etag = f'"{first["etag"]}"'
+        answers = await asyncio.gather(
+            *(put(node, "n", manifest(n), If_Match=etag) for n in range(10))
+        )
+        assert sorted(status for status, _ in answers) == [200] + [412] * 9
+
+    with_node(tmp_path, test)
+
+
+def test_list(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        for name in ("b.2", "a", "b.10", "c", "b.1"):
+            await put(node, name, manifest())
+        await put(node, "a", manifest(1))
+        found: list[str] = []
+        after = ""
+        while after is not None:
+            query = f"?limit=2&after={after}"
+            page = json.loads((await node.ask("GET", "/v1/names" + query))[2])
+            found += [item["name"] for item in page["names"]]
+            after = page["next"]
+        assert found == ["a", "b.1", "b.10", "b.2", "c"]
+        page = json.loads((await node.ask("GET", "/v1/names?prefix=b."))[2])
+        assert [item["name"] for item in page["names"]] == ["b.1", "b.10", "b.2"]
+        page = json.loads((await node.ask("GET", "/v1/names?prefix=a"))[2])
+        assert page["names"][0]["version"] == 2
+
+    with_node(tmp_path, test)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"x", b'{"models": []}', b'{"models": {"aa": 3}}', b'{"models": {"zz": {}}}',
+     b'{"models": {"aa": {"chunks": "aa"}}}', b'{"models": {"aa": {"chunks": ["q"]}}}',
+     b'{"models": {"aa": {"profile": 1}}}', b'{"a": Infinity}', b"\xff"],
+)  # fmt: skip
+def test_bad_manifests(tmp_path: Path, body: bytes) -> None:
+    async def test(node: Running) -> None:
+        status, said = await put(node, "n", body)
+        assert (status, said["code"]) == (400, "bad_request")
+        assert (await node.ask("GET", "/v1/names/n"))[0] == 404
+
+    with_node(tmp_path, test)
+
+
+@pytest.mark.parametrize("name", ["-a", ".a", "a b", "a%2fb", "x" * 129, "ä"])
+def test_bad_names(tmp_path: Path, name: str) -> None:
+    async def test(node: Running) -> None:
+        for method in ("GET", "PUT", "DELETE"):
+            assert (await node.ask(method, f"/v1/names/{name}", manifest()))[0] == 400
+
+    with_node(tmp_path, test)
+
+
+def test_deletion_with_chunks(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        for number in (1, 2, 3, 4):
+            await node.put_chunk(number)
+        await put(node, "a", manifest(1, 2, 9))
+        await put(node, "a", manifest(2, 3))  # 1 is used by an older version only
+        await put(node, "b", manifest(3))
+        await put(node, "b", manifest(4))  # 3 is used by an older version of b
+        status, _, body = await node.ask("DELETE", "/v1/names/a?chunks=true")
+        assert status == 200
+        assert json.loads(body) == {
+            "name": "a",
+            "deleted": [key_of(1).hex(), key_of(2).hex()],
+            "kept": [key_of(3).hex()],
+            "missing": [key_of(9).hex()],
+        }
+        found = [(await node.ask("GET", f"/v1/chunks/{key_of(n).hex()}"))[0] for n in (1, 2, 3, 4)]
+        assert found == [404, 404, 200, 200]
+        assert (await node.ask("GET", "/v1/names/a"))[0] == 404
+        assert (await node.ask("GET", "/v1/names/a/history"))[0] == 404
+        assert (await node.ask("DELETE", "/v1/names/a?chunks=true"))[0] == 404
+        status, _, body = await node.ask("DELETE", "/v1/names/b")
+        assert json.loads(body) == {"name": "b", "deleted": [], "kept": [], "missing": []}
+        assert (await node.ask("GET", f"/v1/chunks/{key_of(4).hex()}"))[0] == 200
+        assert (await node.ask("DELETE", "/v1/names/b?chunks=maybe"))[0] in (400, 404)
+
+    with_node(tmp_path, test)
+
+
+class StubbornStore(MemoryStore):
+    async def delete(self, key: bytes) -> bool:
+        return True  # says so
+
+
+def test_deletion_is_verified(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        await node.put_chunk(1)
+        await put(node, "a", manifest(1))
+        status, _, body = await node.ask("DELETE", "/v1/names/a?chunks=true")
+        assert (status, json.loads(body)["code"]) == (503, "store_error")
+        assert (await node.ask("GET", "/v1/names/a"))[0] == 200
+
+    with_node(tmp_path, test, store=lambda: StubbornStore(2**24, open_policy("lru")))
+
+
+def yes(newest: str | None) -> bool:
+    return True
+
+
+def test_the_store_keeps_names_over_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "names.sqlite"
+
+    async def write() -> None:
+        names = NameStore(path, clock=lambda: 7.0)
+        await names.put("t", "n", b"{}", [b"k"], yes)
+        with pytest.raises(ConditionError):
+            await names.put("t", "n", b"{}", [], lambda newest: newest is None)
+        await names.close()
+
+    async def read() -> None:
+        names = NameStore(path)
+        found = await names.get("t", "n")
+        assert found is not None
+        assert (found[0].version, found[0].created_s, found[1]) == (1, 7.0, b"{}")
+        assert await names.get("u", "n") is None
+        assert await names.chunks_of("t", "n") == ([b"k"], [])
+        assert await names.size_bytes("t") == 2
+        await names.close()
+
+    run(write())
+    run(read())
+
+
+def test_old_versions_are_forgotten(tmp_path: Path) -> None:
+    async def work() -> None:
+        names = NameStore(tmp_path / "names.sqlite")
+        for number in range(MAX_VERSIONS + 3):
+            await names.put("t", "n", b"{}", [bytes([number])], yes)
+        versions = [v.version for v in await names.history("t", "n")]
+        assert versions == list(range(MAX_VERSIONS + 3, 3, -1))
+        own, _ = await names.chunks_of("t", "n")
+        assert len(own) == MAX_VERSIONS
+        await names.close()
+
+    run(work())
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    async def work() -> None:
+        (tmp_path / "names.sqlite").write_bytes(b"not a database" * 1000)
+        with pytest.raises(StoreError, match="names"):
+            NameStore(tmp_path / "names.sqlite")
+
+    run(work())
+
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from kdn.node.names import NameStore
+
+async def main():
+    names = NameStore(Path(sys.argv[1]))
+    while True:
+        chunks = [bytes([i]) for i in range(50)]
+        made = await names.put("t", "n", b"x" * 5000, chunks, lambda newest: True)
+        print(made.version, made.etag, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_no_acknowledged_version_is_lost_by_kill(tmp_path: Path) -> None:
+    path = tmp_path / "names.sqlite"
+    acknowledged = ""
+    for delay_s in (0.05, 0.11, 0.02, 0.07):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )  # fmt: skip
+        assert writer.stdout is not None
+        lines = [writer.stdout.readline()]
+        run(asyncio.sleep(delay_s))
+        writer.send_signal(signal.SIGKILL)
+        lines += writer.stdout.readlines()
+        writer.stdout.close()
+        writer.wait(10)
+        acknowledged = [line for line in lines if line.endswith("\n")][-1]
+
+        async def check(expected: str) -> None:
+            names = NameStore(path)
+            version, etag = expected.split()
+            found = await names.get("t", "n", int(version))
+            assert found is not None
+            assert found[0].etag == etag
+            newest = await names.get("t", "n")
+            assert newest is not None
+            assert newest[0].version in (int(version), int(version) + 1)
+            own, shared = await names.chunks_of("t", "n")
+            assert (len(own), shared) == (50, [])
+            await names.close()
+
+        run(check(acknowledged))

@@ -1,0 +1,143 @@
+"""A whole node as `kdn node` opens it: tiers, restarts, retention by name, another node behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from kdn.config import Config
+from kdn.errors import StoreError, UnsupportedError
+from kdn.node.server import listen, open_node
+from tests.node.harness import Running, checksum, chunk_stream, config_for, key_of, run, tenant
+
+
+@asynccontextmanager
+async def whole(config: Config) -> AsyncIterator[Running]:
+    async with (
+        open_node(config) as node,
+        listen(config, node) as listening,
+        aiohttp.ClientSession() as session,
+    ):
+        yield Running(listening, session)
+
+
+async def found(node: Running, *numbers: int, token: str | None = None) -> list[int]:
+    return [
+        n for n in numbers
+        if (await node.ask("GET", f"/v1/chunks/{key_of(n).hex()}", token=token))[0] == 200
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [{}, {"memory_bytes": 0}, {"memory_bytes": 50_000}])
+def test_data_survives_a_restart(tmp_path: Path, sizes: dict[str, int]) -> None:
+    async def work() -> None:
+        config = config_for(tmp_path, **sizes)
+        async with whole(config) as node:
+            streams = {n: await node.put_chunk(n, 20_000) for n in range(5)}
+            assert (await node.ask("PUT", "/v1/names/n", b"{}"))[0] == 201
+        async with whole(config) as node:
+            for number, stream in streams.items():
+                url = f"/v1/chunks/{key_of(number).hex()}"
+                assert (await node.ask("GET", url))[2] == stream
+            assert (await node.ask("GET", "/v1/names/n"))[0] == 200
+
+    run(work())
+
+
+def test_what_a_name_uses_is_not_evicted(tmp_path: Path) -> None:
+    """Room for about five chunks: the two that are named outlive twenty others, and a restart."""
+    config = config_for(tmp_path, memory_bytes=0, disk_bytes=130_000, policy="lru")
+
+    async def work() -> None:
+        async with whole(config) as node:
+            for number in (1, 2, 3):
+                await node.put_chunk(number, 20_000)
+            keys = [key_of(n).hex() for n in (1, 2)]
+            manifest = json.dumps({"models": {"aa": {"chunks": keys}}}).encode()
+            assert (await node.ask("PUT", "/v1/names/n", manifest))[0] == 201
+            for number in range(10, 20):
+                await node.put_chunk(number, 20_000)
+            assert await found(node, 1, 2, 3) == [1, 2]
+        async with whole(config) as node:
+            for number in range(20, 30):
+                await node.put_chunk(number, 20_000)
+            assert await found(node, 1, 2) == [1, 2]
+            assert (await node.ask("DELETE", "/v1/names/n"))[0] == 200
+            for number in range(30, 40):
+                await node.put_chunk(number, 20_000)
+            assert await found(node, 1, 2) == []
+
+    run(work())
+
+
+def test_deletion_reaches_every_tier(tmp_path: Path) -> None:
+    async def work() -> None:
+        config = config_for(tmp_path)
+        async with whole(config) as node:
+            await node.put_chunk(1)
+            assert await found(node, 1) == [1]
+            assert (await node.ask("DELETE", f"/v1/chunks/{key_of(1).hex()}"))[0] == 204
+            assert await found(node, 1) == []
+        async with whole(config) as node:
+            assert await found(node, 1) == []
+
+    run(work())
+
+
+def test_another_node_behind(tmp_path: Path) -> None:
+    """A region publishes upward and pulls through; tenants of it stay apart there, too."""
+
+    async def work() -> None:
+        async with whole(config_for(tmp_path / "centre", tenant("regions", "up"))) as centre:
+            region = config_for(tmp_path / "a", tenant("ann", "a"), tenant("bob", "b"))
+            up = {"upstream": centre.url, "upstream_token": "up"}
+            async with whole(replace(region, node=replace(region.node, **up))) as node:
+                stream = await node.put_chunk(1, token="a")
+            again = replace(region, node=replace(region.node, data=tmp_path / "b", **up))
+            async with whole(again) as other:
+                url = f"/v1/chunks/{key_of(1).hex()}"
+                status, _, body = await other.ask("GET", url, token="a")
+                assert (status, body) == (200, stream)
+                assert await found(other, 1, token="b") == []
+
+    run(work())
+
+
+def test_a_folder_in_use_and_a_folder_that_is_none(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with whole(config_for(tmp_path)):
+            with pytest.raises(StoreError):
+                async with open_node(config_for(tmp_path)):
+                    pass
+        (tmp_path / "file").write_text("")
+        with pytest.raises(StoreError, match="data folder"):
+            async with open_node(config_for(tmp_path / "file")):
+                pass
+        with pytest.raises(UnsupportedError, match="nowhere"):
+            async with open_node(config_for(tmp_path / "x", memory_bytes=0, disk_bytes=0)):
+                pass
+        with pytest.raises(UnsupportedError, match="policy"):
+            async with open_node(config_for(tmp_path / "y", policy="random")):
+                pass
+
+    run(work())
+
+
+def test_no_space(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with whole(config_for(tmp_path, memory_bytes=0, disk_bytes=50_000)) as node:
+            body = chunk_stream(key_of(1), 60_000)
+            status, _, said = await node.ask(
+                "PUT", f"/v1/chunks/{key_of(1).hex()}", body, Kdn_Checksum=checksum(body)
+            )
+            assert (status, json.loads(said)["code"]) == (507, "no_space")
+            await asyncio.gather(*(node.put_chunk(n, 5000) for n in range(20)))
+
+    run(work())

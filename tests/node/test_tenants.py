@@ -1,0 +1,196 @@
+"""Tenants: tokens, namespaces, quotas, rates; "not yours" and "not there" are the same answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kdn.config import TenantSettings
+from kdn.node.answers import Refusal
+from kdn.node.tenants import RateLimit, Tenants, new_token, token_hash
+from kdn.protocol.frames import split
+from kdn.store.evict import open_policy
+from kdn.store.memory import MemoryStore
+from tests.node.harness import Running, checksum, chunk_stream, key_of, tenant, with_node
+
+ANN, BOB = tenant("ann", "token-a", operator=True), tenant("bob", "token-b")
+KEY = key_of(1).hex()
+QUESTIONS = [
+    ("GET", f"/v1/chunks/{KEY}", None),
+    ("HEAD", f"/v1/chunks/{KEY}", None),
+    ("DELETE", f"/v1/chunks/{KEY}", None),
+    ("GET", f"/v1/chunks?prefix={KEY}", None),
+    ("GET", "/v1/names/n", None),
+    ("GET", "/v1/names/n?version=1", None),
+    ("GET", "/v1/names/n/history", None),
+    ("GET", "/v1/names", None),
+    ("DELETE", "/v1/names/n", None),
+    ("DELETE", "/v1/names/n?chunks=true", None),
+    ("POST", "/v1/lookup", json.dumps({"keys": [KEY]}).encode()),
+    ("POST", "/v1/read", json.dumps({"spans": [{"key": KEY}]}).encode()),
+    ("GET", "/v1/stats", None),
+]
+
+
+def test_not_yours_is_not_there(tmp_path: Path) -> None:
+    """Bob's answers are byte for byte those he got before Ann put anything."""
+
+    async def test(node: Running) -> None:
+        async def answers() -> list[tuple[int, dict[str, str], bytes]]:
+            found = []
+            for method, path, body in QUESTIONS:
+                status, headers, said = await node.ask(method, path, body, "token-b")
+                kept = {name: text for name, text in headers.items() if name != "Date"}
+                found.append((status, kept, said))
+            return found
+
+        before = await answers()
+        await node.put_chunk(1, token="token-a")
+        manifest = json.dumps({"models": {"aa": {"chunks": [KEY]}}}).encode()
+        assert (await node.ask("PUT", "/v1/names/n", manifest, "token-a"))[0] == 201
+        assert await answers() == before
+        assert (await node.ask("GET", f"/v1/chunks/{KEY}", token="token-a"))[0] == 200
+        assert (await node.ask("GET", "/v1/names/n", token="token-a"))[0] == 200
+
+    with_node(tmp_path, test, ANN, BOB)
+
+
+def test_the_same_key_of_two_tenants(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        url = f"/v1/chunks/{KEY}"
+        for seed, token in ((1, "token-a"), (2, "token-b")):
+            body = chunk_stream(key_of(1), seed=seed)
+            assert (await node.ask("PUT", url, body, token, Kdn_Checksum=checksum(body)))[0] == 201
+        assert (await node.ask("GET", url, token="token-b"))[2] == chunk_stream(key_of(1), seed=2)
+        assert (await node.ask("DELETE", url, token="token-b"))[0] == 204
+        assert (await node.ask("GET", url, token="token-a"))[2] == chunk_stream(key_of(1), seed=1)
+        await node.put_chunk(2, token="token-b", Kdn_Parent=KEY)
+        body = json.dumps({"keys": [key_of(2).hex()]}).encode()
+        _, _, answer = await node.ask("POST", "/v1/lookup", body, "token-b")
+        ((frame, _),) = split(answer)
+        assert frame.parent.hex() == KEY  # as the tenant says it, not as the store does
+
+    with_node(tmp_path, test, ANN, BOB)
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic token-a", "token-a",
+     f"Bearer {token_hash('token-a')}", "Bearer token-a token-a", "Bearer \u00e9"],
+)  # fmt: skip
+def test_without_a_valid_token(tmp_path: Path, authorization: str | None) -> None:
+    async def test(node: Running) -> None:
+        headers = {} if authorization is None else {"Authorization": authorization}
+        for path in (f"/v1/chunks/{KEY}", "/v1/names", "/metrics", "/nothing", "/v1/stats"):
+            async with node.session.get(node.url + path, headers=headers) as answer:
+                assert answer.status == 401
+                assert answer.headers["WWW-Authenticate"].startswith("Bearer")
+                assert (await answer.json())["code"] == "unauthorized"
+        for path in ("/healthz", "/v1/openapi.json"):
+            assert (await node.ask("GET", path))[0] == 200
+
+    with_node(tmp_path, test, ANN, BOB)
+
+
+def test_only_operators_see_metrics(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        assert (await node.ask("GET", "/metrics", token="token-a"))[0] == 200
+        hidden = await node.ask("GET", "/metrics", token="token-b")
+        nothing = await node.ask("GET", f"/v1/chunks/{KEY}", token="token-b")
+        assert (hidden[0], hidden[2]) == (nothing[0], nothing[2]) == (404, nothing[2])
+
+    with_node(tmp_path, test, ANN, BOB)
+
+
+def test_quota(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        async def put(number: int, token: str = "t") -> int:
+            body = chunk_stream(key_of(number), 4000)
+            url = f"/v1/chunks/{key_of(number).hex()}"
+            status, _, said = await node.ask("PUT", url, body, token, Kdn_Checksum=checksum(body))
+            assert status != 507 or json.loads(said)["code"] == "quota_exceeded"
+            return status
+
+        assert [await put(n) for n in (1, 2, 3)] == [201, 201, 507]
+        assert await put(1) == 200  # already there: costs nothing
+        assert await put(3, "o") == 201  # another tenant has room
+        assert (await node.ask("DELETE", f"/v1/chunks/{key_of(1).hex()}", token="t"))[0] == 204
+        assert await put(3) == 201
+        stats = json.loads((await node.ask("GET", "/v1/stats", token="t"))[2])
+        assert stats["objects"] == 2
+        assert stats["size_bytes"] <= stats["quota_bytes"] == 10000
+        large = json.dumps({"text": "x" * 5000}).encode()
+        assert (await node.ask("PUT", "/v1/names/n", large, "t"))[0] == 507
+
+    with_node(tmp_path, test, tenant("t", "t", quota_bytes=10000), tenant("other", "o"))
+
+
+def test_evicted_bytes_are_free_again(tmp_path: Path) -> None:
+    """The store makes room behind the quota's back: it is recounted before a refusal."""
+
+    async def test(node: Running) -> None:
+        for number in range(8):
+            await node.put_chunk(number, 4000, token="t")
+
+    def small() -> MemoryStore:
+        return MemoryStore(12000, open_policy("lru"))
+
+    with_node(tmp_path, test, tenant("t", "t", quota_bytes=30000), store=small)
+
+
+def test_request_rate(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        answers = [await node.ask("GET", "/v1/names", token="t") for _ in range(8)]
+        assert [status for status, _, _ in answers[:3]] == [200] * 3
+        refused = [answer for answer in answers if answer[0] == 429]
+        assert refused
+        assert int(refused[0][1]["Retry-After"]) >= 1
+        assert json.loads(refused[0][2])["code"] == "rate_limited"
+        assert (await node.ask("GET", "/v1/names", token="o"))[0] == 200
+        assert (await node.ask("GET", "/healthz"))[0] == 200
+
+    with_node(tmp_path, test, tenant("t", "t", requests_per_s=3), tenant("other", "o"))
+
+
+def test_the_bucket_by_the_clock() -> None:
+    now_s = 0.0
+    limit = RateLimit(0.5, lambda: now_s)
+    limit.take()
+    with pytest.raises(Refusal) as caught:
+        limit.take()
+    assert (caught.value.status, caught.value.headers["Retry-After"]) == (429, "2")
+    now_s = 1.9
+    with pytest.raises(Refusal):
+        limit.take()
+    now_s = 2.0
+    limit.take()
+    now_s = 1000.0  # it holds no more than one request however long it rested
+    limit.take()
+    with pytest.raises(Refusal):
+        limit.take()
+    unlimited = RateLimit(0, lambda: now_s)
+    for _ in range(1000):
+        unlimited.take()
+
+
+def test_tokens_are_found_by_hash() -> None:
+    token, hashed = new_token()
+    assert token not in hashed
+    assert len(token) >= 40
+    assert new_token()[0] != token
+    tenants = Tenants([TenantSettings("x", (token_hash("other"), hashed))], lambda: 0.0)
+    assert tenants.authenticate(f"Bearer {token}").name == "x"
+    assert tenants.authenticate("bearer other").name == "x"
+    with pytest.raises(Refusal):
+        tenants.authenticate(f"Bearer {hashed}")
+
+
+def test_a_bad_client_id(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        assert (await node.ask("GET", "/v1/names", Kdn_Client="worker-1"))[0] == 200
+        assert (await node.ask("GET", "/v1/names", Kdn_Client="a b"))[0] == 400
+        assert (await node.ask("GET", "/v1/names", Kdn_Client="x" * 65))[0] == 400
+
+    with_node(tmp_path, test)
