@@ -21,6 +21,7 @@ MAX_MANIFEST_BYTES = 16 * 2**20
 MAX_LISTED = 1000
 MAX_VERSION = 2**53
 DELETES_AT_ONCE = 32
+_PART = re.compile(r"[A-Za-z0-9._-]{0,128}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -98,7 +99,9 @@ async def get_history(request: web.Request) -> web.StreamResponse:
 
 async def list_names(request: web.Request) -> web.StreamResponse:
     limit = query_number(request, "limit", MAX_LISTED, 1, MAX_LISTED)
-    prefix, after = (request.query.get(key, "")[:256] for key in ("prefix", "after"))
+    prefix, after = (request.query.get(key, "") for key in ("prefix", "after"))
+    if not _PART.fullmatch(prefix) or not _PART.fullmatch(after):
+        raise bad_request("prefix and after: expected at most 128 characters of a name")
     found = await request.app[NODE].names.page(request[TENANT].name, prefix, after, limit + 1)
     more = found[limit - 1].name if len(found) > limit else None
     shown = [asdict(item) for item in found[:limit]]

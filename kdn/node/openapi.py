@@ -147,7 +147,8 @@ def _names() -> Json:
     gone = _object({"name": TEXT, "deleted": keys, "kept": keys, "missing": keys})
     page = _object({"names": _list(_object({"name": TEXT, **VERSION})),
                     "next": {**TEXT, "nullable": True}})  # fmt: skip
-    pages = [_parameter("query", "prefix", TEXT), _parameter("query", "after", TEXT)]
+    part = {"type": "string", "pattern": "^[A-Za-z0-9._-]{0,128}$"}
+    pages = [_parameter("query", "prefix", part), _parameter("query", "after", part)]
     pages.append(_parameter("query", "limit", LIMIT))
     version = {"type": "integer", "minimum": 1, "maximum": MAX_VERSION}
     get = [*PATH_NAME, _parameter("query", "version", version)]

@@ -36,7 +36,8 @@ def new_token() -> tuple[str, str]:
 
 
 def token_hash(token: str) -> str:
-    return "sha256:" + sha256(token.encode()).hexdigest()
+    """Of whatever bytes were sent: aiohttp shows those that are no UTF-8 as surrogates."""
+    return "sha256:" + sha256(token.encode(errors="surrogateescape")).hexdigest()
 
 
 class RateLimit:

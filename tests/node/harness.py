@@ -135,3 +135,20 @@ def with_node(
             return await test(node)
 
     return run(work())
+
+
+async def connect(node: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", node.listening.port)
+
+
+async def closed(reader: asyncio.StreamReader, within_s: float) -> bytes:
+    """What still came before the node closed the connection."""
+    async with asyncio.timeout(within_s):
+        try:
+            return await reader.read()
+        except ConnectionResetError:
+            return b""
+
+
+def request(path: str, *headers: str, method: str = "GET") -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *headers, "", ""]).encode()

@@ -105,6 +105,8 @@ def test_list(tmp_path: Path) -> None:
         assert found == ["a", "b.1", "b.10", "b.2", "c"]
         page = json.loads((await node.ask("GET", "/v1/names?prefix=b."))[2])
         assert [item["name"] for item in page["names"]] == ["b.1", "b.10", "b.2"]
+        for bad in ("prefix=%20", "after=%ff", "prefix=" + "x" * 129):
+            assert (await node.ask("GET", f"/v1/names?{bad}"))[0] == 400
         page = json.loads((await node.ask("GET", "/v1/names?prefix=a"))[2])
         assert page["names"][0]["version"] == 2
 

@@ -180,11 +180,14 @@ def test_tokens_are_found_by_hash() -> None:
     assert token not in hashed
     assert len(token) >= 40
     assert new_token()[0] != token
+    surrogates = b"\xdd\xff".decode(errors="surrogateescape")
     tenants = Tenants([TenantSettings("x", (token_hash("other"), hashed))], lambda: 0.0)
     assert tenants.authenticate(f"Bearer {token}").name == "x"
     assert tenants.authenticate("bearer other").name == "x"
     with pytest.raises(Refusal):
         tenants.authenticate(f"Bearer {hashed}")
+    with pytest.raises(Refusal):
+        tenants.authenticate(f"Bearer {surrogates}")
 
 
 def test_a_bad_client_id(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_rows_without_files_and_files_without_rows(tmp_path: Path) -> None:
             assert await listed(store) == [key for key in KEYS if key != b"3"]
             assert await read(store, b"4") == content(b"4", 3000)
             assert await read(store, b"5") == content(b"5", 3000)
+            assert (await store.stats()).corruptions == 0
 
     asyncio.run(work())
     check_agreement(tmp_path)
