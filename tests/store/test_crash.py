@@ -71,18 +71,26 @@ def live_and_die(folder: Path, reports: Reports, chance: random.Random) -> None:
     """One victim: killed while it starts, or at a random moment of its work."""
     command = [sys.executable, "-m", "tests.store.victim"]
     arguments = [str(folder), str(CAPACITY_BYTES), str(chance.randrange(1 << 30))]
-    with subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE) as victim:
+    with subprocess.Popen(
+        [*command, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        bufsize=0,  # else `readline` takes more than a line, and `communicate` never sees it
+    ) as victim:
         assert victim.stdout is not None
+        said_first = b""
         if chance.random() < 0.8:
-            assert victim.stdout.readline() == b"ready\n"
+            said_first = victim.stdout.readline()
+            assert said_first == b"0 ready\n"
         try:
             said, _ = victim.communicate(timeout=chance.uniform(0, 0.4))
             raise AssertionError(f"the victim ended by itself: {said[-200:]!r}")
         except subprocess.TimeoutExpired:
             os.kill(victim.pid, signal.SIGKILL)
             said, _ = victim.communicate(timeout=START_LIMIT_S)
-    for line in said.decode().splitlines():
-        reports.take(line)
+    for number, line in enumerate((said_first + said).decode().splitlines()):
+        assert line.startswith(f"{number} "), f"expected report {number}, found {line!r}"
+        reports.take(line.partition(" ")[2])
 
 
 def test_killed_at_random_moments(tmp_path: Path, thorough: bool) -> None:

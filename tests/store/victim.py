@@ -3,8 +3,9 @@
     python -m tests.store.victim FOLDER CAPACITY_BYTES SEED
 
 Every report is one line on standard output, written at once, so that what the parent read did
-happen: "ready"; "begin KEY" before a put; "put KEY ETAG" when it was acknowledged; "evict KEY"
-before an eviction; "delete KEY" before a deletion and "deleted KEY" when it was acknowledged.
+happen, and numbered, so that none is missed unnoticed: "ready"; "begin KEY" before a put; "put KEY
+ETAG" when it was acknowledged; "evict KEY" before an eviction; "delete KEY" before a deletion and
+"deleted KEY" when it was acknowledged.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import random
 import sys
 from collections import Counter
+from itertools import count
 from pathlib import Path
 
 from kdn.store.base import Store
@@ -25,8 +27,11 @@ WRITERS = 4
 KEYS_PER_WRITER = 40
 
 
+numbers = count()
+
+
 def say(*words: str) -> None:
-    os.write(1, (" ".join(words) + "\n").encode())
+    os.write(1, (" ".join([str(next(numbers)), *words]) + "\n").encode())
 
 
 class TalkingLRU(LRU):
