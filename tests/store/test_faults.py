@@ -101,7 +101,7 @@ SCENARIOS: list[Scenario] = [
 ]
 
 BRIEF = (putting, deleting, replacing, reading_damage)
-"""Short enough to try every error by default; of the others, every third."""
+"""Short enough to try every error by default; of the others, every fifth."""
 
 ERRORS = list(product((errno.EIO, errno.ENOSPC), (True, False)))
 """Each lasting, and once."""
@@ -244,7 +244,7 @@ def test_power_loss_while_healing(folder: Path, scenario: Scenario, thorough: bo
             survivors = machine.files.survivors()
             for files in survivors if thorough else survivors[-1:]:
                 await heal_again(machine, files)
-            at += 1 if thorough else 4
+            at += 1 if thorough else 8
 
     asyncio.run(work())
 
@@ -298,7 +298,7 @@ def test_an_error_at_every_step(folder: Path, scenario: Scenario, thorough: bool
         await ledger.check(store)
 
     async def work() -> None:
-        stride = 1 if thorough or scenario in BRIEF else 3
+        stride = 1 if thorough or scenario in BRIEF else 5
         for code, lasting in ERRORS if thorough else ERRORS[::3]:
             at = 0
             while await fail_at(at, code, lasting):
