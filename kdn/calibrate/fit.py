@@ -7,12 +7,15 @@ Fisher information, and one of the residuals' covariance in that metric.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from kdn.calibrate.moments import NUM_SINKS, Moments
 
 RIDGE = 3e-4
+PRECISE_LATENTS = 16
 """Relative to the mean variance of the predictor's inputs."""
 SHRINKAGE = 0.1
 """Part of the Fisher information's off-diagonal that is taken for sampling noise."""
@@ -68,8 +71,12 @@ def fit_metric(fisher: torch.Tensor, num_tokens: int, rank: int) -> Metric:
 
 @dataclass(frozen=True)
 class Regression:
-    """x ~ (inputs @ mix) @ out + bias; `mix` lacks the constant's row."""
+    """x ~ (inputs @ mix) @ out + bias; `mix` lacks the constant's row. It is what the profile
+    stores: 8 bits `mix_codes` [inputs, rank] times `mix_scale` [rank], divided by the inputs' own
+    scale."""
 
+    mix_codes: torch.Tensor
+    mix_scale: torch.Tensor
     mix: torch.Tensor
     out: torch.Tensor
     bias: torch.Tensor
@@ -81,9 +88,10 @@ class Regression:
 
 
 def fit_regression(
-    moments: Moments, metrics: list[Metric], slices: list[slice], rank: int
+    moments: Moments, metrics: list[Metric], slices: list[slice], rank: int, scale: torch.Tensor
 ) -> Regression:
-    """Ridge regression, then its best approximation of a rank in the error metric."""
+    """Ridge regression, then its best approximation of a rank in the error metric. `scale` [inputs]
+    is what the inputs' integers were multiplied by."""
     count = moments.num_tokens
     mean_in = moments.features[-1, :-1] / count
     mean_out = moments.cross[-1] / count
@@ -97,12 +105,38 @@ def fit_regression(
     # Left singular vectors of `seen`, from the smaller of the two Gram matrices.
     _, left = eigh(seen @ seen.T)
     left = left[:, -rank:].flip(1)
-    mix = torch.linalg.solve_triangular(root.T, left, upper=True).half().double()
+    codes, unit = to_bytes(torch.linalg.solve_triangular(root.T, left, upper=True) * scale[:, None])
+    mix = codes.double() * unit / scale[:, None]
     # The best `out` for the rounded `mix`.
     gram = mix.T @ inputs @ mix
-    out = torch.linalg.solve(gram, mix.T @ cross).half().double()
+    out = torch.linalg.solve(gram, mix.T @ cross)
     bias = (mean_out - mean_in @ (mix @ out)).float().double()
-    return Regression(mix, out, bias)
+    return Regression(codes, unit, mix, out, bias)
+
+
+def to_bytes(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounded to 8 bits, and what a column's integers are to be multiplied by."""
+    unit = matrix.abs().amax(dim=0).clamp(min=1e-30).float().double() / 127
+    return torch.round(matrix / unit).to(torch.int8), unit
+
+
+def predictor_tensors(regression: Regression) -> dict[str, npt.NDArray[Any]]:
+    """As the profile stores them: latent variables come by how much they explain, and those that
+    are not precise are scaled to explain alike, so that rounding costs each of them the same."""
+    fine, rest = regression.out[:PRECISE_LATENTS], regression.out[PRECISE_LATENTS:]
+    gain = rest.square().mean(dim=1).sqrt()
+    codes, unit = torch.zeros_like(rest, dtype=torch.int8), torch.ones(rest.shape[1])
+    if len(rest):
+        codes, unit = to_bytes(rest / gain[:, None])
+    scale = regression.mix_scale * torch.cat([torch.ones_like(fine[:, 0]), gain])
+    return {
+        "predict.mix": regression.mix_codes.cpu().numpy(),
+        "predict.mix_scale": scale.float().cpu().numpy(),
+        "predict.fine": fine.half().cpu().numpy(),
+        "predict.out": codes.cpu().numpy(),
+        "predict.out_scale": unit.float().cpu().numpy(),
+        "predict.bias": regression.bias.float().cpu().numpy(),
+    }
 
 
 def residual_covariance(

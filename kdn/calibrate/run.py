@@ -27,7 +27,7 @@ from kdn.calibrate import fit, importance, moments, tables
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import symbols
 from kdn.codec.klt.codec import KltCodec
-from kdn.codec.klt.profile import FORMAT, VERSION, Profile
+from kdn.codec.klt.profile import CONTEXT_TOKENS, FORMAT, VERSION, Profile
 from kdn.engines.quality import Quality, QualityProbe
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
@@ -170,13 +170,11 @@ class _Calibration:
         self.progress("fitting", 0, 1 + len(self.slices))
         options = self.options
         metrics = [fit.fit_metric(f, sums.num_tokens, options.metric_rank) for f in sums.fisher]
-        regression = fit.fit_regression(sums, metrics, self.slices, options.predictor_rank)
+        scale = self.scale.double().repeat(CONTEXT_TOKENS)
+        regression = fit.fit_regression(sums, metrics, self.slices, options.predictor_rank, scale)
         tensors: dict[str, npt.NDArray[Any]] = {
             "embed.codes": self.codes.cpu().numpy(),
-            "embed.scale": _f32(self.scale),
-            "predict.mix": _f16(regression.mix),
-            "predict.out": _f16(regression.out),
-            "predict.bias": _f32(regression.bias),
+            **fit.predictor_tensors(regression),
         }
         self.deviations = []
         for index, (metric, part) in enumerate(zip(metrics, self.slices, strict=True)):

@@ -24,7 +24,7 @@ from kdn.codec.klt.symbols import Ints, Model
 from kdn.codec.rans import normalise
 from kdn.codec.threads import parallel_map
 
-RARE = 8e-2
+RARE = 0.12
 """A level leaves out the last components if they are non-zero less often than this: so small,
 they cost as much as they are worth, and time besides."""
 PRIOR = 8.0

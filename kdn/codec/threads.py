@@ -1,4 +1,9 @@
-"""One small thread pool for all codecs: sections are independent, kernels release the GIL."""
+"""One small thread pool for all codecs: sections are independent, kernels release the GIL.
+
+Each thread computes alone, torch's products included: two threads that each do a product use two
+cores better than two products shared by two threads, and torch's own threads, which wait for more
+work by spinning, would take the cores from these.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,9 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -39,16 +46,39 @@ def parallel_map(fn: Callable[[Item], Result], items: Iterable[Item]) -> list[Re
     return [future.result() for future in futures]
 
 
+def parallel_call(
+    first: Callable[[], Item], *others: Callable[[], Result]
+) -> tuple[Item, list[Result]]:
+    """What each of them returns, all run as `parallel_map` does."""
+    found: list[Any] = parallel_map(lambda fn: fn(), [first, *others])
+    return found[0], found[1:]
+
+
 def _shared_pool() -> ThreadPoolExecutor:
     global _pool
     with _lock:
         if _pool is None:
-            _pool = ThreadPoolExecutor(num_cores(), "kdn-codec", initializer=_mark_worker)
+            _pool = _start_pool(num_cores())
         return _pool
 
 
-def _mark_worker() -> None:
-    _worker.busy = True
+def _start_pool(size: int) -> ThreadPoolExecutor:
+    # A thread's number of torch threads is its own once it has asked for it; what it sets is also
+    # what new threads begin with. So all workers are started at once, and that is set back.
+    ready, before = threading.Barrier(size + 1), torch.get_num_threads()
+
+    def start() -> None:
+        _worker.busy = True
+        torch.set_num_threads(1)
+        torch.get_num_threads()
+        ready.wait()
+
+    pool = ThreadPoolExecutor(size, "kdn-codec", initializer=start)
+    for _ in range(size):
+        pool.submit(int)
+    ready.wait()
+    torch.set_num_threads(before)
+    return pool
 
 
 def _forget_pool() -> None:

@@ -25,9 +25,11 @@ def parts(spec: ModelSpec, seed: int = 0) -> tuple[dict[str, Any], dict[str, npt
     embed, rank, sinks = 6, 4, 4
     tensors: dict[str, npt.NDArray[Any]] = {
         "embed.codes": rng.integers(-127, 128, (spec.vocab_size, embed)).astype(np.int8),
-        "embed.scale": np.full(embed, 0.01, np.float32),
-        "predict.mix": rng.normal(size=(3 * embed, rank)).astype(np.float16),
-        "predict.out": rng.normal(size=(rank, columns)).astype(np.float16),
+        "predict.mix": rng.integers(-127, 128, (3 * embed, rank)).astype(np.int8),
+        "predict.mix_scale": np.full(rank, 1e-4, np.float32),
+        "predict.fine": rng.normal(size=(1, columns)).astype(np.float16),
+        "predict.out": rng.integers(-127, 128, (rank - 1, columns)).astype(np.int8),
+        "predict.out_scale": np.full(columns, 0.01, np.float32),
         "predict.bias": rng.normal(size=columns).astype(np.float32),
         "sink.mean": rng.normal(size=(sinks, columns)).astype(np.float16),
         "sink.step": np.full(columns, 0.02, np.float32),

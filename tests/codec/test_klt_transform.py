@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from kdn.codec.klt.transform import GroupTransform, int8_product, pack
+from kdn.cache.keys import Namespace, cut
+from kdn.codec.klt import Profile
+from kdn.codec.klt.transform import GroupTransform, Latent, Predictor, int8_product, pack
 from tests.codec.klt_profile import make_profile
 
 
@@ -30,16 +33,14 @@ def test_analysis_finds_what_synthesis_made(transform: GroupTransform) -> None:
     generator = torch.Generator().manual_seed(2)
     components = torch.randn(len(basis), 40, generator=generator, dtype=torch.float64)
     components[: transform.num_large] *= 50  # as large ones are: they are taken away first
-    found, rest = transform.analyse((basis.T @ components).float())
+    found, rest = transform.analyse((components.T @ basis).float())
     # The others are found to within the rounding of inputs and rows to 8 bits.
     torch.testing.assert_close(
         found[: transform.num_large].double(), components[: transform.num_large], rtol=0, atol=0.2
     )
     assert (found.double() - components).square().mean().sqrt() < 0.05
-    explained = (
-        dense_basis(transform)[: transform.num_large].T @ found[: transform.num_large].double()
-    )
-    torch.testing.assert_close(rest.double(), basis.T @ components - explained, rtol=0, atol=1e-3)
+    explained = found[: transform.num_large].double().T @ basis[: transform.num_large]
+    torch.testing.assert_close(rest.double(), components.T @ basis - explained, rtol=0, atol=1e-3)
 
 
 def test_integers_come_back_as_they_are_summed(transform: GroupTransform) -> None:
@@ -66,8 +67,8 @@ def test_integers_come_back_as_they_are_summed(transform: GroupTransform) -> Non
     bound = 0.5 * unit / transform.group.basis_scale[:, None] * 1.001
     assert (np.abs(back - exact[len(large) :]) <= bound).all()
     summed = transform.sum_coarse(codes).double().numpy()
-    summed *= transform.column_scale[:, None].astype(np.float64) * unit
-    expected = basis[len(large) :].numpy().T @ back
+    summed *= transform.column_scale.astype(np.float64) * unit[:, None]
+    expected = back.T @ basis[len(large) :].numpy()
     np.testing.assert_allclose(summed, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -79,3 +80,41 @@ def test_int8_product_is_exact_with_and_without_torch(monkeypatch: pytest.Monkey
     assert (int8_product(*given).numpy() == wanted).all()
     monkeypatch.delattr(torch, "_int_mm")
     assert (int8_product(*given).numpy() == wanted).all()
+
+
+def test_prediction_is_the_same_in_one_product_and_in_two(tiny: Any) -> None:
+    """Readers sum what is precise of it together with large components, and the rest apart."""
+    profile = make_profile(tiny.spec)
+    transform, latent = GroupTransform(profile.groups[1], profile), sample_latent(profile)
+    no_components = np.zeros((0, latent.fine.shape[1]), np.float32)
+    columns = slice(3, 40)
+    summed = transform.sum_large(latent, no_components, columns).numpy() + transform.bias[columns]
+    rest = transform.sum_latent(latent, columns).numpy()
+    summed += rest * latent.unit[:, None] * transform.latent_scale[columns]
+    np.testing.assert_allclose(
+        summed, transform.predict(latent).numpy()[:, columns], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_latent_variables_follow_from_a_token_and_the_two_before(tiny: Any) -> None:
+    profile = make_profile(tiny.spec)
+    t = profile.tensors
+    ids = np.arange(5, 21)
+    table, mix = t["embed.codes"].astype(np.float64), t["predict.mix"].astype(np.float64)
+    zero = np.zeros(table.shape[1])
+    inputs = [
+        np.concatenate([table[ids[i - back]] if i >= back else zero for back in range(3)])
+        for i in range(len(ids))
+    ]
+    wanted = (np.array(inputs) @ mix * t["predict.mix_scale"]).T
+    found = sample_latent(profile, ids)
+    np.testing.assert_allclose(found.fine, wanted[: len(found.fine)], rtol=1e-5)
+    error = np.abs(found.codes.numpy() * found.unit - wanted[len(found.fine) :])
+    assert (error <= 0.5001 * found.unit).all()
+    assert (found.unit > 0).all()
+
+
+def sample_latent(profile: Profile, ids: npt.NDArray[np.int64] | None = None) -> Latent:
+    ids = np.arange(16) if ids is None else ids
+    namespace = Namespace(bytes.fromhex(profile.meta["model"]), profile.profile_id)
+    return Predictor(profile)(cut(ids, namespace)[0])

@@ -11,6 +11,7 @@ construction, whatever the basis lacks. A prefix of levels decodes; groups decod
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -28,15 +29,25 @@ from kdn.codec.klt.columns import (
     Ints,
     Restored,
     RopeTables,
+    Scaled,
+    Slab,
     read_columns,
     slabs,
-    write_columns,
+    write_slab,
 )
 from kdn.codec.klt.profile import NUM_CLASSES, Group, Profile
 from kdn.codec.klt.symbols import Model
-from kdn.codec.klt.transform import GroupTransform, Packed, Predictor, leftover, pack
+from kdn.codec.klt.transform import (
+    GroupTransform,
+    Latent,
+    Packed,
+    Predictor,
+    leftover,
+    pack,
+    transpose,
+)
 from kdn.codec.outputs import check_input, clear_absent, output_cache
-from kdn.codec.threads import parallel_map
+from kdn.codec.threads import parallel_call, parallel_map
 from kdn.errors import FormatError, UnsupportedError
 
 KIND_ENTERING, KIND_TOKENS, KIND_SINKS, KIND_CORRECTION, KIND_DIGITS = 0, 1, 2, 3, 4
@@ -45,11 +56,19 @@ KIND_ENTERING, KIND_TOKENS, KIND_SINKS, KIND_CORRECTION, KIND_DIGITS = 0, 1, 2, 
 @dataclass(frozen=True)
 class GroupAnalysis:
     """A group of a chunk before rounding: components in finest steps, the same in the basis' units,
-    and what the large ones leave of the residual [columns, tokens]."""
+    and what the large ones leave of the residual [tokens, columns]."""
 
     exact: Floats
     components: torch.Tensor
     rest: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the token ids and their positions tell of a chunk."""
+
+    latent: Latent
+    turns: RopeTables
 
 
 @dataclass(frozen=True)
@@ -82,10 +101,8 @@ class KltCodec(Codec):
         sections = [Section(0, KIND_TOKENS, 0, self._encode_classes(analysis.classes))]
         sections += self._encode_sinks(analysis.sinks)
         jobs = []
-        for index, group in enumerate(analysis.groups):
-            finest = self.round(group.exact)
-            error = self.correction(index, group, finest, analysis.classes)
-            values = [*symbols_numba.split_levels(finest, self.num_levels - 1), error]
+        groups = range(len(analysis.groups))
+        for index, values in enumerate(parallel_map(lambda g: self._quantise(g, analysis), groups)):
             jobs += [(*part, values) for part in self.parts(index)]
         sections += parallel_map(lambda job: self.encode_part(*job, analysis.classes), jobs)
         info = StreamInfo.for_chunk(
@@ -117,11 +134,14 @@ class KltCodec(Codec):
         cache = output_cache(stream.info, out, dtype)
         classes = self._decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
         groups = range(len(self._transforms))
-        coded = parallel_map(lambda g: self._decode_levels(stream, g, wanted, classes), groups)
+        known, coded = parallel_call(
+            lambda: self._known(chunk),
+            *(partial(self._decode_levels, stream, g, wanted, classes) for g in groups),
+        )
         sinks = []
         if self._num_sinks(chunk):
             sinks = [self._decode_sinks(stream.section(0, g, KIND_SINKS), g, chunk) for g in groups]
-        self._assemble(chunk, coded, sinks, classes, cache)
+        self._assemble(chunk, known, coded, sinks, classes, cache)
         return cache
 
     def simulate(self, chunk: Chunk, cache: KVCache, levels: int) -> KVCache:
@@ -139,49 +159,64 @@ class KltCodec(Codec):
             coded.append((self._pack(values, index, component_levels, analysis.classes), error))
         sinks = [self._restore_sinks(values, g) for g, values in enumerate(analysis.sinks)]
         out = KVCache(torch.empty_like(cache.keys), torch.empty_like(cache.values), cache.start)
-        self._assemble(chunk, coded, sinks, analysis.classes, out)
+        self._assemble(chunk, self._known(chunk), coded, sinks, analysis.classes, out)
         return out
 
     def _assemble(
         self,
         chunk: Chunk,
+        known: Known,
         coded: list[tuple[Packed, Ints | None]],
         sinks: list[torch.Tensor],
         classes: npt.NDArray[np.uint8],
         cache: KVCache,
     ) -> None:
         """Puts prediction, components, correction and sinks of all groups into a cache."""
-        latent = self._predict(chunk)
-        tables = RopeTables.of(self.spec, chunk.start, chunk.num_tokens, forward=True)
+        latent, tables = known.latent, known.turns
         error_scale = _step_sizes(classes, 1.0)
-        error_scale[: self._num_sinks(chunk)] = 0
-        parts = []
-        for index, (packed, error) in enumerate(coded):
-            transform = self._transforms[index]
-            weights = torch.cat([latent, torch.from_numpy(packed.large)])
-            packed.token_scale[: self._num_sinks(chunk)] = 0
-            fix_step = self.profile.tensors["fix.step"][transform.group.columns]
-            for slab in slabs(self.spec, transform.group.layers):
-                rows, bias = slab.rows, transform.bias[slab.rows]
-                base = transform.sum_large(weights, rows)
-                if sinks:
-                    first = sinks[index][rows] - torch.from_numpy(bias)[:, None]
-                    base[:, : first.shape[1]] = first
-                restored = Restored(
-                    base, bias, transform.sum_coarse(packed.codes, rows),
-                    transform.column_scale[rows], packed.token_scale,
-                    None if error is None else error[rows], fix_step[rows], error_scale,
-                )  # fmt: skip
-                parts.append((slab, restored))
-        write_columns(parts, tables, cache)
+        # Sinks are not predicted: they are coded as they are.
+        for scale in (latent.unit, error_scale, *(packed.token_scale for packed, _ in coded)):
+            scale[: self._num_sinks(chunk)] = 0
+
+        def restore(index: int, slab: Slab) -> None:
+            transform, (packed, error), own = self._transforms[index], coded[index], slab.columns
+            base = transform.sum_large(latent, packed.large, own).numpy()
+            if sinks:
+                first = sinks[index][:, own].numpy()
+                base[: len(first)] = first - transform.bias[own]
+            predicted = transform.sum_latent(latent, own).numpy()
+            coarse = transform.sum_coarse(packed.codes, own).numpy()
+            restored = Restored(
+                base,
+                transform.bias[own],
+                Scaled(predicted, latent.unit, transform.latent_scale[own]),
+                Scaled(coarse, packed.token_scale, transform.column_scale[own]),
+                None if error is None else self._scaled_error(error, error_scale, index, own),
+            )
+            write_slab(slab, restored, tables, cache)
+
+        parallel_map(
+            lambda job: restore(*job),
+            [
+                (index, slab)
+                for index, group in enumerate(self.profile.groups)
+                for slab in slabs(self.spec, group.layers)
+            ],
+        )
         clear_absent(cache)
 
-    def _step_classes(self, columns: list[torch.Tensor]) -> npt.NDArray[np.uint8]:
+    def _known(self, chunk: Chunk) -> Known:
+        turns = RopeTables.of(self.spec, chunk.start, chunk.num_tokens, forward=True)
+        return Known(self._predict(chunk), turns)
+
+    def _scaled_error(self, error: Ints, token_scale: Floats, index: int, columns: slice) -> Scaled:
+        whole = np.empty((error.shape[1], columns.stop - columns.start), np.int32)
+        transpose(error[columns], whole)
+        step = self.profile.tensors["fix.step"][self.profile.groups[index].columns]
+        return Scaled(whole, token_scale, step[columns])
+
+    def _step_classes(self, log_importance: torch.Tensor) -> npt.NDArray[np.uint8]:
         """How finely each token is quantised: by how much its errors are expected to matter."""
-        weight = torch.from_numpy(self.profile.tensors["importance"])
-        log_importance = torch.full((columns[0].shape[1],), self.profile.meta["importance_bias"])
-        for group, part in zip(self.profile.groups, columns, strict=True):
-            log_importance += weight[group.columns] @ part
         middle = NUM_CLASSES // 2
         halvings = torch.round(log_importance / np.log(2.0)).clamp(-middle, middle)
         classes: npt.NDArray[np.uint8] = (halvings + middle).to(torch.uint8).numpy()
@@ -191,23 +226,40 @@ class KltCodec(Codec):
         """What is to be coded, before rounding."""
         check_input(self.spec, chunk, cache)
         tables = RopeTables.of(self.spec, chunk.start, chunk.num_tokens, forward=False)
-        columns = [
-            read_columns(cache, self.spec, group.layers, tables) for group in self.profile.groups
-        ]
-        if not all(torch.isfinite(torch.stack(torch.aminmax(part))).all() for part in columns):
-            raise UnsupportedError(
-                "klt codes finite values only; found NaN or infinity in the cache"
-            )
-        classes = self._step_classes(columns)
+        weight = torch.from_numpy(self.profile.tensors["importance"])
+
+        def read(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+            columns = read_columns(cache, self.spec, group.layers, tables)
+            if not torch.isfinite(torch.stack(torch.aminmax(columns))).all():
+                raise UnsupportedError(
+                    "klt codes finite values only; found NaN or infinity in the cache"
+                )
+            return columns, columns @ weight[group.columns]
+
+        latent, found = parallel_call(
+            lambda: self._predict(chunk), *(partial(read, group) for group in self.profile.groups)
+        )
+        columns, log_importance = zip(*found, strict=True)
+        classes = self._step_classes(sum(log_importance) + self.profile.meta["importance_bias"])
         steps = torch.from_numpy(_step_sizes(classes, self.profile.finest_step))
-        latent, groups = self._predict(chunk), []
-        for transform, part in zip(self._transforms, columns, strict=True):
-            residual = part - transform.predict(latent)
+
+        def analyse_group(index: int) -> GroupAnalysis:
+            transform = self._transforms[index]
+            residual = columns[index] - transform.predict(latent)
             self._clear_uncoded(residual, cache.valid_from, chunk, transform.group)
             components, rest = transform.analyse(residual)
-            groups.append(GroupAnalysis((components / steps).numpy(), components, rest))
+            return GroupAnalysis((components / steps).numpy(), components, rest)
+
+        groups = parallel_map(analyse_group, range(len(self._transforms)))
         sinks = [self._sink_values(part, g, chunk) for g, part in enumerate(columns)]
         return Analysis(classes, sinks if self._num_sinks(chunk) else [], groups)
+
+    def _quantise(self, index: int, analysis: Analysis) -> list[Ints]:
+        """A group's integers at every level, the correction last."""
+        group = analysis.groups[index]
+        finest = self.round(group.exact)
+        error = self.correction(index, group, finest, analysis.classes)
+        return [*symbols_numba.split_levels(finest, self.num_levels - 1), error]
 
     def correction(
         self, index: int, group: GroupAnalysis, finest: Ints, classes: npt.NDArray[np.uint8]
@@ -219,11 +271,11 @@ class KltCodec(Codec):
         missed = transform.sum_missed(
             group.components[: len(packed.large)] - torch.from_numpy(packed.large)
         )
-        error = np.empty(tuple(group.rest.shape), dtype=np.int32)
+        error = np.empty(tuple(group.rest.T.shape), dtype=np.int32)
         largest = leftover(
             group.rest.numpy(), missed.numpy(), transform.sum_coarse(packed.codes).numpy(),
-            transform.column_scale, packed.token_scale,
-            self.profile.tensors["fix.step"][transform.group.columns], _step_sizes(classes, 1.0),
+            packed.token_scale, transform.column_scale,
+            _step_sizes(classes, 1.0), self.profile.tensors["fix.step"][transform.group.columns],
             error,
         )  # fmt: skip
         if not largest <= symbols.MAX_BASE:
@@ -276,11 +328,11 @@ class KltCodec(Codec):
         self, residual: torch.Tensor, valid_from: tuple[int, ...], chunk: Chunk, group: Group
     ) -> None:
         """Sinks are coded apart; what a layer lacks is coded as if it were as predicted."""
-        residual[:, : self._num_sinks(chunk)] = 0
+        residual[: self._num_sinks(chunk)] = 0
         first, last = group.layers
-        view = residual.view(2, last - first, -1, chunk.num_tokens)
+        view = residual.view(chunk.num_tokens, 2, last - first, -1)
         for layer in range(first, last):
-            view[:, layer - first, :, : valid_from[layer] - chunk.start] = 0
+            view[: valid_from[layer] - chunk.start, :, layer - first] = 0
 
     def encode_part(
         self, level: int, kind: int, index: int, values: list[Ints],
@@ -351,13 +403,13 @@ class KltCodec(Codec):
     def _sink_values(self, columns: torch.Tensor, index: int, chunk: Chunk) -> Ints:
         t, part = self.profile.tensors, self.profile.groups[index].columns
         count = self._num_sinks(chunk)
-        mean = torch.from_numpy(t["sink.mean"][:count, part]).float().T
-        return _whole((columns[:, :count] - mean) / torch.from_numpy(t["sink.step"][part])[:, None])
+        mean = torch.from_numpy(t["sink.mean"][:count, part]).float()
+        return _whole(((columns[:count] - mean) / torch.from_numpy(t["sink.step"][part])).T)
 
     def _restore_sinks(self, values: Ints, index: int) -> torch.Tensor:
         t, part = self.profile.tensors, self.profile.groups[index].columns
-        mean = torch.from_numpy(t["sink.mean"][: values.shape[1], part]).float().T
-        return mean + torch.from_numpy(values) * torch.from_numpy(t["sink.step"][part])[:, None]
+        mean = torch.from_numpy(t["sink.mean"][: values.shape[1], part]).float()
+        return mean + torch.from_numpy(values.T) * torch.from_numpy(t["sink.step"][part])
 
     def _encode_sinks(self, sinks: list[Ints]) -> list[Section]:
         return [
@@ -376,7 +428,7 @@ class KltCodec(Codec):
 def _whole(steps: torch.Tensor) -> Ints:
     if steps.numel() and not float(steps.abs().max()) <= symbols.MAX_BASE:
         raise UnsupportedError("values too far from all that the profile was calibrated on")
-    return steps.round().to(torch.int32).numpy()
+    return np.ascontiguousarray(steps.round().to(torch.int32).numpy())
 
 
 def _step_sizes(classes: npt.NDArray[np.uint8], step: float) -> Floats:

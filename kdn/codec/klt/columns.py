@@ -1,18 +1,12 @@
-"""Between a cache and its columns: `[columns, tokens]` in float32, RoPE undone.
+"""Between a cache and its columns: `[tokens, columns]` in float32, RoPE undone.
 
-Columns are ordered as `profile.py` says. Tokens come last, as in everything the codec computes: a
-component's symbols of all tokens stand side by side, and matrix products need nothing transposed.
-
-These kernels do in one pass what `rope.py` and a transposition would do in several: memory, not
-arithmetic, is what they wait for. Tokens are shared out among the cores.
+Columns are ordered as `profile.py` says. These kernels do in one pass what `rope.py` and several
+copies would do: memory, not arithmetic, is what they wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,49 +16,59 @@ from numba import njit
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec import rope
-from kdn.codec.threads import num_cores, parallel_map
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
-_TILE = 16  # floats in a cache line
-_NOTHING = np.zeros(0, np.float32)
+SLAB_COLUMNS = 3072
 
 
 @dataclass(frozen=True)
 class Slab:
-    """The rows [columns] of a group that hold the keys or the values of layers [first, last)."""
+    """The columns of a group that hold the keys or the values of layers [first, last)."""
 
-    rows: slice
+    columns: slice
     is_keys: bool
     first: int
     last: int
 
 
 @dataclass(frozen=True)
-class Restored:
-    """A slab's values as what is to be summed, each [rows, tokens] with its factors:
-    `base + bias[row] + coarse * row_scale[row] * token_scale[token]`, and the same with `error` if
-    there is one."""
+class Scaled:
+    """Integers [tokens, columns], to be multiplied by their token's and their column's scale."""
 
-    base: torch.Tensor
-    bias: Floats
-    coarse: torch.Tensor
-    row_scale: Floats
+    whole: Ints
     token_scale: Floats
-    error: Ints | None = None
-    error_row_scale: Floats | None = None
-    error_token_scale: Floats | None = None
+    column_scale: Floats
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A slab's values [tokens, columns] as what is to be summed. Only the last level has errors."""
+
+    base: Floats
+    bias: Floats
+    predicted: Scaled
+    coarse: Scaled
+    error: Scaled | None
+
+
+_NOTHING = Scaled(np.zeros((0, 0), np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32))
 
 
 def slabs(spec: ModelSpec, layers: tuple[int, int]) -> list[Slab]:
-    """The keys of a group, and its values."""
+    """A group's keys and values in pieces of whole layers, as many as the cache of a core holds
+    while they are summed and written."""
     first, last = layers
-    height = (last - first) * spec.num_kv_heads * spec.head_dim
-    return [
-        Slab(slice(0, height), True, first, last),
-        Slab(slice(height, 2 * height), False, first, last),
-    ]
+    width = spec.num_kv_heads * spec.head_dim
+    count = max(1, SLAB_COLUMNS // width)
+    found = []
+    for is_keys, begin in ((True, 0), (False, (last - first) * width)):
+        for layer in range(first, last, count):
+            end = min(layer + count, last)
+            columns = slice(begin + (layer - first) * width, begin + (end - first) * width)
+            found.append(Slab(columns, is_keys, layer, end))
+    return found
 
 
 def read_columns(
@@ -72,84 +76,48 @@ def read_columns(
 ) -> torch.Tensor:
     """Columns of layers [first, last), one group's."""
     first, last = layers
-    keys, values = _float_array(cache.keys[first:last]), _float_array(cache.values[first:last])
-    width = spec.num_kv_heads * spec.head_dim
-    out = torch.empty((2, last - first, width, cache.num_tokens), dtype=torch.float32)
-    columns, turns = out.numpy(), tables.arrays(first, last)
-    calls = [
-        (keys[:, share], values[:, share], *turns, columns[..., share], share.start)
-        for share in _shares(cache.num_tokens)
-    ]
-    parallel_map(lambda call: _read(*call), calls)
-    return out.view(-1, cache.num_tokens)
+    height = (last - first) * spec.num_kv_heads * spec.head_dim
+    out = torch.empty((cache.num_tokens, 2 * height), dtype=torch.float32)
+    for side, is_keys in ((cache.keys, True), (cache.values, False)):
+        part = side[first:last].to("cpu", torch.float32)
+        part = part if _has_plain_rows(part) else part.contiguous()
+        own = out[:, :height] if is_keys else out[:, height:]
+        turns = tables.arrays(first, last, turn=is_keys)
+        _read(_flat(part), part.stride()[:2], turns, tuple(part.shape[2:]), own.numpy())
+    return out
 
 
-def write_columns(
-    parts: Sequence[tuple[Slab, Restored]], tables: RopeTables, cache: KVCache
-) -> None:
+def write_slab(slab: Slab, restored: Restored, tables: RopeTables, cache: KVCache) -> None:
     """Puts restored values where they belong; RoPE is applied to keys again."""
-    outputs = [_Output.of(slab, cache) for slab, _ in parts]
-    calls = [
-        (*_arrays(slab, restored, tables), output.array, share.start, share.stop)
-        for (slab, restored), output in zip(parts, outputs, strict=True)
-        for share in _shares(cache.num_tokens)
-    ]
-    # All at once: waking threads up costs as much as a tenth of their work here.
-    parallel_map(lambda call: _write(*call), calls)
-    for output in outputs:
-        output.finish()
+    target = (cache.keys if slab.is_keys else cache.values)[slab.first : slab.last]
+    direct = target.dtype == torch.float32 and target.device.type == "cpu"
+    direct = direct and _has_plain_rows(target)
+    out = target if direct else torch.empty(tuple(target.shape))
+    parts = (restored.predicted, restored.coarse, restored.error or _NOTHING)
+    sums = tuple((part.whole, part.token_scale, part.column_scale) for part in parts)
+    turns = tables.arrays(slab.first, slab.last, turn=slab.is_keys)
+    heads, strides = tuple(out.shape[2:]), out.stride()[:2]
+    _write(restored.base, restored.bias, sums, turns, heads, _flat(out), strides)
+    if not direct:
+        target.copy_(out)
 
 
-@dataclass(frozen=True)
-class _Output:
-    """Where a slab is written to: the cache itself, or a float32 copy of its part."""
-
-    target: torch.Tensor
-    aside: torch.Tensor | None
-
-    @classmethod
-    def of(cls, slab: Slab, cache: KVCache) -> _Output:
-        target = (cache.keys if slab.is_keys else cache.values)[slab.first : slab.last]
-        direct = target.dtype == torch.float32 and target.device.type == "cpu"
-        return cls(target, None if direct else torch.empty(tuple(target.shape)))
-
-    @property
-    def array(self) -> Floats:
-        found: Floats = (self.target if self.aside is None else self.aside).numpy()
-        return found
-
-    def finish(self) -> None:
-        if self.aside is not None:
-            self.target.copy_(self.aside)
+def _has_plain_rows(part: torch.Tensor) -> bool:
+    """Whether a token's values of a layer [layers, tokens, heads, channels] lie side by side."""
+    return part.stride()[2:] == (part.shape[3], 1)
 
 
-def _arrays(slab: Slab, restored: Restored, tables: RopeTables) -> tuple[Any, ...]:
-    errors = (np.zeros((0, 0), np.int32), _NOTHING, _NOTHING)
-    if restored.error is not None:
-        assert restored.error_row_scale is not None
-        assert restored.error_token_scale is not None
-        errors = (restored.error, restored.error_row_scale, restored.error_token_scale)
-    return (
-        restored.base.numpy(), restored.bias, restored.coarse.numpy(), restored.row_scale,
-        restored.token_scale, *errors, *tables.arrays(slab.first, slab.last, turn=slab.is_keys),
-    )  # fmt: skip
-
-
-def _float_array(tensor: torch.Tensor) -> Floats:
-    array: Floats = tensor.float().cpu().numpy()
+def _flat(part: torch.Tensor) -> Floats:
+    """All memory from its first to its last value: kernels find a token's values by the strides.
+    Compilers only make vector code for what is known to lie side by side."""
+    span = 1 + sum((n - 1) * stride for n, stride in zip(part.shape, part.stride(), strict=True))
+    array: Floats = part.as_strided((span,), (1,)).numpy()
     return array
-
-
-def _shares(num_tokens: int) -> list[slice]:
-    """Tokens for each core, in whole cache lines."""
-    tiles = -(-num_tokens // _TILE)
-    bounds = np.linspace(0, tiles, min(num_cores(), tiles) + 1).astype(int) * _TILE
-    return [slice(a, b) for a, b in pairwise(np.minimum(bounds, num_tokens).tolist())]
 
 
 @dataclass(frozen=True)
 class RopeTables:
-    """Cosines and sines [distinct rotations, pairs, tokens], and of each layer: its rotation, how
+    """Cosines and sines [distinct rotations, tokens, pairs], and of each layer: its rotation, how
     many pairs it turns (none without RoPE) and whether a pair's channels are neighbours."""
 
     cos: Floats
@@ -162,12 +130,12 @@ class RopeTables:
     def of(cls, spec: ModelSpec, start: int, num_tokens: int, *, forward: bool) -> RopeTables:
         distinct = [r for r in dict.fromkeys(spec.ropes) if r is not None]
         pairs = max((len(r.inv_freq) for r in distinct), default=0)
-        cos = np.zeros((len(distinct), pairs, num_tokens), dtype=np.float32)
+        cos = np.zeros((len(distinct), num_tokens, pairs), dtype=np.float32)
         sin = np.zeros_like(cos)
         for index, found in enumerate(distinct):
             both = rope.tables(found, start, num_tokens, torch.device("cpu"), forward=forward)
-            cos[index, : len(found.inv_freq)] = both[0][:, 0].numpy().T
-            sin[index, : len(found.inv_freq)] = both[1][:, 0].numpy().T
+            cos[index, :, : len(found.inv_freq)] = both[0][:, 0].numpy()
+            sin[index, :, : len(found.inv_freq)] = both[1][:, 0].numpy()
         which = np.array([distinct.index(r) if r else 0 for r in spec.ropes], dtype=np.int32)
         counts = np.array([len(r.inv_freq) if r else 0 for r in spec.ropes], dtype=np.int32)
         neighbours = np.array([bool(r and r.interleaved) for r in spec.ropes])
@@ -182,80 +150,71 @@ class RopeTables:
 
 
 @njit(nogil=True, cache=True)
-def _channels(pair, pairs, interleaved):  # type: ignore[no-untyped-def]
-    """Where the two channels of a pair stand in a head."""
-    if interleaved:
-        return 2 * pair, 2 * pair + 1
-    return pair, pair + pairs
-
-
-@njit(nogil=True, cache=True)
-def _turn(block, cos, sin, pairs, interleaved, begin):  # type: ignore[no-untyped-def]
-    """Applies RoPE to a head's block [channels, tokens], given [pairs, tokens] from `begin` on."""
-    for pair in range(pairs):
-        a, b = _channels(pair, pairs, interleaved)
-        first, second = block[a], block[b]
-        c, s = cos[pair, begin : begin + len(first)], sin[pair, begin : begin + len(first)]
-        for t in range(len(first)):
-            x, y = first[t], second[t]
-            first[t] = x * c[t] - y * s[t]
-            second[t] = y * c[t] + x * s[t]
-
-
-@njit(nogil=True, cache=True)
-def _transpose(source, target):  # type: ignore[no-untyped-def]
-    """Tile by tile, so that both sides stay in the nearest cache."""
-    rows, columns = source.shape
-    for begin in range(0, columns, _TILE):
-        for first in range(0, rows, _TILE):
-            last, end = min(first + _TILE, rows), min(begin + _TILE, columns)
-            for j in range(begin, end):
-                for i in range(first, last):
-                    target[j, i] = source[i, j]
-
-
-@njit(nogil=True, cache=True)
-def _read(keys, values, cos, sin, which, pairs, interleaved, out, begin):  # type: ignore[no-untyped-def]
-    num_heads, head_dim = keys.shape[2:]
-    for layer in range(len(keys)):
+def _turn(row, turns, heads, t):  # type: ignore[no-untyped-def]
+    """Applies RoPE to all heads of some layers, in place. Unsigned indices need no check for
+    negative ones: the loop over pairs becomes vector code."""
+    cos, sin, which, pairs, interleaved = turns
+    num_heads, head_dim = heads
+    for layer in range(len(pairs)):
+        count, table = np.uint64(pairs[layer]), which[layer]
         for head in range(num_heads):
-            rows = slice(head * head_dim, (head + 1) * head_dim)
-            block = out[0, layer, rows]
-            _transpose(keys[layer, :, head], block)
-            if pairs[layer]:
-                table = which[layer]
-                _turn(block, cos[table], sin[table], pairs[layer], interleaved[layer], begin)
-            _transpose(values[layer, :, head], out[1, layer, rows])
+            first = np.uint64((layer * num_heads + head) * head_dim)
+            if interleaved[layer]:
+                for p in range(count):
+                    a, b = first + np.uint64(2) * p, first + np.uint64(2) * p + np.uint64(1)
+                    x, y, c, s = row[a], row[b], cos[table, t, p], sin[table, t, p]
+                    row[a], row[b] = x * c - y * s, y * c + x * s
+            else:
+                for p in range(count):
+                    a, b = first + p, first + count + p
+                    x, y, c, s = row[a], row[b], cos[table, t, p], sin[table, t, p]
+                    row[a], row[b] = x * c - y * s, y * c + x * s
 
 
 @njit(nogil=True, cache=True)
-def _add_scaled(out, whole, scale, token_scale):  # type: ignore[no-untyped-def]
+def _read(flat, strides, turns, heads, out):  # type: ignore[no-untyped-def]
+    width, num_layers = np.uint64(heads[0] * heads[1]), len(turns[2])
+    own = np.empty(out.shape[1], np.float32)
     for t in range(len(out)):
-        out[t] += np.float32(whole[t]) * (scale * token_scale[t])
+        for layer in range(num_layers):
+            source = np.uint64(layer * strides[0] + t * strides[1])
+            first = np.uint64(layer) * width
+            for c in range(width):
+                own[first + c] = flat[source + c]
+        _turn(own, turns, heads, t)
+        out[t] = own
 
 
 @njit(nogil=True, cache=True)
-def _add_constant(out, base, constant):  # type: ignore[no-untyped-def]
-    for t in range(len(out)):
-        out[t] = base[t] + constant
+def _sum(base, bias, predicted, p_token, p_column, coarse, c_token, c_column, out):  # type: ignore[no-untyped-def]
+    for c in range(len(out)):
+        first = np.float32(predicted[c]) * (p_token * p_column[c])
+        second = np.float32(coarse[c]) * (c_token * c_column[c])
+        out[c] = ((base[c] + bias[c]) + first) + second
 
 
 @njit(nogil=True, cache=True)
-def _write(  # type: ignore[no-untyped-def]
-    base, bias, coarse, row_scale, token_scale, error, error_row, error_token,
-    cos, sin, which, pairs, interleaved, out, begin, end,
-):  # fmt: skip
-    num_layers, _, num_heads, head_dim = out.shape
-    block = np.empty((head_dim, end - begin), np.float32)
-    for layer in range(num_layers):
-        for head in range(num_heads):
-            for d in range(head_dim):
-                row, own = (layer * num_heads + head) * head_dim + d, block[d]
-                _add_constant(own, base[row, begin:end], bias[row])
-                _add_scaled(own, coarse[row, begin:end], row_scale[row], token_scale[begin:end])
-                if len(error):
-                    _add_scaled(own, error[row, begin:end], error_row[row], error_token[begin:end])
-            if pairs[layer]:
-                table = which[layer]
-                _turn(block, cos[table], sin[table], pairs[layer], interleaved[layer], begin)
-            _transpose(block, out[layer, begin:end, head])
+def _add_scaled(whole, token_scale, column_scale, out):  # type: ignore[no-untyped-def]
+    for c in range(len(out)):
+        out[c] += np.float32(whole[c]) * (token_scale * column_scale[c])
+
+
+@njit(nogil=True, cache=True)
+def _write(base, bias, sums, turns, heads, flat, strides):  # type: ignore[no-untyped-def]
+    predicted, p_token, p_column = sums[0]
+    coarse, c_token, c_column = sums[1]
+    error, e_token, e_column = sums[2]
+    width = np.uint64(heads[0] * heads[1])
+    own = np.empty(len(bias), np.float32)
+    for t in range(len(base)):
+        _sum(
+            base[t], bias, predicted[t], p_token[t], p_column, coarse[t], c_token[t], c_column, own
+        )
+        if len(error):
+            _add_scaled(error[t], e_token[t], e_column, own)
+        _turn(own, turns, heads, t)
+        for layer in range(len(turns[2])):
+            target = np.uint64(layer * strides[0] + t * strides[1])
+            first = np.uint64(layer) * width
+            for c in range(width):
+                flat[target + c] = own[first + c]

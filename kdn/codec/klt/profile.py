@@ -8,9 +8,11 @@ its layers, each `[layer, head, channel]`. That flat order is called `columns` b
 
 | tensor | shape | meaning |
 |---|---|---|
-| embed.codes, embed.scale | int8 [vocab, E], f32 [E] | token embeddings, normalised and quantised |
-| predict.mix | f16 [3 E, R] | from the embeddings of a token and the two before it |
-| predict.out, predict.bias | f16 [R, columns], f32 [columns] | to the predicted values |
+| embed.codes | int8 [vocab, E] | token embeddings, normalised and quantised |
+| predict.mix, .mix_scale | int8 [3 E, R], f32 [R] | of a token and the two before it, to latents |
+| predict.fine | f16 [m, columns] | from the m largest latents to the predicted values |
+| predict.out, .out_scale | int8 [R - m, columns], f32 [columns] | and from the others, quantised |
+| predict.bias | f32 [columns] | mean of the predicted values |
 | sink.mean, .step, .scale | f16 [S, columns], f32, u8 [columns] | first tokens of a context |
 | fix.step, fix.scale | f32, u8 [columns] | the last level: see codec.py |
 | importance | f32 [columns] | how much a token's errors matter: log of it, linear in its values |
@@ -45,7 +47,7 @@ from kdn.codec.rans import PROB_TOTAL
 from kdn.errors import FormatError, MismatchError
 
 FORMAT = "kdn klt profile"
-VERSION = 2
+VERSION = 3
 PROFILE_ID_BYTES = 16
 CONTEXT_TOKENS = 3
 """The predictor sees a token and the two before it."""
@@ -266,14 +268,16 @@ def _layout(profile: Profile) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]
     per_layer = 2 * meta["num_kv_heads"] * meta["head_dim"]
     columns = per_layer * meta["num_layers"]
     embed, rank = tensors["embed.codes"].shape[1], tensors["predict.mix"].shape[1]
-    sinks = len(tensors["sink.mean"])
+    fine, sinks = len(tensors["predict.fine"]), len(tensors["sink.mean"])
     f16, f32, u8 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.uint8)
     i8, u16 = np.dtype(np.int8), np.dtype(np.uint16)
     layout: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
         "embed.codes": ((meta["vocab_size"], embed), i8),
-        "embed.scale": ((embed,), f32),
-        "predict.mix": ((CONTEXT_TOKENS * embed, rank), f16),
-        "predict.out": ((rank, columns), f16),
+        "predict.mix": ((CONTEXT_TOKENS * embed, rank), i8),
+        "predict.mix_scale": ((rank,), f32),
+        "predict.fine": ((fine, columns), f16),
+        "predict.out": ((rank - fine, columns), i8),
+        "predict.out_scale": ((columns,), f32),
         "predict.bias": ((columns,), f32),
         "sink.mean": ((sinks, columns), f16),
         "sink.step": ((columns,), f32),
