@@ -18,9 +18,10 @@ from kdn.store.base import Entry
 
 Data = bytes | memoryview
 MIN_WATCH_S = 0.01
-FIRST_FRAME_BYTES = 2**16
-"""The first bytes leave early, so that a reader has work while the next ones are gathered; each
-frame is twice as large as the one before, up to what the node sends at once."""
+FIRST_FRAME_BYTES = 2**16 + 2**12
+"""The first bytes (64 KiB and what goes before them) leave early, so that a reader has work while
+the next ones are gathered; each frame is twice as large as the one before, up to what the node
+sends at once."""
 
 
 class Sender:

@@ -94,7 +94,9 @@ class MemoryStore(Store):
 
     def _look_up(self, key: bytes, head_bytes: int) -> Entry | None:
         held = self._held.get(key)
-        return None if held is None else replace(held.entry, head=held.data[:head_bytes])
+        if held is None or not head_bytes:
+            return None if held is None else held.entry
+        return replace(held.entry, head=held.data[:head_bytes])
 
     async def delete(self, key: bytes) -> bool:
         if key not in self._held:

@@ -32,7 +32,7 @@ class Retention(Policy):
             return
         self._here.add(key)
         self._policy.add(key, size_bytes, hints)
-        if self._holds[key]:
+        if key in self._holds:
             self._policy.hold(key)
 
     def touch(self, key: bytes) -> None:
