@@ -56,7 +56,7 @@ def run(model_name: str, text_path: Path | None, context: int) -> None:
     with console.status("Encoding"):
         _warm_up(codec, chunks[0], probe.cache)
         begin = time.perf_counter()
-        streams = encode(codec, chunks, probe.cache)
+        streams = codec.encode_all(chunks, probe.cache)
         encode_s = time.perf_counter() - begin
     with console.status("Decoding and comparing"):
         rows = [
@@ -69,11 +69,6 @@ def run(model_name: str, text_path: Path | None, context: int) -> None:
         "Each level is a prefix of the same bytes. KLD: how far the model's predictions of the "
         "following text move; recall: of passages from far back; speedup: against reading."
     )
-
-
-def encode(codec: Codec, chunks: Sequence[Chunk], cache: KVCache) -> list[bytes]:
-    """The bitstream of each chunk of a context's cache."""
-    return [codec.encode(chunk, cache.slice(chunk.start, chunk.end)) for chunk in chunks]
 
 
 def compare(
@@ -95,8 +90,7 @@ def compare(
     )
     prefixes = [data[: Bitstream.parse(data).level_end(levels - 1)] for data in streams]
     begin = time.perf_counter()
-    for chunk, data in zip(chunks, prefixes, strict=True):
-        codec.decode(Bitstream.parse(data), chunk, out=out.slice(chunk.start, chunk.end))
+    codec.decode_all([Bitstream.parse(data) for data in prefixes], chunks, out)
     decode_s = time.perf_counter() - begin
     return Row(levels, sum(map(len, prefixes)), decode_s, probe.measure(out))
 

@@ -7,6 +7,7 @@ coarser cache; a codec never needs the model, only the stream, its profile and t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream
+from kdn.codec.threads import parallel_map
 
 
 class Codec(ABC):
@@ -42,3 +44,25 @@ class Codec(ABC):
     ) -> KVCache:
         """The chunk's cache from the first `levels` levels at hand (all that the stream holds if
         None), written into `out` if given, else into a new cache of `dtype`."""
+
+    def encode_all(self, chunks: Sequence[Chunk], cache: KVCache) -> list[bytes]:
+        """Many chunks of one context at once: each core takes one, which is faster than sharing."""
+        return parallel_map(
+            lambda chunk: self.encode(chunk, cache.slice(chunk.start, chunk.end)), chunks
+        )
+
+    def decode_all(
+        self,
+        streams: Sequence[Bitstream],
+        chunks: Sequence[Chunk],
+        out: KVCache,
+        *,
+        levels: int | None = None,
+    ) -> None:
+        """The same back, each chunk into its place in `out`."""
+
+        def decode(job: tuple[Bitstream, Chunk]) -> None:
+            stream, chunk = job
+            self.decode(stream, chunk, levels=levels, out=out.slice(chunk.start, chunk.end))
+
+        parallel_map(decode, zip(streams, chunks, strict=True))

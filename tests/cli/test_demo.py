@@ -31,7 +31,7 @@ def test_the_lossless_codec_changes_nothing(
     tokens = np.random.default_rng(3).integers(3, 128, CONTEXT + demo.CONTINUATION_TOKENS)
     probe = QualityProbe(model, tokens, CONTEXT)
     chunks = cut(tokens[:CONTEXT], Namespace(codec.spec.fingerprint, codec.profile_id))
-    streams = demo.encode(codec, chunks, probe.cache)
+    streams = codec.encode_all(chunks, probe.cache)
     row = demo.compare(codec, chunks, streams, probe, codec.num_levels)
     assert row.size_bytes == sum(map(len, streams))
     assert row.quality.kld == 0

@@ -61,6 +61,24 @@ def test_encoding_is_deterministic(codec: KltCodec, tiny: Any) -> None:
     assert codec.encode(chunk, cache) == again.encode(chunk, cache)
 
 
+def test_all_at_once_is_as_one_by_one(codec: KltCodec, tiny: Any) -> None:
+    sizes = (256, 256, 48)
+    chunks = [tiny.chunk(codec.profile_id, n, index) for index, n in enumerate(sizes)]
+    caches = [tiny.cache(chunk, torch.float32) for chunk in chunks]
+    whole = KVCache(
+        torch.cat([c.keys for c in caches], dim=1), torch.cat([c.values for c in caches], dim=1)
+    )
+    data = codec.encode_all(chunks, whole)
+    assert data == [codec.encode(*pair) for pair in zip(chunks, caches, strict=True)]
+    streams = [Bitstream.parse(part) for part in data]
+    out = KVCache(torch.empty_like(whole.keys), torch.empty_like(whole.values))
+    codec.decode_all(streams, chunks, out, levels=2)
+    for stream, chunk in zip(streams, chunks, strict=True):
+        alone, part = codec.decode(stream, chunk, levels=2), out.slice(chunk.start, chunk.end)
+        torch.testing.assert_close(part.keys, alone.keys)
+        torch.testing.assert_close(part.values, alone.values)
+
+
 def test_absent_tokens_stay_absent(codec: KltCodec, tiny: Any) -> None:
     absences = (0, 5, 48, 0)
     chunk, cache = case(codec, tiny, 1, absences=absences)

@@ -67,7 +67,7 @@ class Layered(Rival):
         namespace = Namespace(self.codec.spec.fingerprint, self.codec.profile_id)
         chunks = cut(context.tokens, namespace)
         cache = _as_dtype(context.cache, self.dtype)
-        data, encode_s = timed(partial(self._encode, chunks, cache))
+        data, encode_s = timed(partial(self.codec.encode_all, chunks, cache))
         for level in range(self.codec.num_levels):
             levels = [self._level_of(chunk, chunks[-1].end, level) for chunk in chunks]
             fetched = [self.fetch(part, at) for part, at in zip(data, levels, strict=True)]
@@ -80,16 +80,12 @@ class Layered(Rival):
             return level
         return min(level + self.tail_levels, self.codec.num_levels - 1)
 
-    def _encode(self, chunks: Sequence[Chunk], cache: KVCache) -> list[bytes]:
-        return [self.codec.encode(chunk, cache.slice(chunk.start, chunk.end)) for chunk in chunks]
-
     def _decode(
         self, chunks: Sequence[Chunk], streams: Sequence[Bitstream], like: KVCache
     ) -> KVCache:
         keys = torch.empty_like(like.keys)
         out = KVCache(keys, torch.empty_like(keys), like.start, like.valid_from)
-        for chunk, stream in zip(chunks, streams, strict=True):
-            self.codec.decode(stream, chunk, out=out.slice(chunk.start, chunk.end))
+        self.codec.decode_all(streams, chunks, out)
         return out
 
 
