@@ -20,7 +20,7 @@ from kdn.codec import rope
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
-SLAB_COLUMNS = 3072
+SLAB_COLUMNS = 1024
 
 
 @dataclass(frozen=True)
