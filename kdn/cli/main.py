@@ -28,6 +28,10 @@ bench = lazy_group(
         "layering": ("kdn.bench.layering:run", "What levels cost klt against coding at once."),
         "cache": ("kdn.bench.cache:run", "Hit ratio of eviction policies on recorded requests."),
         "node": ("kdn.bench.node:run", "A node beside nginx and Redis, and how fairly it sends."),
+        "delivery": (
+            "kdn.bench.delivery:run",
+            "Planning policies on recorded links, beside an oracle.",
+        ),
     }
 )
 app.add_typer(bench, name="bench", help="Measure on real data, with tables, JSON and plots.")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any
@@ -33,6 +33,7 @@ from kdn.protocol.frames import (
 )
 from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put
 from kdn.store.http_answers import Answer, entry_of, join, listed, member, unhex
+from kdn.store.streaming import Ask, FrameSplitter, Piece
 
 MAX_BATCH_KEYS = 4096
 MAX_HEAD_BYTES = 65_536
@@ -138,6 +139,30 @@ class HttpStore(Store):
         except FormatError:
             self._corruptions += 1
             return None
+
+    async def read_spans(self, asks: Sequence[Ask]) -> AsyncGenerator[Piece, None]:
+        """See `streaming.py`: pieces as they arrive, for readers who verify them."""
+        spans = [
+            {"key": ask.key.hex(), "start": ask.start, "end": ask.end, "etag": ask.etag.hex()}
+            for ask in asks
+        ]
+        body = json.dumps({"collection": self._collection, "spans": spans}).encode()
+        splitter = FrameSplitter(asks)
+        try:
+            async with self._open().post(
+                f"{self._url}/v1/read",
+                data=BytesIO(body),
+                headers={"Content-Type": "application/json"},
+                allow_redirects=False,
+            ) as answer:
+                if answer.status != 200:
+                    raise Answer(answer.status, await answer.content.read(MAX_JSON_BYTES)).error
+                async for data in answer.content.iter_any():
+                    for piece in splitter.feed(data):
+                        yield piece
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise StoreError(f"{self._url}: POST failed: {error!r}") from error
+        splitter.finish()
 
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
         head = min(head_bytes, MAX_HEAD_BYTES)

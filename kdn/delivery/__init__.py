@@ -1,0 +1,1 @@
+"""Getting a context's cache in time: what to fetch, what to recompute, and carrying it out."""

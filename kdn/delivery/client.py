@@ -1,0 +1,314 @@
+"""Carrying a plan out: look up, fetch, verify, decode, compute, plan again, and end in time.
+
+One loop does it. Requests (`transfer.py`), decoding (`decode.py`) and the model run beside it and
+wake it up when something has changed; it then lets the policy plan again, sends the next requests
+and picks the next chunk to decode. It ends when the plan has nothing left to do, or at the deadline
+with what there is. Whatever a network, a store or a stream does, the caller gets a result; only
+mistakes in code raise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from random import Random
+
+from kdn.delivery.decode import Decoder
+from kdn.delivery.endpoints import Endpoint, Endpoints
+from kdn.delivery.lookup import HEAD_BYTES, Incoming, Question, look_up, read_local
+from kdn.delivery.outcome import result_of
+from kdn.delivery.plan import Fetch, Offer, Plan, Policy, Progress, Situation
+from kdn.delivery.request import FAR_S, OnProgress, Request, Result, Snapshot
+from kdn.delivery.speeds import Gauge
+from kdn.delivery.transfer import Limits, ThroughputEstimator, Transfer
+from kdn.store.base import Store
+
+TICK_S = 0.02
+PLAN_S = 0.005
+"""Not more often, nor more than a fifth of the time, is spent on planning."""
+REPLAN_S = 0.25
+BREAK = 0.25
+"""An estimate that has moved by this much makes a new plan."""
+HOPELESS_S = 30.0
+"""Without a byte for so long, no deadline is worth waiting for."""
+LOOKUP_S = 0.3
+LOOKUP_SHARE = 0.1
+"""Of the time the model would need for all: with a model at hand, no longer for a lookup."""
+PROGRESS_S = 0.05
+
+
+async def deliver(
+    request: Request,
+    endpoints: Endpoints | Iterable[Store | Endpoint],
+    *,
+    policy: Policy | None = None,
+    estimator: ThroughputEstimator | None = None,
+    on_progress: OnProgress | None = None,
+    limits: Limits | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    rng: Random | None = None,
+    head_bytes: int = HEAD_BYTES,
+) -> Result:
+    """The best cache of these chunks that is to be had by the deadline.
+
+    The estimator may be shared by deliveries from the same endpoints: what one has learnt of the
+    link helps the next. Endpoints are not closed.
+    """
+    if not isinstance(endpoints, Endpoints):
+        endpoints = Endpoints(endpoints)
+    question = Question(request.chunks, request.codec, clock, rng or Random(), head_bytes)
+    delivery = Delivery(
+        request,
+        question,
+        endpoints,
+        policy or _default_policy(),
+        estimator or _default_estimator(),
+        on_progress or (lambda snapshot: None),
+        limits or Limits(),
+    )
+    return await delivery.run()
+
+
+def _default_policy() -> Policy:
+    from kdn.delivery.planner import POLICIES
+
+    return POLICIES["default"]
+
+
+def _default_estimator() -> ThroughputEstimator:
+    from kdn.delivery.estimate import Estimator
+
+    return Estimator()
+
+
+class Delivery:
+    """One request being served. Use `deliver`."""
+
+    def __init__(
+        self,
+        request: Request,
+        question: Question,
+        endpoints: Endpoints,
+        policy: Policy,
+        estimator: ThroughputEstimator,
+        on_progress: OnProgress,
+        limits: Limits,
+    ) -> None:
+        self.request, self.question, self.endpoints = request, question, endpoints
+        self.estimator, self.limits = estimator, limits
+        self.began_s = question.clock()
+        self.cache = request.output()
+        self.gauge = Gauge(request.speeds, request.compute is not None)
+        self.known: list[Incoming] = []
+        self.lookup_s = 0.0
+        self._alone_s = 0.0  # what the model would need for everything
+        if request.speeds is not None:
+            start, end = request.chunks[0].start, request.chunks[-1].end
+            self._alone_s = request.speeds.prefill_s(start, end)
+        self._policy = policy
+        self._on_progress = on_progress
+        self._plan = Plan((), 0, 0.0, 0.0)
+        self._planned_s = -REPLAN_S
+        self._planning_s = 0.0
+        self._planned_rate = 0.0
+        self._is_stale = True  # something has changed since the last plan
+        self._offers: tuple[Offer, ...] = ()
+        self._offered: tuple[bytes, ...] = ()
+        self._reported_s = -PROGRESS_S
+        self._model: asyncio.Task[None] | None = None  # computes from the front
+        self._num_computed = 0
+
+    def now_s(self) -> float:
+        return self.question.clock() - self.began_s
+
+    async def run(self) -> Result:
+        until_s = self.began_s + self.request.deadline_s
+        self.transfer = Transfer(
+            self.known, self.question, self.endpoints, self.estimator, self.limits, until_s
+        )
+        self.decoder = Decoder(
+            self.request.codec, self.cache, self.gauge, self.transfer.changed, self.question.clock
+        )
+        try:
+            await self._look_up(until_s)
+            if self.known:
+                await self._carry_out()
+        finally:
+            await self._close()
+        self._raise_crashes()
+        self._report(force=True)
+        return result_of(self)
+
+    async def _look_up(self, until_s: float) -> None:
+        limit_s = HOPELESS_S
+        if self.request.compute is not None and self._alone_s:
+            limit_s = max(LOOKUP_S, LOOKUP_SHARE * self._alone_s)
+        until_s = min(until_s, self.began_s + limit_s)
+        self.known += await look_up(self.question, self.endpoints, until_s)
+        self.lookup_s = self.now_s()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, until_s - self.question.clock())):
+                await read_local(self.known, self.endpoints, self._enough_levels())
+
+    def _enough_levels(self) -> int:
+        expected = self.request.expected_kld
+        good = (i + 1 for i, kld in enumerate(expected) if kld <= self.request.enough_kld)
+        return next(good, len(expected))
+
+    # the loop
+
+    async def _carry_out(self) -> None:
+        changed = self.transfer.changed
+        while (left_s := self.request.deadline_s - self.now_s()) > 0:
+            self._is_stale |= changed.is_set()
+            changed.clear()
+            self._raise_crashes()
+            self.transfer.watch()
+            if self._should_plan():
+                self._make_plan()
+            self._act(left_s)
+            if self._is_done():
+                if not self._is_stale:
+                    return
+                self._make_plan()
+                continue
+            if self.transfer.quiet_s() > HOPELESS_S and not self._wants_model():
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, PLAN_S if self._is_stale else TICK_S)):
+                    await changed.wait()
+
+    def _act(self, left_s: float) -> None:
+        self.transfer.pump(self._plan.fetches)
+        if self.decoder.busy is None:
+            idle = self._has_fetched() and not self._wants_model()
+            next_one = self.decoder.pick(self.known, self._plan.fetches, left_s, idle)
+            if next_one is not None:
+                self.decoder.start(self.known[next_one.chunk], next_one.levels)
+        if self._wants_model() and self._model is None:
+            self._model = asyncio.create_task(self._compute())
+            self._model.add_done_callback(lambda _: self.transfer.changed.set())
+        self._report()
+
+    def _has_fetched(self) -> bool:
+        """Whether all bytes that are planned are here."""
+        return not any(self._misses(fetch) for fetch in self._plan.fetches)
+
+    def _misses(self, fetch: Fetch) -> bool:
+        one = self.known[fetch.chunk]
+        return not one.lost and not one.computed and one.assembly.levels < fetch.levels
+
+    def _is_done(self) -> bool:
+        """Whether nothing that is planned is left to do."""
+        if self.decoder.busy or self.transfer.is_searching or self._wants_model():
+            return False
+        idle = self._has_fetched()
+        return idle and self.decoder.pick(self.known, self._plan.fetches, FAR_S, idle) is None
+
+    def _raise_crashes(self) -> None:
+        self.transfer.raise_crash()
+        self.decoder.raise_crash()
+        if self._model is not None and self._model.done():
+            with suppress(asyncio.CancelledError):
+                self._model.result()
+            self._model = None
+
+    # planning
+
+    def _should_plan(self) -> bool:
+        since_s = self.now_s() - self._planned_s
+        if since_s < max(PLAN_S, 5 * self._planning_s):
+            return False
+        rate = self.transfer.link().rate
+        broken = abs(rate - self._planned_rate) > BREAK * max(self._planned_rate, 1.0)
+        return self._is_stale or broken or since_s >= REPLAN_S
+
+    def _make_plan(self) -> None:
+        self._planned_s = self.now_s()
+        situation = self._situation()
+        self._plan = self._policy(situation)
+        self._planned_rate = situation.link.rate
+        self._planning_s = self.now_s() - self._planned_s
+        self._is_stale = False
+
+    def _situation(self) -> Situation:
+        now_s = self.now_s()
+        if not self._num_computed and self._model is None:
+            self.gauge.begins(now_s, min(self.request.deadline_s, self._alone_s))
+        return Situation(
+            now_s=now_s,
+            deadline_s=self.request.deadline_s,
+            enough_kld=self.request.enough_kld,
+            offers=self._current_offers(),
+            progress=tuple(map(_progress, self.known)),
+            link=self.transfer.link(),
+            speeds=self.gauge.speeds,
+        )
+
+    def _current_offers(self) -> tuple[Offer, ...]:
+        """The same object as long as nothing has changed: planners keep what they derive of it."""
+        streams = tuple(one.assembly.stream_id for one in self.known)
+        if streams != self._offered:
+            kld = tuple(self.request.expected_kld)
+            self._offered = streams
+            self._offers = tuple(
+                Offer(one.chunk.num_tokens, one.assembly.level_ends, kld) for one in self.known
+            )
+        return self._offers
+
+    # the model
+
+    def _wants_model(self) -> bool:
+        return self.request.compute is not None and self._num_computed < self._plan.recompute
+
+    async def _compute(self) -> None:
+        """From the front, for as long as the plan wants it."""
+        assert self.request.compute is not None
+        while self._wants_model():
+            one = self.known[self._num_computed]
+            values = await self.request.compute(one.number)
+            while self.decoder.busy is one:
+                await self.decoder.finish()
+            place = self.cache.slice(one.chunk.start, one.chunk.end)
+            place.keys.copy_(values.keys)
+            place.values.copy_(values.values)
+            one.computed, one.decoded, one.decoded_id = True, 0, b""
+            one.valid_from = values.valid_from
+            self._num_computed += 1
+            self.transfer.changed.set()
+
+    # reports and the end
+
+    def _report(self, force: bool = False) -> None:
+        now_s = self.now_s()
+        if not force and now_s - self._reported_s < PROGRESS_S:
+            return
+        self._reported_s = now_s
+        levels = [-1 if one.computed else one.decoded for one in self.known]
+        levels += [0] * (len(self.request.chunks) - len(self.known))
+        self._on_progress(
+            Snapshot(
+                elapsed_s=now_s,
+                left_s=0.0 if force else max(0.0, self._plan.done_s - now_s),
+                levels=tuple(levels),
+                num_levels=self.request.codec.num_levels,
+                fetched_bytes=self.transfer.fetched_bytes,
+                rate=self.transfer.link().rate,
+            )
+        )
+
+    async def _close(self) -> None:
+        if self._model is not None:
+            self._model.cancel()
+        await self.transfer.close()
+        await self.decoder.finish()
+        if self._model is not None:
+            await asyncio.wait([self._model])
+
+
+def _progress(one: Incoming) -> Progress:
+    if one.lost:  # nothing more will come: for a planner it is as good as done
+        return Progress(one.assembly.level_ends[-1], len(one.assembly.level_ends))
+    return Progress(one.assembly.arrived_bytes, one.decoded, one.computed)

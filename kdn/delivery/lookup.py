@@ -1,0 +1,230 @@
+"""Which chunks are known, where, and how large their levels are: one batch request per endpoint.
+
+Local endpoints are asked first. The others are asked at the same time, each again and again until
+it answers; once one has answered, the rest have a little longer, and those that say nothing may
+still serve bytes later. Headers are verified here: a stream that is not what it should be counts as
+not known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from kdn.cache.keys import Chunk
+from kdn.codec.base import Codec
+from kdn.codec.format import Bitstream
+from kdn.codec.header import CodecId, header_size
+from kdn.delivery.assemble import Assembly
+from kdn.delivery.endpoints import Endpoint, Endpoints
+from kdn.errors import FormatError, KdnError, MismatchError
+from kdn.store.base import Entry, Store
+from kdn.store.streaming import Ask, read_spans
+
+HEAD_BYTES = 1024
+"""Holds the header of most streams; what is missing of longer ones costs another round trip."""
+ATTEMPT_S = 1.0
+GRACE_S = 0.25
+
+
+@dataclass
+class Incoming:
+    """A chunk that is known, and what there is of it by now."""
+
+    number: int
+    chunk: Chunk
+    assembly: Assembly
+    lacking: set[Endpoint] = field(default_factory=set)
+    """Endpoints known not to have this stream."""
+    restarts: int = 0
+    """How often another stream took the place of the one that was begun."""
+    lost: bool = False
+    """No more bytes of it will come."""
+    spoilt: bool = False
+    """It did not decode."""
+    decoded: int = 0
+    """Levels of it in the cache, all of stream `decoded_id`."""
+    decoded_id: bytes = b""
+    valid_from: tuple[int, ...] = ()
+    computed: bool = False
+
+    def restart(self, assembly: Assembly, lacking: set[Endpoint]) -> None:
+        """Begin again with another stream; what was decoded stays as it is."""
+        self.assembly, self.lacking = assembly, lacking
+        self.restarts += 1
+
+
+@dataclass(frozen=True)
+class Question:
+    chunks: Sequence[Chunk]
+    codec: Codec
+    clock: Callable[[], float]
+    rng: Random
+    head_bytes: int = HEAD_BYTES
+
+
+Answers = dict[Endpoint, list[Assembly | None]]
+
+
+async def look_up(question: Question, endpoints: Endpoints, until_s: float) -> list[Incoming]:
+    """The longest prefix of the chunks that the endpoints together know."""
+    answers: Answers = {}
+    await _ask_all(question, endpoints.local, until_s, answers)
+    if not _all_known(question, answers):
+        await _ask_all(question, endpoints.remote, until_s, answers)
+    known: list[Incoming] = []
+    for number, chunk in enumerate(question.chunks):
+        found = adopt(endpoints, answers, number)
+        if found is None:
+            break
+        known.append(Incoming(number, chunk, *found))
+    return known
+
+
+def adopt(
+    endpoints: Endpoints, answers: Answers, number: int
+) -> tuple[Assembly, set[Endpoint]] | None:
+    """The stream that the first endpoint offers, and who is known not to have it."""
+    offers = {e: answers[e][number] for e in endpoints if e in answers}
+    chosen = next((offer for offer in offers.values() if offer is not None), None)
+    if chosen is None:
+        return None
+    stream_id = chosen.stream_id
+    lacking = {e for e, offer in offers.items() if offer is None or offer.stream_id != stream_id}
+    return chosen, lacking
+
+
+async def ask_again(question: Question, endpoints: Endpoints, until_s: float) -> Answers:
+    """What every endpoint that answers in time has now."""
+    answers: Answers = {}
+    await _ask_all(question, list(endpoints), until_s, answers)
+    return answers
+
+
+async def _ask_all(
+    question: Question, endpoints: list[Endpoint], until_s: float, answers: Answers
+) -> None:
+    clock, began_s = question.clock, question.clock()
+    tasks = {asyncio.create_task(_persist(question, e)): e for e in endpoints}
+    pending = set(tasks)
+    try:
+        while pending and clock() < until_s:
+            done, pending = await asyncio.wait(
+                pending, timeout=until_s - clock(), return_when=asyncio.FIRST_COMPLETED
+            )
+            answers |= {tasks[task]: task.result() for task in done}
+            if _all_known(question, answers):
+                break
+            now_s = clock()
+            if done:
+                until_s = min(until_s, now_s + max(GRACE_S, now_s - began_s))
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+
+def _all_known(question: Question, answers: Answers) -> bool:
+    return all(
+        any(answer[number] is not None for answer in answers.values())
+        for number in range(len(question.chunks))
+    )
+
+
+async def _persist(question: Question, endpoint: Endpoint) -> list[Assembly | None]:
+    """Ask until there is an answer; whoever calls this sets the limit."""
+    attempt_s = ATTEMPT_S
+    while True:
+        await asyncio.sleep(max(0.0, endpoint.rests_until_s - question.clock()))
+        began_s = question.clock()
+        try:
+            async with asyncio.timeout(attempt_s):
+                answer = await _ask(question, await endpoint.store())
+        except (KdnError, OSError):
+            endpoint.failed(began_s, question.clock(), question.rng)
+            attempt_s *= 2
+        else:
+            endpoint.worked()
+            return answer
+
+
+async def _ask(question: Question, store: Store) -> list[Assembly | None]:
+    keys = [chunk.key for chunk in question.chunks]
+    entries = await store.lookup(keys, head_bytes=question.head_bytes)
+    entries = await _with_whole_headers(store, entries)
+    return [
+        _read(entry, chunk, question.codec)
+        for entry, chunk in zip(entries, question.chunks, strict=True)
+    ]
+
+
+async def _with_whole_headers(store: Store, entries: Sequence[Entry | None]) -> list[Entry | None]:
+    """Fetch the rest of the headers that are longer than what a lookup brought."""
+    whole = list(entries)
+    asks: list[Ask] = []
+    places: list[int] = []
+    for place, entry in enumerate(entries):
+        end = _header_bytes(entry)
+        if entry is not None and end > len(entry.head):
+            asks.append(Ask(entry.key, len(entry.head), end, entry.etag))
+            places.append(place)
+    if asks:
+        async with aclosing(read_spans(store, asks)) as pieces:
+            async for piece in pieces:
+                entry = whole[places[piece.number]]
+                if entry is not None and piece.data is not None:
+                    head = entry.head + bytes(piece.data)
+                    whole[places[piece.number]] = replace(entry, head=head)
+    return whole
+
+
+def _header_bytes(entry: Entry | None) -> int:
+    """0 where there is no header to be had."""
+    try:
+        return 0 if entry is None else header_size(entry.head)
+    except FormatError:
+        return 0
+
+
+def _read(entry: Entry | None, chunk: Chunk, codec: Codec) -> Assembly | None:
+    """The beginning of this chunk's stream, or None if it is none that can be used."""
+    if entry is None:
+        return None
+    try:
+        stream = Bitstream.parse(entry.head)
+        stream.check_for(chunk, codec.spec, codec.profile_id, CodecId[codec.name.upper()])
+        header = stream.header
+        if (header.stream_id, header.stream_bytes) != (entry.etag, entry.size_bytes):
+            raise MismatchError("the store's entry is not of this stream")
+        if header.info.num_levels != codec.num_levels:
+            raise MismatchError(f"expected {codec.num_levels} levels")
+        return Assembly(header, entry.head)
+    except KdnError:
+        return None
+
+
+async def read_local(known: Sequence[Incoming], endpoints: Endpoints, levels: int) -> None:
+    """Bring what local endpoints have of the first `levels` levels: it costs no time on the link,
+    so no plan is needed for it."""
+    for endpoint in endpoints.local:
+        here = [one for one in known if endpoint not in one.lacking]
+        asks = [
+            Ask(one.chunk.key, start, end, one.assembly.stream_id)
+            for one in here
+            for start, end in one.assembly.missing(one.assembly.level_ends[levels - 1])
+        ]
+        by_key = {one.chunk.key: one for one in here}
+        try:
+            async with aclosing(read_spans(await endpoint.store(), asks)) as pieces:
+                async for piece in pieces:
+                    one = by_key[asks[piece.number].key]
+                    if piece.data is None:
+                        one.lacking.add(endpoint)
+                    else:
+                        one.assembly.add(piece.start, piece.data)
+        except (KdnError, OSError):
+            for one in here:
+                one.lacking.add(endpoint)

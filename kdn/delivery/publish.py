@@ -1,0 +1,290 @@
+"""Publishing what a model had to compute, in the background, so that nobody computes it again.
+
+A chunk is copied, encoded in a thread, put, and looked up again. One encodes while one is sent;
+both wait in bounded queues. A node that goes away is tried again, with growing pauses; meanwhile
+chunks go to a spool on disk, if there is one, and are sent from there later.
+
+**No generation loss**: a chunk is published only if everything before it was computed by the model
+or loaded at the top level; its values would otherwise carry somebody's losses on to everybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
+from random import Random
+from types import TracebackType
+
+from xxhash import xxh3_64_intdigest
+
+from kdn.cache.keys import Chunk
+from kdn.cache.tensors import KVCache
+from kdn.codec.base import Codec
+from kdn.codec.header import Header
+from kdn.delivery.endpoints import Endpoint
+from kdn.delivery.spool import Parcel, Spool
+from kdn.errors import ChecksumError, KdnError, NoSpaceError, StoreError
+from kdn.store.base import Hints, Store
+
+PUT_S = 60.0
+ATTEMPTS = 3
+PARCELS = 2
+QUEUE_BYTES = 1 << 30
+
+
+class Answer(Enum):
+    """What becomes of a chunk that was given to `publish`."""
+
+    QUEUED = "queued"
+    ALREADY = "already on its way"
+    LOSSY = "computed on a prefix with losses: refused"
+    FULL = "too much is waiting: refused"
+
+
+@dataclass
+class Counts:
+    """Chunks since the publisher was opened."""
+
+    published: int = 0
+    known: int = 0
+    """The store had them already, or another publisher was first."""
+    refused: int = 0
+    """Not encodable, or not accepted by the store for good."""
+    spooled: int = 0
+    dropped: int = 0
+    """Lost: no room to spool them, or no time left at the end."""
+    failures: int = 0
+    """Attempts that failed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    chunk: Chunk
+    cache: KVCache
+    saved_s: float
+
+
+class Publisher:
+    def __init__(
+        self,
+        place: Store | Endpoint,
+        codec: Codec,
+        *,
+        spool: Spool | None = None,
+        max_queue_bytes: int = QUEUE_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+        rng: Random | None = None,
+    ) -> None:
+        self.counts = Counts()
+        self._endpoint = place if isinstance(place, Endpoint) else Endpoint(place)
+        self._codec = codec
+        self._spool = spool
+        self._max_queue_bytes = max_queue_bytes
+        self._clock = clock
+        self._rng = rng or Random()
+        self._jobs: deque[Job] = deque()
+        self._queued_bytes = 0
+        self._under_way: set[bytes] = set()  # keys from `publish` until stored, spooled or given up
+        self._parcels: deque[Parcel] = deque()
+        self._moved = asyncio.Event()  # set when a queue has changed
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # for callers
+
+    async def __aenter__(self) -> Publisher:
+        self._tasks = [
+            asyncio.create_task(self._encode_all()),
+            asyncio.create_task(self._send_all()),
+        ]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def publish(
+        self, chunk: Chunk, cache: KVCache, *, prefix_exact: bool, saved_s: float = 0.0
+    ) -> Answer:
+        """Take a copy of the chunk's values out of `cache` and publish it later."""
+        if not prefix_exact:
+            return Answer.LOSSY
+        if chunk.key in self._under_way or (self._spool is not None and chunk.key in self._spool):
+            return Answer.ALREADY
+        part = cache.slice(chunk.start, chunk.end)
+        if self._queued_bytes + part.size_bytes > self._max_queue_bytes:
+            return Answer.FULL
+        copy = KVCache(part.keys.clone(), part.values.clone(), part.start, part.valid_from)
+        self._queued_bytes += copy.size_bytes
+        self._under_way.add(chunk.key)
+        self._jobs.append(Job(chunk, copy, saved_s))
+        self._moved.set()
+        return Answer.QUEUED
+
+    async def flush(self, deadline_s: float) -> bool:
+        """Wait until everything is stored or spooled; False if that took too long."""
+        until_s = self._clock() + deadline_s
+        while self._under_way:
+            if not await self._wait(until_s):
+                return False
+        return True
+
+    async def close(self, deadline_s: float = 5.0) -> None:
+        """Finish what can be finished; what is encoded by then and not stored is spooled."""
+        await self.flush(deadline_s)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for parcel in self._parcels:
+            await self._put_aside(parcel)
+        self.counts.dropped += len(self._under_way)
+        self._under_way.clear()
+        for task in self._tasks:
+            if not task.cancelled():
+                task.result()  # a mistake of ours
+        self._tasks = []
+
+    async def _wait(self, until_s: float = float("inf")) -> bool:
+        """For a change; False if it is too late."""
+        left_s = until_s - self._clock()
+        if left_s <= 0:
+            return False
+        self._moved.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(left_s, 1.0)):
+                await self._moved.wait()
+        return True
+
+    def _done(self, key: bytes) -> None:
+        self._under_way.discard(key)
+        self._moved.set()
+
+    # encoding
+
+    async def _encode_all(self) -> None:
+        while True:
+            while not self._jobs or len(self._parcels) >= PARCELS:
+                await self._wait()
+            job = self._jobs.popleft()
+            try:
+                await self._encode(job)
+            finally:
+                self._queued_bytes -= job.cache.size_bytes
+
+    async def _encode(self, job: Job) -> None:
+        chunk = job.chunk
+        if await self._is_known(chunk.key):
+            self.counts.known += 1
+            self._done(chunk.key)
+            return
+        try:
+            data = await asyncio.to_thread(self._codec.encode, chunk, job.cache)
+        except KdnError:
+            self.counts.refused += 1
+            self._done(chunk.key)
+            return
+        parent = chunk.parent if chunk.start else None  # a root has none that is stored
+        hints = Hints(parent, job.saved_s)
+        self._parcels.append(Parcel(chunk.key, Header.parse(data).stream_id, data, hints))
+        self._moved.set()
+
+    async def _is_known(self, key: bytes) -> bool:
+        """Spares the encoding. If nobody answers, it is encoded."""
+        if not self._endpoint.is_ready(self._clock()):
+            return False
+        began_s = self._clock()
+        try:
+            async with asyncio.timeout(PUT_S):
+                [found] = await (await self._endpoint.store()).lookup([key])
+                return found is not None
+        except (KdnError, OSError):
+            self._failed(began_s)
+            return False
+
+    # sending
+
+    async def _send_all(self) -> None:
+        while True:
+            if self._parcels:
+                await self._send(self._parcels[0])
+                self._parcels.popleft()
+                self._moved.set()
+            elif self._spool and self._endpoint.is_ready(self._clock()):  # and not empty
+                await self._send_spooled(self._spool)
+            elif self._spool:
+                await self._wait(self._endpoint.rests_until_s)
+            else:
+                await self._wait()
+
+    async def _send(self, parcel: Parcel) -> None:
+        """Until it is stored, or, if there is a spool, until that is the better place for it."""
+        away = self._spool is not None and not self._endpoint.is_ready(self._clock())
+        for attempt in count(1):
+            if not away and await self._try(parcel):
+                break
+            if self._spool is not None and (away or attempt >= ATTEMPTS):
+                await self._put_aside(parcel)
+                break
+            await asyncio.sleep(max(0.0, self._endpoint.rests_until_s - self._clock()))
+        self._done(parcel.key)
+
+    async def _send_spooled(self, spool: Spool) -> None:
+        parcel = await asyncio.to_thread(spool.first)
+        if parcel is not None and await self._try(parcel):
+            await asyncio.to_thread(spool.remove, parcel.key)
+            self._moved.set()
+
+    async def _put_aside(self, parcel: Parcel) -> None:
+        try:
+            kept = self._spool is not None and await asyncio.to_thread(self._spool.add, parcel)
+        except OSError:
+            kept = False
+        if kept:
+            self.counts.spooled += 1
+            self._done(parcel.key)
+        elif self._spool is not None:
+            self.counts.dropped += 1
+            self._done(parcel.key)
+
+    async def _try(self, parcel: Parcel) -> bool:
+        """Put it, and see that it is there. False if it is worth trying again."""
+        began_s = self._clock()
+        try:
+            async with asyncio.timeout(PUT_S):
+                mine = await self._put(await self._endpoint.store(), parcel)
+        except NoSpaceError:
+            self.counts.refused += 1
+        except (ChecksumError, StoreError, OSError):
+            return self._failed(began_s)
+        except KdnError:
+            self.counts.refused += 1
+        else:
+            self._endpoint.worked()
+            self.counts.published += mine
+            self.counts.known += not mine
+        return True
+
+    async def _put(self, store: Store, parcel: Parcel) -> bool:
+        """True if these bytes are what the store now has, False if another's are."""
+        key, data = parcel.key, parcel.data
+        checksum = xxh3_64_intdigest(data)
+        entry = await store.put(key, data, etag=parcel.etag, checksum=checksum, hints=parcel.hints)
+        [seen] = await store.lookup([key])
+        if seen is None or (seen.etag, seen.size_bytes) != (entry.etag, entry.size_bytes):
+            raise StoreError("the store does not have what it acknowledged")
+        return entry.etag == parcel.etag
+
+    def _failed(self, began_s: float) -> bool:
+        self.counts.failures += 1
+        self._endpoint.failed(began_s, self._clock(), self._rng)
+        return False

@@ -1,0 +1,152 @@
+"""After the first token: the levels that were left out arrive in the background, and the cache gets
+better when its owner says so.
+
+    async with result.refine() as better:
+        for token in answer:            # between decoding steps
+            await better.apply()
+
+Only chunks that were loaded are refined: what the model computed is exact already, and what it
+recomputed after the delivery belongs to the caller. Nothing is written but within `apply`, a chunk
+changes as a whole, and only memory that nobody shares may be refined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+
+from kdn.cache.tensors import KVCache
+from kdn.delivery.decode import Decoder, is_waiting
+from kdn.delivery.endpoints import Endpoints
+from kdn.delivery.lookup import Incoming, Question
+from kdn.delivery.plan import Fetch
+from kdn.delivery.speeds import Gauge
+from kdn.delivery.transfer import Limits, ThroughputEstimator, Transfer
+
+TICK_S = 0.05
+REFINE_S = 600.0
+"""Longer than this, nobody waits for better levels."""
+
+
+class Refinement:
+    def __init__(
+        self,
+        known: Sequence[Incoming],
+        question: Question,
+        endpoints: Endpoints,
+        estimator: ThroughputEstimator,
+        limits: Limits,
+        cache: KVCache,
+        gauge: Gauge,
+    ) -> None:
+        self._clock = question.clock
+        self._until_s = self._clock() + REFINE_S
+        self._known = known
+        self._chunks = [one for one in known if one.decoded]
+        self._num_levels = question.codec.num_levels
+        self._transfer = Transfer(known, question, endpoints, estimator, limits, self._until_s)
+        self._decoder = Decoder(question.codec, cache, gauge, asyncio.Event(), self._clock)
+        self._news = asyncio.Event()  # a level has arrived, or nothing more will
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Levels in the cache by now, of every chunk that was known."""
+        return tuple(one.decoded for one in self._known)
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """Chunks that `apply` would improve now."""
+        return tuple(one.number for one in self._chunks if is_waiting(one))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that can be had is in the cache."""
+        return self._all_fetched() and not self.ready
+
+    @property
+    def fetched_bytes(self) -> int:
+        return self._transfer.fetched_bytes
+
+    async def apply(self, limit_s: float = float("inf")) -> tuple[int, ...]:
+        """Write what has arrived into the cache, as much as fits into `limit_s`: the chunks that
+        are better now. Nobody may read the cache meanwhile."""
+        until_s, improved = self._clock() + limit_s, []
+        while (fetch := self._next(until_s - self._clock())) is not None:
+            one = self._known[fetch.chunk]
+            before = one.decoded
+            self._decoder.start(one, fetch.levels)
+            await self._decoder.finish()
+            self._decoder.raise_crash()
+            improved += [one.number] if one.decoded > before else []
+        return tuple(improved)
+
+    def _next(self, left_s: float) -> Fetch | None:
+        waiting = [
+            Fetch(one.number, one.assembly.levels) for one in self._chunks if is_waiting(one)
+        ]
+        return self._decoder.pick(self._known, waiting, left_s, False)
+
+    async def wait(self, limit_s: float) -> bool:
+        """Until `apply` has something to do, or nothing more will come; False if it took longer."""
+        until_s = self._clock() + limit_s
+        while not self.ready and not self._all_fetched():
+            left_s = until_s - self._clock()
+            if left_s <= 0:
+                return False
+            self._news.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._news.wait()
+        return True
+
+    def _all_fetched(self) -> bool:
+        over = self._task is not None and self._task.done()
+        return over or all(one.lost or self._has_all(one) for one in self._chunks)
+
+    def _has_all(self, one: Incoming) -> bool:
+        return one.assembly.levels == self._num_levels
+
+    async def _fetch(self) -> None:
+        """Level by level, so that all chunks become better alike."""
+        fetches = [
+            Fetch(one.number, level + 1)
+            for level in range(self._num_levels)
+            for one in self._chunks
+            if one.decoded <= level
+        ]
+        changed = self._transfer.changed
+        while not self._all_fetched() and self._clock() < self._until_s:
+            changed.clear()
+            self._transfer.raise_crash()
+            self._transfer.watch()
+            self._transfer.pump(fetches)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await changed.wait()
+            self._news.set()
+
+    async def __aenter__(self) -> Refinement:
+        self._task = asyncio.create_task(self._fetch())
+        self._task.add_done_callback(lambda _: self._news.set())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop fetching. What has arrived may still be applied."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        await self._transfer.close()
+        if not self._task.cancelled():
+            self._task.result()

@@ -1,0 +1,119 @@
+"""What is asked of a delivery, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from kdn.cache.keys import Chunk
+from kdn.cache.tensors import KVCache
+from kdn.codec.base import Codec
+from kdn.delivery.plan import Speeds
+
+if TYPE_CHECKING:
+    from kdn.delivery.refine import Refinement
+
+FAR_S = 3600.0
+"""The deadline of those who have none."""
+
+Compute = Callable[[int], Awaitable[KVCache]]
+"""Reads chunk i with the model and returns its values. Called from the front on, one at a time; may
+be cancelled. It writes nothing itself: so a cache never holds half of a chunk."""
+
+
+@dataclass(frozen=True)
+class Request:
+    chunks: Sequence[Chunk]
+    codec: Codec
+    expected_kld: Sequence[float]
+    """By levels - 1: see the profile's `expected`."""
+    deadline_s: float = FAR_S
+    """From the call on; what is there by then is the result."""
+    enough_kld: float = 0.0
+    """No chunk needs to be better: with this reached, the delivery ends before its deadline."""
+    cache: KVCache | None = None
+    """Where to decode to, holding at least all the chunks' tokens; allocated if None."""
+    dtype: torch.dtype = torch.float32
+    speeds: Speeds | None = None
+    compute: Compute | None = None
+    """Without it nothing is computed on the way, and no plan counts on it."""
+
+    def __post_init__(self) -> None:
+        assert self.chunks, "a request is for at least one chunk"
+        assert len(self.expected_kld) == self.codec.num_levels, "one expectation for each level"
+        assert self.deadline_s > 0
+        assert self.enough_kld >= 0
+
+    def output(self) -> KVCache:
+        """The part of the caller's cache that holds the chunks, or a new one."""
+        start, end = self.chunks[0].start, self.chunks[-1].end
+        if self.cache is not None:
+            return self.cache.slice(start, end)
+        spec = self.codec.spec
+        return KVCache.empty(
+            spec.num_layers, end - start, spec.num_kv_heads, spec.head_dim, dtype=self.dtype,
+            start=start,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A delivery on its way, for progress bars. `levels[i]` is -1 where the model read chunk i."""
+
+    elapsed_s: float
+    left_s: float
+    """Until all that is planned is there, as expected."""
+    levels: tuple[int, ...]
+    num_levels: int
+    fetched_bytes: int
+    rate: float
+    """Bytes a second, as expected of the link."""
+
+
+OnProgress = Callable[[Snapshot], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """`cache` holds chunk i with `levels[i]` levels of stream `stream_ids[i]`, or with the model's
+    own values where `computed[i]`; the chunks of `recompute` it does not hold."""
+
+    cache: KVCache
+    num_levels: int
+    levels: tuple[int, ...]
+    computed: tuple[bool, ...]
+    stream_ids: tuple[bytes, ...]
+    """Empty where nothing was decoded."""
+    known: int
+    """So many chunks from the front were found."""
+    fetched_bytes: int
+    lookup_s: float
+    first_byte_s: float | None
+    done_s: float
+    failures: int
+    """Requests that failed and were made good, or not."""
+    troubles: tuple[str, ...] = ()
+    """What went wrong, for people."""
+    _refine: Callable[[], Refinement] | None = field(default=None, repr=False)
+
+    @property
+    def recompute(self) -> tuple[int, ...]:
+        """What is left to the model, in order."""
+        both = enumerate(zip(self.levels, self.computed, strict=True))
+        return tuple(i for i, (levels, computed) in both if not levels and not computed)
+
+    @property
+    def exact_chunks(self) -> int:
+        """So many chunks from the front are as the model itself would have them: only what was
+        computed on top of these may be published."""
+        both = enumerate(zip(self.levels, self.computed, strict=True))
+        lossy = (i for i, (levels, own) in both if not own and levels < self.num_levels)
+        return next(lossy, len(self.levels))
+
+    def refine(self) -> Refinement:
+        """The levels that were left out, in the background: see `refine.py`."""
+        assert self._refine is not None, "nothing was known of this context"
+        return self._refine()

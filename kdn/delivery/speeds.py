@@ -1,0 +1,68 @@
+"""How fast this machine decodes and reads, for the planner: as told, corrected by what is measured.
+
+A planner keeps what it derives from a `Speeds` object, so these never change: `Gauge` makes a new
+one when what was measured has moved away from what the last one said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kdn.delivery.plan import Speeds
+
+DECODE_S_PER_TOKEN = 1e-4
+"""Until something was decoded; SmolLM2 on two cores."""
+NEVER_S_PER_TOKEN = 1e3
+DRIFT = 0.2
+
+
+@dataclass(frozen=True)
+class Told:
+    """`Speeds`: what whoever measured this machine says; None: nobody did."""
+
+    told: Speeds | None = None
+    can_compute: bool = False
+    factor: float = 1.0
+    """Decoding takes so many times what was told."""
+    begins_s: float = 0.0
+    """When the model begins to read, or began."""
+
+    def decode_s(self, num_tokens: int, levels: int) -> float:
+        return self.factor * self.plain_decode_s(num_tokens, levels)
+
+    def plain_decode_s(self, num_tokens: int, levels: int) -> float:
+        if self.told is None:
+            return DECODE_S_PER_TOKEN * num_tokens
+        return max(self.told.decode_s(num_tokens, levels), 1e-9)
+
+    def prefill_s(self, start: int, end: int) -> float:
+        if end <= start:
+            return 0.0
+        if self.told is None or not self.can_compute:
+            return NEVER_S_PER_TOKEN * (end - start)
+        return self.told.prefill_s(start, end) + (self.begins_s if start == 0 else 0.0)
+
+
+class Gauge:
+    def __init__(self, told: Speeds | None, can_compute: bool) -> None:
+        self.speeds = Told(told, can_compute)
+        self._factor = 1.0
+        self._samples = 0
+
+    def decoded(self, num_tokens: int, levels: int, took_s: float) -> None:
+        ratio = took_s / self.speeds.plain_decode_s(num_tokens, levels)
+        self._samples += 1
+        self._factor += (ratio - self._factor) * max(1 / self._samples, 0.25)
+        if abs(self._factor - self.speeds.factor) > DRIFT * self.speeds.factor:
+            self._change(factor=self._factor)
+
+    def begins(self, begins_s: float, scale_s: float) -> None:
+        """The model begins (or began) to read then; `scale_s` is the time that matters."""
+        if self.speeds.can_compute and abs(begins_s - self.speeds.begins_s) > 0.02 * scale_s:
+            self._change(begins_s=begins_s)
+
+    def _change(self, **changes: float) -> None:
+        now = self.speeds
+        factor = changes.get("factor", now.factor)
+        begins_s = changes.get("begins_s", now.begins_s)
+        self.speeds = Told(now.told, now.can_compute, factor, begins_s)

@@ -1,0 +1,407 @@
+"""Requests on their way: as many as fill the link, each resumed, hedged or given up in time.
+
+`pump` sends requests for what a plan wants and is neither here nor asked for, in the plan's order,
+until the bytes in flight fill the link (rate times round trip, with room to grow): more would only
+make a change of plan late, and what is wanted first wait for what comes with it. An unknown link is
+tried with little, and with more as it proves itself. What a broken request did not bring is missing
+as before, so it is asked for again from its next byte, wherever the same stream is to be had.
+`watch` asks another endpoint when one is late, and gives up connections that have gone silent.
+Bytes of two streams never meet: every request names its stream's etag, and its bytes go to that
+stream's assembly only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+from kdn.delivery.assemble import Assembly, Intervals
+from kdn.delivery.endpoints import Endpoint, Endpoints
+from kdn.delivery.lookup import Incoming, Question, adopt, ask_again
+from kdn.delivery.plan import Fetch, Link
+from kdn.errors import KdnError
+from kdn.store.streaming import Ask, Piece, read_spans
+
+MAX_RESTARTS = 3
+MAX_DAMAGES = 2
+MAX_PARTS = 1024
+MAX_TROUBLES = 32
+CLOSE_S = 1.0
+FIRST_BYTE_S = 0.2
+"""A first byte that takes longer is no mere latency."""
+
+
+class ThroughputEstimator(Protocol):
+    """What delivery needs of an estimator (`estimate.py`)."""
+
+    def started(self, t_s: float) -> None: ...
+    def idle(self, t_s: float) -> None: ...
+    def add(self, num_bytes: int, t_s: float) -> None: ...
+    def link(self) -> Link: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_window_bytes: int = 32 << 20
+    window_s: float = 0.1
+    """In flight is what arrives in this time, or in two round trips if that is more."""
+    first_window_bytes: int = 48 << 10
+    """And at first so much, and four times what has arrived."""
+    min_request_bytes: int = 24 << 10
+    requests: int = 8
+    hedge_s: float = 0.15
+    """Silence, besides what queues and round trips explain, before another endpoint is asked."""
+    silence_s: float = 1.0
+    """Silence after which a connection is taken for dead."""
+
+
+class Part(NamedTuple):
+    incoming: Incoming
+    assembly: Assembly
+    start: int
+    end: int
+
+
+@dataclass(eq=False)
+class Flight:
+    """One request. `late`: its bytes are asked for elsewhere as well."""
+
+    endpoint: Endpoint
+    parts: list[Part]
+    began_s: float
+    heard_s: float
+    left_bytes: int
+    patience_s: float
+    """So long may it be silent: what round trips and the queue before it explain."""
+    late: bool = False
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    @property
+    def is_needed(self) -> bool:
+        return any(
+            not part.incoming.lost and _within(part.assembly.missing(part.end), part.start)
+            for part in self.parts
+        )
+
+
+class Transfer:
+    def __init__(
+        self,
+        incoming: Sequence[Incoming],
+        question: Question,
+        endpoints: Endpoints,
+        estimator: ThroughputEstimator,
+        limits: Limits,
+        until_s: float,
+    ) -> None:
+        self.changed = asyncio.Event()
+        """Set when a level is complete, a request has ended, or a chunk was lost."""
+        self.fetched_bytes = 0
+        self.failures = 0
+        self.first_byte_s: float | None = None
+        self.troubles: list[str] = []
+        self._incoming = incoming
+        self._question = question
+        self._clock = question.clock
+        self._endpoints = endpoints
+        self._estimator = estimator
+        self._limits = limits
+        self._until_s = until_s
+        self._flights: set[Flight] = set()
+        self._dropped: set[asyncio.Task[None]] = set()  # cancelled, not yet ended
+        self._searches: dict[int, asyncio.Task[None]] = {}
+        self._damages: Counter[tuple[Endpoint, int]] = Counter()
+        self._latency_s = float("inf")
+        self._started_s = 0.0  # when the link became busy, and whether anything came since
+        self._heard = False
+        self._heard_s = question.clock()
+        self._crash: BaseException | None = None
+
+    # what the link looks like
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return sum(flight.left_bytes for flight in self._flights if not flight.late)
+
+    @property
+    def is_searching(self) -> bool:
+        return bool(self._searches)
+
+    def link(self) -> Link:
+        """As estimated; with the least latency that was seen, which no stall has part in."""
+        link = self._estimator.link()
+        known = self._latency_s < float("inf")
+        return replace(link, latency_s=self._latency_s) if known else link
+
+    def quiet_s(self) -> float:
+        """Since the last byte, or since the beginning."""
+        return self._clock() - self._heard_s
+
+    def window_bytes(self) -> int:
+        link, limits = self.link(), self._limits
+        window_s = max(2 * link.latency_s, limits.window_s)
+        proven = limits.first_window_bytes + 4 * self.fetched_bytes
+        wanted = min(link.rate * window_s, max(proven, link.low_rate * window_s))
+        return int(min(wanted, limits.max_window_bytes))
+
+    # requests
+
+    def pump(self, fetches: Sequence[Fetch]) -> None:
+        """Ask for what is missing of these, in order, as far as the link has room."""
+        room_bytes, request_bytes = self._room()
+        if not room_bytes:
+            return
+        batches: dict[Endpoint, list[Part]] = {}
+        for endpoint, part in self._wanted(fetches):
+            while part.start < part.end and room_bytes > 0:
+                batch = batches.setdefault(endpoint, [])
+                size = min(part.end - part.start, request_bytes - _size(batch), room_bytes)
+                batch.append(part._replace(end=part.start + size))
+                part = part._replace(start=part.start + size)
+                room_bytes -= size
+                if _size(batch) >= request_bytes or len(batch) >= MAX_PARTS:
+                    self._launch(endpoint, batches.pop(endpoint))
+            if room_bytes <= 0:
+                break
+        for endpoint, batch in batches.items():
+            self._launch(endpoint, batch)
+
+    def _room(self) -> tuple[int, int]:
+        """How many bytes to ask for now, and how many of them in one request.
+
+        Requests side by side share the link: where it is slow or unknown, one follows the other, so
+        that what is wanted first comes first."""
+        link, limits, window_bytes = self.link(), self._limits, self.window_bytes()
+        request_bytes = max(window_bytes // 4, limits.min_request_bytes)
+        is_slow = window_bytes <= limits.first_window_bytes + limits.min_request_bytes
+        enough_bytes = min(1.5 * link.rate * link.latency_s, window_bytes)
+        if not is_slow:
+            enough_bytes = max(enough_bytes, window_bytes - request_bytes // 2)
+        elif not self.fetched_bytes:
+            enough_bytes, request_bytes = 0, limits.first_window_bytes
+        in_flight_bytes = self.in_flight_bytes
+        if in_flight_bytes > enough_bytes:
+            return 0, request_bytes
+        room_bytes = request_bytes if is_slow else window_bytes - in_flight_bytes
+        return max(room_bytes, request_bytes), request_bytes
+
+    def _wanted(self, fetches: Sequence[Fetch]) -> Iterator[tuple[Endpoint, Part]]:
+        asked: dict[int, Intervals] = {}
+        tardy: dict[int, set[Endpoint]] = {}
+        for flight in self._flights:
+            for part in flight.parts:
+                if flight.late:
+                    tardy.setdefault(part.incoming.number, set()).add(flight.endpoint)
+                else:
+                    asked.setdefault(id(part.assembly), Intervals()).add(part.start, part.end)
+        for fetch in fetches:
+            incoming = self._incoming[fetch.chunk]
+            assembly = incoming.assembly
+            if fetch.levels <= assembly.levels or self._num_requests() >= self._limits.requests:
+                continue
+            endpoint = self._choose(incoming, tardy.get(fetch.chunk, set()))
+            if endpoint is None:
+                continue
+            taken = asked.setdefault(id(assembly), Intervals())
+            for gap in assembly.missing(assembly.level_ends[fetch.levels - 1]):
+                for start, end in taken.missing(*gap):
+                    taken.add(start, end)
+                    yield endpoint, Part(incoming, assembly, start, end)
+
+    def _num_requests(self) -> int:
+        return sum(not flight.late for flight in self._flights)
+
+    def _choose(self, incoming: Incoming, avoid: set[Endpoint]) -> Endpoint | None:
+        """The first endpoint that may have it and is not resting; better one that is not late."""
+        if incoming.lost or incoming.computed:
+            return None
+        now_s, out = self._clock(), incoming.lacking | avoid
+        able = [e for e in self._endpoints if e not in out and e.is_ready(now_s)]
+        late = {flight.endpoint for flight in self._flights if flight.late}
+        return next((e for e in able if e not in late), able[0] if able else None)
+
+    def _launch(self, endpoint: Endpoint, parts: list[Part]) -> None:
+        now_s, link, size = self._clock(), self.link(), _size(parts)
+        queue_s = 2 * (self.in_flight_bytes + size) / max(link.rate, 1.0)
+        patience_s = self._limits.hedge_s + 4 * link.latency_s + queue_s
+        flight = Flight(endpoint, parts, now_s, now_s, size, patience_s)
+        flight.task = asyncio.create_task(self._fly(flight))
+        if not endpoint.local and not self._is_link_busy():
+            self._link_starts(now_s)
+        self._flights.add(flight)
+        flight.task.add_done_callback(self._note_crash)
+
+    async def _fly(self, flight: Flight) -> None:
+        asks = [
+            Ask(part.incoming.chunk.key, part.start, part.end, part.assembly.stream_id)
+            for part in flight.parts
+        ]
+        try:
+            store = await flight.endpoint.store()
+            async with aclosing(read_spans(store, asks)) as pieces:
+                async for piece in pieces:
+                    self._take(flight, piece)
+            if flight.left_bytes > 0:
+                self._fail(flight, "fewer bytes than asked for")
+        except (KdnError, OSError) as error:
+            self._fail(flight, str(error))
+        finally:
+            self._end(flight)
+
+    def _end(self, flight: Flight) -> None:
+        if flight in self._flights:
+            self._flights.discard(flight)
+            others = [one for one in self._flights if not one.endpoint.local]
+            if not others:
+                self._estimator.idle(self._clock())
+            elif all(one.heard_s == one.began_s for one in others):
+                # Nothing was under way but requests: until their first byte, that is latency.
+                self._link_starts(min(one.began_s for one in others))
+        self.changed.set()
+
+    def _is_link_busy(self) -> bool:
+        return any(not flight.endpoint.local for flight in self._flights)
+
+    def _link_starts(self, began_s: float) -> None:
+        self._estimator.started(began_s)
+        self._started_s, self._heard = began_s, False
+
+    def _take(self, flight: Flight, piece: Piece) -> None:
+        part, now_s = flight.parts[piece.number], self._clock()
+        if flight.heard_s == flight.began_s and piece.data is not None:
+            self._latency_s = min(self._latency_s, now_s - flight.began_s)
+            flight.endpoint.worked()
+        flight.heard_s = self._heard_s = now_s
+        if piece.data is None:
+            flight.left_bytes -= part.end - part.start
+            self._is_gone(part.incoming, part.assembly, flight.endpoint)
+            return
+        num_bytes = len(piece.data)
+        flight.left_bytes -= num_bytes
+        self.fetched_bytes += num_bytes
+        if self.first_byte_s is None:
+            self.first_byte_s = now_s
+        if not flight.endpoint.local:
+            self._heard = True
+            self._estimator.add(num_bytes, now_s)
+        self._add(part, piece.start, piece.data, flight.endpoint)
+
+    def _add(self, part: Part, start: int, data: bytes | memoryview, endpoint: Endpoint) -> None:
+        assembly = part.assembly
+        levels, damages = assembly.levels, assembly.damages
+        assembly.add(start, data)
+        if assembly.levels > levels:
+            self.changed.set()
+        if assembly.damages > damages:
+            self._trouble(endpoint, f"chunk {part.incoming.number} arrived damaged")
+            self._damages[endpoint, part.incoming.number] += 1
+            if self._damages[endpoint, part.incoming.number] >= MAX_DAMAGES:
+                self._is_gone(part.incoming, assembly, endpoint)
+
+    # trouble
+
+    def watch(self) -> None:
+        """Give up dead connections and what nobody needs any more; ask elsewhere what is late."""
+        now_s, link = self._clock(), self.link()
+        overdue = now_s - self._started_s > max(4 * link.latency_s, FIRST_BYTE_S)
+        if self._is_link_busy() and (self._heard or overdue):
+            self._estimator.add(0, now_s)
+        silence_s = max(self._limits.silence_s, 6 * link.latency_s)
+        heard_s: dict[Endpoint, float] = {}
+        for flight in self._flights:
+            heard_s[flight.endpoint] = max(heard_s.get(flight.endpoint, 0.0), flight.heard_s)
+        for flight in list(self._flights):
+            quiet_s = now_s - flight.heard_s
+            all_quiet = now_s - heard_s[flight.endpoint] >= silence_s
+            overtaken = heard_s[flight.endpoint] > flight.heard_s + flight.patience_s
+            if quiet_s >= silence_s and (all_quiet or quiet_s >= 3 * silence_s):
+                self._drop(flight)
+                self._fail(flight, f"silent for {quiet_s:.1f} s")
+            elif quiet_s >= 2 * flight.patience_s and overtaken:
+                # Only this connection hangs: ask again on another.
+                self._drop(flight)
+                self._trouble(flight.endpoint, f"overtaken, silent for {quiet_s:.1f} s")
+            elif not flight.is_needed:
+                self._drop(flight)
+            elif quiet_s >= flight.patience_s and not flight.late and self._has_other(flight):
+                flight.late = True
+                self._trouble(flight.endpoint, f"late by {quiet_s:.2f} s")
+
+    def _has_other(self, flight: Flight) -> bool:
+        return any(self._choose(part.incoming, {flight.endpoint}) for part in flight.parts)
+
+    def _drop(self, flight: Flight) -> None:
+        assert flight.task is not None
+        flight.task.cancel()
+        self._dropped.add(flight.task)
+        flight.task.add_done_callback(self._dropped.discard)
+        self._end(flight)
+
+    def _fail(self, flight: Flight, why: str) -> None:
+        self.failures += 1
+        flight.endpoint.failed(flight.began_s, self._clock(), self._question.rng)
+        self._trouble(flight.endpoint, why)
+
+    def _trouble(self, endpoint: Endpoint, what: str) -> None:
+        if len(self.troubles) < MAX_TROUBLES:
+            self.troubles.append(f"{endpoint.name}: {what}"[:300])
+
+    def _is_gone(self, incoming: Incoming, assembly: Assembly, endpoint: Endpoint) -> None:
+        """This endpoint has not (or no longer) this stream. If none has, look for another one."""
+        if assembly is not incoming.assembly:
+            return
+        incoming.lacking.add(endpoint)
+        nobody = all(e in incoming.lacking for e in self._endpoints)
+        if nobody and incoming.number not in self._searches and not incoming.lost:
+            search = asyncio.create_task(self._search(incoming))
+            self._searches[incoming.number] = search
+            search.add_done_callback(self._note_crash)
+
+    async def _search(self, incoming: Incoming) -> None:
+        """Somebody may have published other bytes under this key: begin anew with them."""
+        try:
+            found = None
+            if incoming.restarts < MAX_RESTARTS:
+                question = replace(self._question, chunks=[incoming.chunk])
+                answers = await ask_again(question, self._endpoints, self._until_s)
+                found = adopt(self._endpoints, answers, 0)
+            if found is None:
+                incoming.lost = True
+            else:
+                incoming.restart(*found)
+        finally:
+            del self._searches[incoming.number]
+            self.changed.set()
+
+    # the end
+
+    def _note_crash(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._crash = self._crash or task.exception()
+            self.changed.set()
+
+    def raise_crash(self) -> None:
+        """A mistake of ours, not of the network's."""
+        if self._crash is not None:
+            raise self._crash
+
+    async def close(self) -> None:
+        """Every request is cancelled, every connection it held is closed or free again."""
+        flying = [flight.task for flight in self._flights if flight.task]
+        tasks = [*flying, *self._dropped, *self._searches.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
+
+
+def _size(parts: Sequence[Part]) -> int:
+    return sum(part.end - part.start for part in parts)
+
+
+def _within(gaps: Sequence[tuple[int, int]], start: int) -> bool:
+    return any(end > start for _, end in gaps)

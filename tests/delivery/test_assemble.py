@@ -1,0 +1,92 @@
+"""Bytes in any order, verified section by section."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from kdn.codec.format import Bitstream
+from kdn.codec.header import Header
+from kdn.delivery.assemble import Assembly, Intervals
+from tests.node.harness import chunk_stream, key_of
+
+
+def test_intervals_against_a_set() -> None:
+    rng = Random(1)
+    intervals, model = Intervals(), set[int]()
+    for _ in range(500):
+        start = rng.randrange(60)
+        end = start + rng.randrange(12)
+        if rng.random() < 0.7:
+            intervals.add(start, end)
+            model |= set(range(start, end))
+        else:
+            intervals.remove(start, end)
+            model -= set(range(start, end))
+        missing = [i for lo, hi in intervals.missing(5, 65) for i in range(lo, hi)]
+        assert missing == [i for i in range(5, 65) if i not in model]
+
+
+@pytest.fixture
+def stream() -> bytes:
+    return chunk_stream(key_of(1), 5000)
+
+
+def begun(stream: bytes) -> Assembly:
+    header = Header.parse(stream)
+    return Assembly(header, stream[: header.size_bytes + 7])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_in_any_order_make_the_stream(stream: bytes, seed: int) -> None:
+    rng, assembly = Random(seed), begun(stream)
+    edges = sorted({0, len(stream), *(rng.randrange(len(stream)) for _ in range(30))})
+    pieces = [(lo, stream[lo:hi]) for lo, hi in pairwise(edges)]
+    rng.shuffle(pieces)
+    new_bytes = sum(assembly.add(start, data) for start, data in pieces)
+    assert new_bytes == len(stream) - assembly.header.size_bytes - 7
+    assert assembly.levels == 3
+    assert not assembly.missing(len(stream))
+    assembly.stream(3).verify()
+
+
+def test_levels_count_when_they_are_whole(stream: bytes) -> None:
+    assembly = begun(stream)
+    ends = assembly.level_ends
+    assembly.add(0, stream[: ends[0] - 1])
+    assert assembly.levels == 0
+    assembly.add(ends[1], stream[ends[1] :])
+    assert assembly.levels == 0
+    assembly.add(ends[0] - 1, stream[ends[0] - 1 : ends[0]])
+    assert (assembly.levels, assembly.arrived_bytes) == (1, ends[0])
+    assert assembly.missing(ends[2]) == [(ends[0], ends[1])]
+    assert Bitstream.parse(stream[: ends[0]]).section(0, 0, 0) == assembly.stream(1).section(
+        0, 0, 0
+    )
+
+
+def test_a_damaged_section_is_missing_again(stream: bytes) -> None:
+    assembly = begun(stream)
+    ends = assembly.level_ends
+    damaged = bytearray(stream)
+    damaged[ends[0] + 5] ^= 1
+    assembly.add(0, damaged)
+    assert (assembly.levels, assembly.damages) == (1, 1)
+    assert assembly.missing(ends[2]) == [(ends[0], ends[1])]
+    assembly.add(0, stream)
+    assert assembly.levels == 3
+
+
+def test_bytes_that_are_there_are_not_written_again(stream: bytes) -> None:
+    assembly = begun(stream)
+    assembly.add(0, stream)
+    assert assembly.add(0, bytes(len(stream))) == 0
+    assembly.stream(3).verify()
+
+
+def test_bytes_after_the_end_are_ignored(stream: bytes) -> None:
+    assembly = begun(stream)
+    assembly.add(0, stream + b"more")
+    assert assembly.levels == 3

@@ -1,0 +1,190 @@
+"""Plans in situations simple enough to know the answer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kdn.delivery.plan import Fetch, Link, Plan, Progress, Situation
+from kdn.delivery.planner import POLICIES, default
+from tests.delivery.deliveries import ENDS, KLD, Steady, offers, situation
+
+HERE = {level: Progress(arrived_bytes=ENDS[level - 1]) for level in (1, 2, 3)}
+
+
+def levels_of(plan: Plan, count: int) -> list[int]:
+    levels = [0] * count
+    for fetch in plan.fetches:
+        levels[fetch.chunk] = max(levels[fetch.chunk], fetch.levels)
+    return levels
+
+
+def test_the_model_reads_what_it_can_in_time_and_the_rest_comes_from_the_back() -> None:
+    plan = default(situation(10, deadline_s=2.5, low_rate=10))
+    assert plan.recompute == 2
+    assert [f.chunk for f in plan.fetches[:8]] == [9, 8, 7, 6, 5, 4, 3, 2]
+    assert {f.levels for f in plan.fetches[:8]} == {1}
+
+
+def test_levels_that_surely_arrive_are_fetched_chunk_by_chunk() -> None:
+    plan = default(situation(10, deadline_s=2.5, rate=1e6))
+    assert [f.levels for f in plan.fetches] == [1] * 8 + [3] * 8
+
+
+def test_a_decoder_slower_than_the_link_is_fed_whole_chunks_at_once() -> None:
+    speeds = Steady(tokens_per_s=0.1, level_s=0.08)
+    fed = default(situation(10, deadline_s=2.5, rate=1e5, speeds=speeds))
+    assert fed.fetches[0].levels == 3
+    assert sum(f.levels == 1 for f in fed.fetches[:4]) > 0  # coarsest ones while it decodes
+    assert {f.chunk for f in fed.fetches} == set(range(10))
+    unsafe = default(situation(10, deadline_s=2.5, rate=1e5, low_rate=100.0, speeds=speeds))
+    assert [f.levels for f in unsafe.fetches[:10]] == [1] * 10
+
+
+def test_levels_that_may_arrive_are_fetched_level_by_level() -> None:
+    # 8 chunks, coarsest levels take 0.8 s, second ones 1.6 s more: most fit, none is sure
+    plan = default(situation(10, deadline_s=2.5, rate=1000, low_rate=300))
+    assert [f.levels for f in plan.fetches[8:16]] == [2] * 8
+    assert {f.levels for f in plan.fetches[16:]} == {3}
+    assert plan.kld == pytest.approx((8 * KLD[1]) / 10, rel=0.15)
+
+
+def test_with_a_hopeless_link_the_model_reads_everything() -> None:
+    for name in ("mpc", "default"):
+        plan = POLICIES[name](situation(10, deadline_s=4.0, rate=1.0))
+        assert plan.recompute == 10, name
+        assert plan.done_s == pytest.approx(10, rel=0.05)
+
+
+def test_a_link_too_slow_for_the_deadline_meets_the_model_in_the_middle() -> None:
+    # a chunk takes a second either way
+    plan = default(situation(10, deadline_s=2.0, rate=100.0))
+    assert plan.recompute == 5
+    assert plan.done_s == pytest.approx(5, rel=0.05)
+
+
+def test_time_gone_by_counts_for_a_model_that_is_behind() -> None:
+    late = default(situation(10, now_s=2.4, deadline_s=3.5, rate=1e6))
+    assert late.recompute <= 2
+    done = {0: Progress(computed=True), 1: Progress(computed=True)}
+    on_time = default(situation(10, now_s=2.1, deadline_s=3.5, rate=1e6, progress=done))
+    assert on_time.recompute == 3
+
+
+def test_good_enough_soon_ends_the_fetching_early() -> None:
+    plan = default(situation(10, deadline_s=60.0, rate=1e6, enough_kld=0.01))
+    assert set(levels_of(plan, 10)[plan.recompute :]) == {2}
+    assert plan.done_s < 1.1
+    endless = default(situation(10, deadline_s=math.inf, rate=1e6, enough_kld=0.01))
+    assert endless == plan
+    everything = default(situation(10, deadline_s=math.inf, rate=1e6))
+    assert set(levels_of(everything, 10)[everything.recompute :]) == {3}
+
+
+def test_a_chunk_waits_for_its_levels_only_while_there_is_time() -> None:
+    # decoding takes 0.1 s a level; the decoder has no time for a chunk twice
+    speeds = Steady(tokens_per_s=0.1, level_s=0.1)
+    progress = dict.fromkeys(range(10), HERE[1])
+    first = situation(10, deadline_s=2.1, rate=1e6, speeds=speeds, progress=progress)
+    plan = default(first)
+    assert plan.fetches[0].levels == 2  # all ten fit at two levels: no decoding at one
+    late = replace(first, now_s=1.05)
+    assert default(late).fetches[0] == Fetch(0, 1)
+    idle = replace(first, deadline_s=30.0)  # at leisure: what is here, and later again
+    assert default(idle).fetches[0] == Fetch(0, 1)
+
+
+def test_what_arrived_is_decoded_no_finer_than_there_is_time_for() -> None:
+    speeds = Steady(tokens_per_s=0.1, level_s=0.1)
+    progress = dict.fromkeys(range(10), HERE[3])
+    plan = default(situation(10, deadline_s=1.05, rate=1e6, speeds=speeds, progress=progress))
+    assert [f.levels for f in plan.fetches] == [1] * 10
+
+
+def test_nothing_is_left_to_do_when_all_is_there() -> None:
+    done = {i: Progress(900, 3) for i in range(2, 10)}
+    done |= {0: Progress(computed=True), 1: Progress(computed=True)}
+    for name, policy in POLICIES.items():
+        plan = policy(situation(10, now_s=2.2, deadline_s=2.5, progress=done))
+        assert plan.fetches == (), name
+        assert plan.kld == pytest.approx(0.8 * KLD[2])
+
+
+def test_fixed_never_changes() -> None:
+    for rate in (1.0, 1e9):
+        plan = POLICIES["fixed"](situation(4, rate=rate))
+        assert plan.fetches == tuple(Fetch(i, 2) for i in range(4))
+        assert plan.recompute == 0
+
+
+def test_the_papers_rule() -> None:
+    cachegen = POLICIES["cachegen"]
+    # text if the model can read it all in time
+    assert cachegen(situation(4, deadline_s=4.5)).recompute == 4
+    # one chunk at a middle level while no throughput is known
+    assert cachegen(situation(4, deadline_s=3.0)).fetches == (Fetch(0, 2),)
+    # then the finest that fits for all the rest: 3 chunks in 2 s
+    begun = {0: Progress(300, 0)}
+    at = situation(4, now_s=1.0, deadline_s=3.0, progress=begun)
+    for rate, level in ((1400, 3), (500, 2), (200, 1), (10, 1)):
+        told = cachegen(replace(at, link=Link(rate, rate, 0.0)))
+        assert levels_of(told, 4) == [2, level, level, level], rate
+        assert [f.chunk for f in told.fetches] == [0, 1, 2, 3]
+
+
+def test_mpc_trusts_the_low_rate_only() -> None:
+    plan = POLICIES["mpc"](situation(10, deadline_s=2.5, rate=1e6, low_rate=900))
+    assert plan.recompute == 2
+    assert sorted(levels_of(plan, 10)[2:]) == [1, 2, 2, 2, 2, 2, 2, 2]
+
+
+situations = st.builds(
+    lambda now, left, rate, low, level_s, speed, states, enough: Situation(
+        now_s=now,
+        deadline_s=now + left,
+        enough_kld=enough,
+        offers=offers(len(states)),
+        progress=tuple(
+            Progress(ENDS[max(a, d) - 1] + part if max(a, d) else part, d) for a, d, part in states
+        ),
+        link=Link(rate, rate * low, 0.01),
+        speeds=Steady(speed, level_s),
+    ),
+    st.floats(0, 10), st.floats(-1, 20), st.floats(1, 1e6), st.floats(0.01, 1),
+    st.floats(0, 0.5), st.floats(0.1, 1000),
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 50)), min_size=1, max_size=9
+    ),
+    st.sampled_from([0.0, 0.01]),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(situations, st.sampled_from(sorted(POLICIES)))
+def test_every_plan_makes_sense(at: Situation, name: str) -> None:
+    plan = POLICIES[name](at)
+    count = len(at.offers)
+    assert 0 <= plan.recompute <= count
+    assert len(set(plan.fetches)) == len(plan.fetches)
+    seen: dict[int, int] = {}
+    for fetch in plan.fetches:
+        assert fetch.levels > at.progress[fetch.chunk].decoded
+        assert fetch.levels > seen.get(fetch.chunk, 0) or fetch.levels <= 3
+        seen[fetch.chunk] = fetch.levels
+    if name == "cachegen" and not any(one.arrived_bytes for one in at.progress):
+        return  # begins with one chunk
+    # whatever is neither the model's nor in the cache is on the list
+    absent = {i for i in range(plan.recompute, count) if not at.progress[i].decoded}
+    whole = {
+        i for i in absent if at.progress[i].arrived_bytes >= ENDS[0]
+    }  # waits for more levels, or its turn
+    assert absent - whole <= seen.keys()
+    assert math.isfinite(plan.done_s)
+    assert 0 <= plan.kld <= KLD[0]
+    if name == "default" and at.now_s == 0:
+        alone_s = at.speeds.prefill_s(0, 10 * count) * 1.03
+        assert plan.done_s <= max(alone_s, at.deadline_s) + 1e-9

@@ -1,0 +1,271 @@
+"""Publishing: once, verified, bounded, and through a node's absence."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from kdn.cache.keys import Chunk
+from kdn.cache.tensors import KVCache
+from kdn.codec.format import Bitstream
+from kdn.delivery.client import deliver
+from kdn.delivery.publish import Answer, Publisher
+from kdn.delivery.spool import Spool
+from kdn.errors import NoSpaceError
+from kdn.store.base import Entry, Store
+from tests.delivery.world import Down, Proxy, World, level_major, make_world, put_stream, run
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return make_world(4)
+
+
+def publish_all(publisher: Publisher, world: World, prefix_exact: bool = True) -> list[Answer]:
+    return [
+        publisher.publish(chunk, cache, prefix_exact=prefix_exact, saved_s=0.5)
+        for chunk, cache in zip(world.chunks, world.caches, strict=True)
+    ]
+
+
+def publishing(
+    world: World,
+    store: Callable[[], Awaitable[Store]],
+    test: Callable[[Publisher, Any], Awaitable[None]],
+    **options: Any,
+) -> Publisher:
+    async def work() -> Publisher:
+        opened = await store()
+        async with Publisher(opened, world.codec, rng=Random(1), **options) as publisher:
+            await test(publisher, opened)
+        assert len(asyncio.all_tasks()) == 1
+        return publisher
+
+    return run(work())
+
+
+def test_what_is_published_is_delivered(world: World) -> None:
+    async def test(publisher: Publisher, store: Store) -> None:
+        assert publish_all(publisher, world) == [Answer.QUEUED] * 4
+        assert await publisher.flush(10.0)
+        entries = await store.lookup([chunk.key for chunk in world.chunks])
+        assert [entry and entry.hints.parent for entry in entries] == [
+            None,
+            *(chunk.key for chunk in world.chunks[:-1]),
+        ]
+        assert all(entry and entry.hints.saved_s == 0.5 for entry in entries)
+        result = await deliver(world.request(), [store], policy=level_major)
+        world.check(result)
+        assert result.exact_chunks == 4
+
+    publisher = publishing(world, lambda: world.store([]), test)
+    assert publisher.counts.published == 4
+    assert publisher.counts.failures == 0
+
+
+def test_no_generation_loss(world: World) -> None:
+    async def test(publisher: Publisher, store: Store) -> None:
+        assert publish_all(publisher, world, prefix_exact=False) == [Answer.LOSSY] * 4
+        assert await publisher.flush(1.0)
+        assert await store.lookup([world.chunks[0].key]) == [None]
+
+    publishing(world, lambda: world.store([]), test)
+
+
+def test_known_chunks_are_not_encoded_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = []
+    encode = world.codec.encode
+
+    def counting(chunk: Chunk, cache: KVCache) -> bytes:
+        encoded.append(chunk.start)
+        return encode(chunk, cache)
+
+    monkeypatch.setattr(world.codec, "encode", counting)
+
+    async def test(publisher: Publisher, store: Store) -> None:
+        assert publish_all(publisher, world) == [Answer.QUEUED] * 4
+        assert publish_all(publisher, world) == [Answer.ALREADY] * 4
+        assert await publisher.flush(10.0)
+        publish_all(publisher, world)
+        assert await publisher.flush(10.0)
+
+    publisher = publishing(world, lambda: world.store(world.streams[:2]), test)
+    assert encoded == [512, 768]
+    assert (publisher.counts.known, publisher.counts.published) == (6, 2)
+
+
+def test_the_copy_is_the_publishers_own(world: World) -> None:
+    async def test(publisher: Publisher, store: Store) -> None:
+        cache = world.caches[0]
+        mine = KVCache(cache.keys.clone(), cache.values.clone(), cache.start)
+        publisher.publish(world.chunks[0], mine, prefix_exact=True)
+        mine.keys.zero_()
+        assert await publisher.flush(10.0)
+        span = await store.get(world.chunks[0].key)
+        assert span is not None
+        assert bytes(span.data) == world.streams[0]
+
+    publishing(world, lambda: world.store([]), test)
+
+
+def test_the_queue_is_bounded(world: World) -> None:
+    async def test(publisher: Publisher, store: Store) -> None:
+        answers = publish_all(publisher, world)
+        assert answers == [Answer.QUEUED, Answer.QUEUED, Answer.FULL, Answer.FULL]
+        assert await publisher.flush(10.0)
+        assert publisher.publish(world.chunks[2], world.caches[2], prefix_exact=True) is (
+            Answer.QUEUED
+        )
+
+    publishing(world, lambda: world.store([]), test, max_queue_bytes=2 * world.caches[0].size_bytes)
+
+
+def test_another_publisher_was_first(world: World) -> None:
+    """Between the lookup and the put."""
+
+    class Raced(Proxy):
+        async def put(self, key: bytes, *args: Any, **named: Any) -> Entry:
+            await put_stream(self.inner, world.others[0])
+            return await super().put(key, *args, **named)
+
+    async def store() -> Store:
+        return Raced(await world.store([]))
+
+    async def test(publisher: Publisher, store: Store) -> None:
+        publisher.publish(world.chunks[0], world.caches[0], prefix_exact=True)
+        assert await publisher.flush(10.0)
+        [entry] = await store.lookup([world.chunks[0].key])
+        assert entry is not None
+        assert entry.etag == Bitstream.parse(world.others[0]).stream_id
+
+    publisher = publishing(world, store, test)
+    assert (publisher.counts.known, publisher.counts.published) == (1, 0)
+
+
+def test_an_acknowledged_chunk_that_is_not_there_is_put_again(world: World) -> None:
+    class Forgetful(Proxy):
+        puts = 0
+
+        async def put(self, key: bytes, data: bytes, **named: Any) -> Entry:
+            self.puts += 1
+            entry = await super().put(key, data, **named)
+            if self.puts == 1:
+                await self.inner.delete(key)
+            return entry
+
+    async def store() -> Store:
+        return Forgetful(await world.store([]))
+
+    async def test(publisher: Publisher, store: Forgetful) -> None:
+        publisher.publish(world.chunks[0], world.caches[0], prefix_exact=True)
+        assert await publisher.flush(10.0)
+        assert store.puts == 2
+
+    publisher = publishing(world, store, test)
+    assert (publisher.counts.published, publisher.counts.failures) == (1, 1)
+
+
+def test_a_node_that_comes_back_gets_everything(world: World) -> None:
+    async def store() -> Store:
+        return Down(await world.store([]))
+
+    async def test(publisher: Publisher, store: Down) -> None:
+        publish_all(publisher, world)
+        assert not await publisher.flush(0.3)
+        store.is_down = False
+        assert await publisher.flush(10.0)
+
+    publisher = publishing(world, store, test)
+    assert publisher.counts.published == 4
+    assert publisher.counts.dropped == 0
+
+
+def test_a_spool_carries_chunks_over_a_restart(world: World, tmp_path: Path) -> None:
+    async def down() -> Store:
+        return Down(await world.store([]))
+
+    async def first(publisher: Publisher, store: Store) -> None:
+        publish_all(publisher, world)
+        assert await publisher.flush(10.0), "spooled is safe"
+
+    publisher = publishing(world, down, first, spool=Spool(tmp_path))
+    assert (publisher.counts.spooled, publisher.counts.published) == (4, 0)
+
+    async def second(publisher: Publisher, store: Store) -> None:
+        assert publisher.publish(world.chunks[0], world.caches[0], prefix_exact=True) is (
+            Answer.ALREADY
+        )
+        for _ in range(500):
+            if publisher.counts.published == 4:
+                break
+            await asyncio.sleep(0.01)
+        result = await deliver(world.request(), [store], policy=level_major)
+        world.check(result)
+        assert result.exact_chunks == 4
+
+    publisher = publishing(world, lambda: world.store([]), second, spool=Spool(tmp_path))
+    assert publisher.counts.published == 4
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_spool_drops_and_counts(world: World, tmp_path: Path) -> None:
+    async def down() -> Store:
+        return Down(await world.store([]))
+
+    async def test(publisher: Publisher, store: Store) -> None:
+        publish_all(publisher, world)
+        assert await publisher.flush(10.0)
+
+    spool = Spool(tmp_path, max_bytes=len(world.streams[0]) + len(world.streams[1]) + 300)
+    publisher = publishing(world, down, test, spool=spool)
+    assert publisher.counts.spooled + publisher.counts.dropped == 4
+    assert publisher.counts.dropped >= 1
+
+
+def test_refusals_are_final(world: World) -> None:
+    class Full(Proxy):
+        async def put(self, *args: Any, **named: Any) -> Entry:
+            raise NoSpaceError("no quota")
+
+    async def store() -> Store:
+        return Full(await world.store([]))
+
+    async def test(publisher: Publisher, store: Store) -> None:
+        publish_all(publisher, world)
+        assert await publisher.flush(10.0)
+
+    assert publishing(world, store, test).counts.refused == 4
+
+
+def test_what_cannot_be_encoded_is_refused(world: World) -> None:
+    async def test(publisher: Publisher, store: Store) -> None:
+        cache = world.caches[0]
+        keys = torch.full_like(cache.keys, float("nan"))
+        bad = KVCache(keys, cache.values, cache.start)
+        publisher.publish(world.chunks[0], bad, prefix_exact=True)
+        assert await publisher.flush(10.0)
+
+    assert publishing(world, lambda: world.store([]), test).counts.refused == 1
+
+
+def test_close_has_a_deadline_and_says_what_is_lost(world: World) -> None:
+    async def work() -> None:
+        publisher = Publisher(Down(await world.store([])), world.codec, rng=Random(1))
+        async with publisher:
+            publish_all(publisher, world)
+            began_s = asyncio.get_running_loop().time()
+            await publisher.close(deadline_s=0.3)
+            assert asyncio.get_running_loop().time() - began_s < 2.0
+        assert publisher.counts.dropped == 4
+        assert len(asyncio.all_tasks()) == 1
+
+    before = threading.active_count()
+    run(work())
+    assert threading.active_count() <= before
