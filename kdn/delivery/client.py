@@ -17,12 +17,13 @@ from random import Random
 
 from kdn.delivery.decode import Decoder
 from kdn.delivery.endpoints import Endpoint, Endpoints
+from kdn.delivery.flight import Limits, ThroughputEstimator
 from kdn.delivery.lookup import HEAD_BYTES, Incoming, Question, look_up, read_local
 from kdn.delivery.outcome import result_of
 from kdn.delivery.plan import Fetch, Offer, Plan, Policy, Progress, Situation
 from kdn.delivery.request import FAR_S, OnProgress, Request, Result, Snapshot
 from kdn.delivery.speeds import Gauge
-from kdn.delivery.transfer import Limits, ThroughputEstimator, Transfer
+from kdn.delivery.transfer import Transfer
 from kdn.store.base import Store
 
 TICK_S = 0.02

@@ -20,10 +20,11 @@ from types import TracebackType
 from kdn.cache.tensors import KVCache
 from kdn.delivery.decode import Decoder, is_waiting
 from kdn.delivery.endpoints import Endpoints
+from kdn.delivery.flight import Limits, ThroughputEstimator
 from kdn.delivery.lookup import Incoming, Question
 from kdn.delivery.plan import Fetch
 from kdn.delivery.speeds import Gauge
-from kdn.delivery.transfer import Limits, ThroughputEstimator, Transfer
+from kdn.delivery.transfer import Transfer
 
 TICK_S = 0.05
 REFINE_S = 600.0

@@ -16,11 +16,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from dataclasses import replace
 
 from kdn.delivery.assemble import Assembly, Intervals
 from kdn.delivery.endpoints import Endpoint, Endpoints
+from kdn.delivery.flight import Flight, Limits, Part, ThroughputEstimator, size_of
 from kdn.delivery.lookup import Incoming, Question, adopt, ask_again
 from kdn.delivery.plan import Fetch, Link
 from kdn.errors import KdnError
@@ -33,59 +33,6 @@ MAX_TROUBLES = 32
 CLOSE_S = 1.0
 FIRST_BYTE_S = 0.2
 """A first byte that takes longer is no mere latency."""
-
-
-class ThroughputEstimator(Protocol):
-    """What delivery needs of an estimator (`estimate.py`)."""
-
-    def started(self, t_s: float) -> None: ...
-    def idle(self, t_s: float) -> None: ...
-    def add(self, num_bytes: int, t_s: float) -> None: ...
-    def link(self) -> Link: ...
-
-
-@dataclass(frozen=True)
-class Limits:
-    max_window_bytes: int = 32 << 20
-    window_s: float = 0.1
-    """In flight is what arrives in this time, or in two round trips if that is more."""
-    first_window_bytes: int = 48 << 10
-    """And at first so much, and four times what has arrived."""
-    min_request_bytes: int = 24 << 10
-    requests: int = 8
-    hedge_s: float = 0.15
-    """Silence, besides what queues and round trips explain, before another endpoint is asked."""
-    silence_s: float = 1.0
-    """Silence after which a connection is taken for dead."""
-
-
-class Part(NamedTuple):
-    incoming: Incoming
-    assembly: Assembly
-    start: int
-    end: int
-
-
-@dataclass(eq=False)
-class Flight:
-    """One request. `late`: its bytes are asked for elsewhere as well."""
-
-    endpoint: Endpoint
-    parts: list[Part]
-    began_s: float
-    heard_s: float
-    left_bytes: int
-    patience_s: float
-    """So long may it be silent: what round trips and the queue before it explain."""
-    late: bool = False
-    task: asyncio.Task[None] | None = field(default=None, repr=False)
-
-    @property
-    def is_needed(self) -> bool:
-        return any(
-            not part.incoming.lost and _within(part.assembly.missing(part.end), part.start)
-            for part in self.parts
-        )
 
 
 class Transfer:
@@ -159,11 +106,11 @@ class Transfer:
         for endpoint, part in self._wanted(fetches):
             while part.start < part.end and room_bytes > 0:
                 batch = batches.setdefault(endpoint, [])
-                size = min(part.end - part.start, request_bytes - _size(batch), room_bytes)
+                size = min(part.end - part.start, request_bytes - size_of(batch), room_bytes)
                 batch.append(part._replace(end=part.start + size))
                 part = part._replace(start=part.start + size)
                 room_bytes -= size
-                if _size(batch) >= request_bytes or len(batch) >= MAX_PARTS:
+                if size_of(batch) >= request_bytes or len(batch) >= MAX_PARTS:
                     self._launch(endpoint, batches.pop(endpoint))
             if room_bytes <= 0:
                 break
@@ -225,7 +172,7 @@ class Transfer:
         return next((e for e in able if e not in late), able[0] if able else None)
 
     def _launch(self, endpoint: Endpoint, parts: list[Part]) -> None:
-        now_s, link, size = self._clock(), self.link(), _size(parts)
+        now_s, link, size = self._clock(), self.link(), size_of(parts)
         queue_s = 2 * (self.in_flight_bytes + size) / max(link.rate, 1.0)
         patience_s = self._limits.hedge_s + 4 * link.latency_s + queue_s
         flight = Flight(endpoint, parts, now_s, now_s, size, patience_s)
@@ -397,11 +344,3 @@ class Transfer:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_S)
-
-
-def _size(parts: Sequence[Part]) -> int:
-    return sum(part.end - part.start for part in parts)
-
-
-def _within(gaps: Sequence[tuple[int, int]], start: int) -> bool:
-    return any(end > start for _, end in gaps)

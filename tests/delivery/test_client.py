@@ -18,17 +18,17 @@ from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream
 from kdn.delivery.client import deliver
 from kdn.delivery.endpoints import Endpoint, Endpoints
+from kdn.delivery.flight import Limits
 from kdn.delivery.plan import Fetch, Plan, Situation
 from kdn.delivery.planner import POLICIES
 from kdn.delivery.request import Result, Snapshot
-from kdn.delivery.transfer import Limits
 from kdn.errors import MismatchError
 from kdn.store.base import Entry, Store
 from tests.delivery.deliveries import Steady
 from tests.delivery.world import Down, Flaky, Proxy, World, level_major, make_world, put_stream, run
 
 QUICK = Limits(hedge_s=0.05, silence_s=0.2)
-LATE_S = 0.25
+LATE_S = 1.5
 """What a busy machine may add to a deadline."""
 
 
@@ -489,7 +489,7 @@ def test_over_a_dead_link_the_model_reads_everything(world: World) -> None:
         speeds=Steady(tokens_per_s=256 / 0.05, level_s=1e-3), deadline_s=2.0,
     )  # fmt: skip
     assert result.computed == (True,) * 6
-    assert result.done_s < 1.0
+    assert result.done_s < 1.9
 
 
 def test_a_model_that_is_not_done_is_cancelled(world: World) -> None:
@@ -514,7 +514,7 @@ def test_a_model_that_is_not_done_is_cancelled(world: World) -> None:
     assert result.recompute == (0, 1, 2, 3, 4)
 
 
-# progress, refinement, leaks
+# progress, leaks
 
 
 def test_progress_is_reported(world: World) -> None:
@@ -528,62 +528,6 @@ def test_progress_is_reported(world: World) -> None:
     assert seen[-1].levels == result.levels
     assert seen[-1].fetched_bytes == result.fetched_bytes
     assert [one.elapsed_s for one in seen] == sorted(one.elapsed_s for one in seen)
-
-
-def test_refinement_changes_the_cache_only_when_told(world: World) -> None:
-    async def test() -> None:
-        store = Flaky(await world.store(), Random(1), cut=0.02)
-        request = world.request(enough_kld=world.expected_kld[0], deadline_s=5.0)
-        result = await deliver(request, [store], policy=level_major, limits=QUICK, rng=Random(1))
-        assert result.levels == (1,) * 6
-        before = result.cache.keys.clone()
-        async with result.refine() as better:
-            while not better.is_complete:
-                assert await better.wait(5.0)
-                assert torch.equal(result.cache.keys, before)
-                levels = better.levels
-                improved = await better.apply()
-                for number in improved:
-                    assert better.levels[number] > levels[number]
-                world.check(replace(result, levels=better.levels))
-                before = result.cache.keys.clone()
-            assert better.levels == complete(world)
-            assert better.ready == ()
-        assert len(asyncio.all_tasks()) == 1
-
-    run(test())
-
-
-def test_refinement_leaves_alone_what_is_not_its_own(world: World) -> None:
-    async def test() -> None:
-        store = await world.store(world.streams[:3])
-        request = world.request(enough_kld=world.expected_kld[0], deadline_s=5.0)
-        result = await deliver(request, [store], policy=level_major)
-        assert result.recompute == (3, 4, 5)
-        result.cache.keys[:, 768:] = 7.0
-        async with result.refine() as better:
-            assert await better.wait(5.0)
-            while not better.is_complete:
-                await better.apply(limit_s=1.0)
-                await better.wait(0.1)
-        assert better.levels == complete(world)[:3]
-        assert bool((result.cache.keys[:, 768:] == 7.0).all())
-
-    run(test())
-
-
-def test_leaving_a_refinement_early_leaves_nothing_behind(world: World) -> None:
-    async def test() -> None:
-        store = Flaky(await world.store(), Random(1), rate=300_000)
-        request = world.request(enough_kld=world.expected_kld[0], deadline_s=5.0)
-        result = await deliver(request, [store], policy=level_major)
-        async with result.refine() as better:
-            await better.wait(5.0)
-        assert store.open_requests == 0
-        assert len(asyncio.all_tasks()) == 1
-        assert not better.is_complete or better.levels == complete(world)
-
-    run(test())
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -16,9 +16,10 @@ from kdn.codec.header import Header
 from kdn.delivery.assemble import Assembly
 from kdn.delivery.endpoints import Endpoints
 from kdn.delivery.estimate import Estimator
+from kdn.delivery.flight import Limits
 from kdn.delivery.lookup import Incoming, Question
 from kdn.delivery.plan import Fetch, Link
-from kdn.delivery.transfer import Limits, Transfer
+from kdn.delivery.transfer import Transfer
 from kdn.store.base import Store
 from kdn.store.streaming import Ask, Piece
 from tests.delivery.world import Proxy, make_world, run
@@ -84,7 +85,7 @@ def test_the_link_is_full(
         await transfer.close()
         assert transfer.failures == 0
         # A first round trip is lost, and some more until the estimate has grown.
-        assert total_bytes / rate / (took_s - round_trip_s) > 0.75
+        assert total_bytes / rate / (took_s - round_trip_s) > 0.5
         product = rate * max(round_trip_s, 0.1)
         assert line.most_bytes < 4 * product
 

@@ -1,0 +1,74 @@
+"""A request on its way, how many there may be, and what is to be known of the link."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from kdn.delivery.assemble import Assembly
+from kdn.delivery.endpoints import Endpoint
+from kdn.delivery.lookup import Incoming
+from kdn.delivery.plan import Link
+
+
+class ThroughputEstimator(Protocol):
+    """What delivery needs of an estimator (`estimate.py`)."""
+
+    def started(self, t_s: float) -> None: ...
+    def idle(self, t_s: float) -> None: ...
+    def add(self, num_bytes: int, t_s: float) -> None: ...
+    def link(self) -> Link: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_window_bytes: int = 32 << 20
+    window_s: float = 0.1
+    """In flight is what arrives in this time, or in two round trips if that is more."""
+    first_window_bytes: int = 48 << 10
+    """And at first so much, and four times what has arrived."""
+    min_request_bytes: int = 24 << 10
+    requests: int = 8
+    hedge_s: float = 0.15
+    """Silence, besides what queues and round trips explain, before another endpoint is asked."""
+    silence_s: float = 1.0
+    """Silence after which a connection is taken for dead."""
+
+
+class Part(NamedTuple):
+    incoming: Incoming
+    assembly: Assembly
+    start: int
+    end: int
+
+
+@dataclass(eq=False)
+class Flight:
+    """One request. `late`: its bytes are asked for elsewhere as well."""
+
+    endpoint: Endpoint
+    parts: list[Part]
+    began_s: float
+    heard_s: float
+    left_bytes: int
+    patience_s: float
+    """So long may it be silent: what round trips and the queue before it explain."""
+    late: bool = False
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    @property
+    def is_needed(self) -> bool:
+        return any(
+            not part.incoming.lost and _within(part.assembly.missing(part.end), part.start)
+            for part in self.parts
+        )
+
+
+def size_of(parts: Sequence[Part]) -> int:
+    return sum(part.end - part.start for part in parts)
+
+
+def _within(gaps: Sequence[tuple[int, int]], start: int) -> bool:
+    return any(end > start for _, end in gaps)

@@ -1,0 +1,81 @@
+"""Levels that arrive after the deadline: written when told, whole chunks, nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from kdn.delivery.client import deliver
+from kdn.delivery.flight import Limits
+from tests.delivery.world import Flaky, World, level_major, make_world, run
+
+QUICK = Limits(hedge_s=0.05, silence_s=0.2)
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return make_world(6, last_tokens=48)
+
+
+def complete(world: World) -> tuple[int, ...]:
+    return (world.codec.num_levels,) * len(world.chunks)
+
+
+def test_refinement_changes_the_cache_only_when_told(world: World) -> None:
+    async def test() -> None:
+        store = Flaky(await world.store(), Random(1), cut=0.02)
+        request = world.request(enough_kld=world.expected_kld[0], deadline_s=5.0)
+        result = await deliver(request, [store], policy=level_major, limits=QUICK, rng=Random(1))
+        assert result.levels == (1,) * 6
+        before = result.cache.keys.clone()
+        async with result.refine() as better:
+            while not better.is_complete:
+                assert await better.wait(5.0)
+                assert torch.equal(result.cache.keys, before)
+                levels = better.levels
+                improved = await better.apply()
+                for number in improved:
+                    assert better.levels[number] > levels[number]
+                world.check(replace(result, levels=better.levels))
+                before = result.cache.keys.clone()
+            assert better.levels == complete(world)
+            assert better.ready == ()
+        assert len(asyncio.all_tasks()) == 1
+
+    run(test())
+
+
+def test_refinement_leaves_alone_what_is_not_its_own(world: World) -> None:
+    async def test() -> None:
+        store = await world.store(world.streams[:3])
+        request = world.request(enough_kld=world.expected_kld[0], deadline_s=5.0)
+        result = await deliver(request, [store], policy=level_major)
+        assert result.recompute == (3, 4, 5)
+        result.cache.keys[:, 768:] = 7.0
+        async with result.refine() as better:
+            assert await better.wait(5.0)
+            while not better.is_complete:
+                await better.apply(limit_s=1.0)
+                await better.wait(0.1)
+        assert better.levels == complete(world)[:3]
+        assert bool((result.cache.keys[:, 768:] == 7.0).all())
+
+    run(test())
+
+
+def test_leaving_a_refinement_early_leaves_nothing_behind(world: World) -> None:
+    async def test() -> None:
+        store = Flaky(await world.store(), Random(1), rate=300_000)
+        request = world.request(enough_kld=world.expected_kld[0], deadline_s=5.0)
+        result = await deliver(request, [store], policy=level_major)
+        async with result.refine() as better:
+            await better.wait(5.0)
+        assert store.open_requests == 0
+        assert len(asyncio.all_tasks()) == 1
+        assert not better.is_complete or better.levels == complete(world)
+
+    run(test())
