@@ -36,6 +36,7 @@ from kdn.codec.klt.columns import (
     write_slab,
 )
 from kdn.codec.klt.profile import NUM_CLASSES, Group, Profile
+from kdn.codec.klt.sinks import SinkCoder
 from kdn.codec.klt.symbols import Model
 from kdn.codec.klt.transform import (
     GroupTransform,
@@ -95,11 +96,15 @@ class KltCodec(Codec):
         self._token_tables = rans.Tables.from_freqs(profile.tensors["token.freqs"])
         self._predict = Predictor(profile)
         self._transforms = [GroupTransform(group, profile) for group in profile.groups]
+        self._sinks = [SinkCoder(group, profile) for group in profile.groups]
 
     def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
         analysis = self.analyse(chunk, cache)
         sections = [Section(0, KIND_TOKENS, 0, self._encode_classes(analysis.classes))]
-        sections += self._encode_sinks(analysis.sinks)
+        sections += [
+            Section(0, KIND_SINKS, index, self._sinks[index].encode(values))
+            for index, values in enumerate(analysis.sinks)
+        ]
         jobs = []
         groups = range(len(analysis.groups))
         for index, values in enumerate(parallel_map(lambda g: self._quantise(g, analysis), groups)):
@@ -139,8 +144,9 @@ class KltCodec(Codec):
             *(partial(self._decode_levels, stream, g, wanted, classes) for g in groups),
         )
         sinks = []
-        if self._num_sinks(chunk):
-            sinks = [self._decode_sinks(stream.section(0, g, KIND_SINKS), g, chunk) for g in groups]
+        if count := self._num_sinks(chunk):
+            data = [stream.section(0, g, KIND_SINKS) for g in groups]
+            sinks = [self._sinks[g].decode(data[g], count) for g in groups]
         self._assemble(chunk, known, coded, sinks, classes, cache)
         return cache
 
@@ -157,7 +163,7 @@ class KltCodec(Codec):
                 error = self.correction(index, group, finest, analysis.classes)
             values = symbols.split_levels(finest, self.num_levels - 1)[component_levels - 1]
             coded.append((self._pack(values, index, component_levels, analysis.classes), error))
-        sinks = [self._restore_sinks(values, g) for g, values in enumerate(analysis.sinks)]
+        sinks = [self._sinks[g].restore(values) for g, values in enumerate(analysis.sinks)]
         out = KVCache(torch.empty_like(cache.keys), torch.empty_like(cache.values), cache.start)
         self._assemble(chunk, self._known(chunk), coded, sinks, analysis.classes, out)
         return out
@@ -251,8 +257,10 @@ class KltCodec(Codec):
             return GroupAnalysis((components / steps).numpy(), components, rest)
 
         groups = parallel_map(analyse_group, range(len(self._transforms)))
-        sinks = [self._sink_values(part, g, chunk) for g, part in enumerate(columns)]
-        return Analysis(classes, sinks if self._num_sinks(chunk) else [], groups)
+        sinks = []
+        if count := self._num_sinks(chunk):
+            sinks = [self._sinks[g].quantise(part[:count]) for g, part in enumerate(columns)]
+        return Analysis(classes, sinks, groups)
 
     def _quantise(self, index: int, analysis: Analysis) -> list[Ints]:
         """A group's integers at every level, the correction last."""
@@ -391,44 +399,6 @@ class KltCodec(Codec):
 
     def _decode_classes(self, data: memoryview, num_tokens: int) -> npt.NDArray[np.uint8]:
         return rans_numba.decode(data, self._token_tables, *_token_steps(num_tokens))
-
-    def _sink_model(self, index: int, num_sinks: int) -> Model:
-        scales = self.profile.tensors["sink.scale"][self.profile.groups[index].columns]
-        blocks = -(-len(scales) // symbols.BLOCK)
-        # No activity reaches these thresholds: all sinks share one class.
-        limit = np.full((blocks, symbols.NUM_ACTIVITIES - 1), 2**31 - 1, dtype=np.int32)
-        shifts = np.zeros(num_sinks, dtype=np.int8)
-        return Model(scales, shifts, limit, self.profile.sink_cdf)
-
-    def _sink_values(self, columns: torch.Tensor, index: int, chunk: Chunk) -> Ints:
-        t, part = self.profile.tensors, self.profile.groups[index].columns
-        count = self._num_sinks(chunk)
-        mean = torch.from_numpy(t["sink.mean"][:count, part]).float()
-        return _whole(((columns[:count] - mean) / torch.from_numpy(t["sink.step"][part])).T)
-
-    def _restore_sinks(self, values: Ints, index: int) -> torch.Tensor:
-        t, part = self.profile.tensors, self.profile.groups[index].columns
-        mean = torch.from_numpy(t["sink.mean"][: values.shape[1], part]).float()
-        return mean + torch.from_numpy(values.T) * torch.from_numpy(t["sink.step"][part])
-
-    def _encode_sinks(self, sinks: list[Ints]) -> list[Section]:
-        return [
-            Section(
-                0, KIND_SINKS, index,
-                symbols_numba.encode(self._sink_model(index, values.shape[1]), values, None),
-            )
-            for index, values in enumerate(sinks)
-        ]  # fmt: skip
-
-    def _decode_sinks(self, data: memoryview, index: int, chunk: Chunk) -> torch.Tensor:
-        model = self._sink_model(index, self._num_sinks(chunk))
-        return self._restore_sinks(symbols_numba.decode(model, data, None), index)
-
-
-def _whole(steps: torch.Tensor) -> Ints:
-    if steps.numel() and not float(steps.abs().max()) <= symbols.MAX_BASE:
-        raise UnsupportedError("values too far from all that the profile was calibrated on")
-    return np.ascontiguousarray(steps.round().to(torch.int32).numpy())
 
 
 def _step_sizes(classes: npt.NDArray[np.uint8], step: float) -> Floats:
