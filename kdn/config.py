@@ -60,7 +60,7 @@ class NodeSettings:
     egress_order: str = "fair"
     """Whose frame goes out next; "fifo" and "inverse" are there to be compared with."""
     frame_bytes: int = 0
-    """Bytes sent in one turn of the fair scheduler; 0: 64 KiB under an egress limit, else 1 MiB."""
+    """Bytes sent in one turn of the fair scheduler; 0: 8 to 64 KiB under a limit, else 1 MiB."""
     max_sends: int = 64
     """Frames on their way at once."""
     max_connections: int = 4096
@@ -89,7 +89,10 @@ class ClientSettings:
     """Settings of commands that talk to a node."""
 
     url: str = "http://127.0.0.1:8470"
+    """Or, for `kdn learn`, `ask` and `explain`, a folder."""
     token: str = ""
+    secret: str = ""
+    """Names chunks so that only those who have it find them; never sent to a node."""
     timeout_s: float = 30.0
 
 

@@ -112,7 +112,7 @@ def absent() -> dict[str, str]:
 @contextmanager
 def start_kdn(folder: Path, settings: Mapping[str, object] | None = None) -> Iterator[Server]:
     """`kdn node` with nothing but these settings."""
-    port = _free_port()
+    port = free_port()
     environ = {k: v for k, v in os.environ.items() if not k.startswith("KDN_")}
     environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(kdn.__file__).parent.parent), *filter(None, [environ.get("PYTHONPATH")])]
@@ -121,25 +121,25 @@ def start_kdn(folder: Path, settings: Mapping[str, object] | None = None) -> Ite
     environ |= {f"KDN_NODE_{name.upper()}": str(value) for name, value in (settings or {}).items()}
     command = [sys.executable, "-m", "kdn.cli.main", "node"]
     health = b"GET /healthz HTTP/1.1\r\nHost: bench\r\n\r\n"
-    with _start(Kdn(), command, port, folder, health, environ) as server:
+    with start_server(Kdn(), command, port, folder, health, environ) as server:
         yield server
 
 
 @contextmanager
 def start_redis(folder: Path) -> Iterator[Server]:
-    port = _free_port()
+    port = free_port()
     command = [
         _program("redis-server") or "redis-server", "--bind", "127.0.0.1", "--port", str(port),
         "--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(folder),
     ]  # fmt: skip
-    with _start(Redis(), command, port, folder, redis_command(b"ECHO", b"x")) as server:
+    with start_server(Redis(), command, port, folder, redis_command(b"ECHO", b"x")) as server:
         yield server
 
 
 @contextmanager
 def start_nginx(folder: Path, objects: Objects) -> Iterator[Server]:
     """Serves its files from the page cache: they have just been written."""
-    port = _free_port()
+    port = free_port()
     files = folder / "files"
     files.mkdir(parents=True)
     for key, data in {"ready": b"x", **objects}.items():
@@ -149,7 +149,7 @@ def start_nginx(folder: Path, objects: Objects) -> Iterator[Server]:
     command = [_program("nginx") or "nginx", "-p", str(folder), "-c", str(settings)]
     command += ["-e", str(folder / "error.log")]
     ready, _ = Nginx().ask(["ready"], "")
-    with _start(Nginx(), command, port, folder, ready) as server:
+    with start_server(Nginx(), command, port, folder, ready) as server:
         yield server
 
 
@@ -172,14 +172,16 @@ http {{
 
 
 @contextmanager
-def _start(
+def start_server(
     dialect: Dialect,
     command: Sequence[str],
     port: int,
     folder: Path,
     probe: bytes,
     environ: Mapping[str, str] | None = None,
+    start_s: float = START_S,
 ) -> Iterator[Server]:
+    """A process that is ready when it answers the probe."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{dialect.name}.log"
     with log.open("wb") as out:
@@ -188,7 +190,7 @@ def _start(
         )
     server = Server(dialect, ("127.0.0.1", port), process, log)
     try:
-        _wait_until_ready(server, probe)
+        _wait_until_ready(server, probe, start_s)
         yield server
     finally:
         process.terminate()
@@ -199,8 +201,8 @@ def _start(
             process.wait()
 
 
-def _wait_until_ready(server: Server, probe: bytes) -> None:
-    give_up_s = time.monotonic() + START_S
+def _wait_until_ready(server: Server, probe: bytes, start_s: float) -> None:
+    give_up_s = time.monotonic() + start_s
     while time.monotonic() < give_up_s:
         if server.process.poll() is not None:
             break
@@ -209,7 +211,7 @@ def _wait_until_ready(server: Server, probe: bytes) -> None:
             return
         time.sleep(0.05)
     told = server.log.read_text(errors="replace")[-500:]
-    raise ServerError(f"{server.name} did not start within {START_S} s: {told}")
+    raise ServerError(f"{server.name} did not start within {start_s} s: {told}")
 
 
 def _program(name: str) -> str | None:
@@ -217,7 +219,7 @@ def _program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -24,6 +24,7 @@ from itertools import combinations_with_replacement
 import numpy as np
 
 from kdn.delivery.outlook import Floats
+from kdn.delivery.plan import shares
 from kdn.delivery.simulate import Scenario
 
 _SHARES = (0.2, 0.4, 0.6, 0.8)
@@ -38,7 +39,6 @@ class Oracle:
         self._scenario = scenario
         chunks = range(len(scenario.offers))
         width = max(len(offer.level_ends) for offer in scenario.offers)
-        tokens = np.array([offer.num_tokens for offer in scenario.offers], np.float64)
         self._kld = np.full((len(chunks), width), np.inf)
         self._bytes = np.ones_like(self._kld)
         self._decode_s = np.ones_like(self._kld)
@@ -47,7 +47,7 @@ class Oracle:
             self._kld[chunk, :count] = offer.expected_kld
             self._bytes[chunk, :count] = offer.level_ends
             self._decode_s[chunk, :count] = [scenario.decode_s(chunk, i + 1) for i in range(count)]
-        self._kld *= (tokens / tokens.sum())[:, None]
+        self._kld *= np.array(shares(scenario.offers))[:, None]
         self._prefill_s = np.append(0, np.cumsum([scenario.prefill_s(i) for i in chunks]))
 
     def least_s(self) -> float:

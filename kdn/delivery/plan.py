@@ -10,7 +10,7 @@ Times are seconds since the request began.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,14 @@ class Offer:
     num_tokens: int
     level_ends: tuple[int, ...]
     expected_kld: tuple[float, ...]
+    weight: float = 1.0
+    """How much each of its tokens counts, beside those of other chunks."""
+
+
+def shares(offers: Sequence[Offer]) -> list[float]:
+    """What part of a mean over the context each chunk has; together 1."""
+    parts = [offer.num_tokens * offer.weight for offer in offers]
+    return [part / sum(parts) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -58,16 +66,28 @@ class Speeds(Protocol):
 
 
 @dataclass(frozen=True)
+class Reading:
+    """What the model has in hand: the chunks before `end` that it has not read, since `began_s`.
+    They are done all at once."""
+
+    end: int
+    began_s: float
+
+
+@dataclass(frozen=True)
 class Situation:
     now_s: float
     deadline_s: float
     """When the cache must be complete; far away if it need not: `enough_kld` ends the fetching."""
     enough_kld: float
-    """No chunk needs to be better than this."""
+    """The mean need not be better than this, nor any chunk."""
     offers: tuple[Offer, ...]
     progress: tuple[Progress, ...]
     link: Link
     speeds: Speeds
+    reading: Reading | None = None
+    shared: bool = False
+    """Whether decoder and model take turns on the same processor."""
 
 
 @dataclass(frozen=True)

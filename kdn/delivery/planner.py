@@ -32,6 +32,9 @@ from kdn.delivery.steps import Steps
 
 SAFETY = 3
 """Coarsest levels need not come first if so much less than `low_rate` would bring them in time."""
+WORST = 3
+"""No chunk is to be more times worse than what is asked of the mean."""
+_ROUNDING = 1 + 1e-9
 _FED = 16
 """Chunks for which it is thought through when the decoder will need them."""
 
@@ -43,24 +46,33 @@ def default(situation: Situation) -> Plan:
 
 
 def _enough_soon(outlook: Outlook) -> Plan | None:
-    """All chunks good enough as soon as possible, if that is before the deadline for sure."""
-    situation = outlook.situation
+    """All good enough as soon as possible, if that is before the deadline for sure."""
+    situation, rate = outlook.situation, outlook.situation.link.low_rate
     endless = math.isinf(situation.deadline_s)
     if not endless and situation.enough_kld < outlook.table.kld.min():
         return None
-    levels = np.maximum(outlook.enough(), outlook.decoded)
-    recompute, done_s = outlook.soonest(levels, situation.link.low_rate)
-    if not endless:
-        chunks = np.arange(recompute, len(outlook))
-        good = outlook.table.kld[chunks, levels[recompute:] - 1] <= situation.enough_kld
-        if done_s > situation.deadline_s or not good.all():
-            return None
+    recompute, _ = outlook.soonest(_enough(outlook, outlook.computed), rate)
+    # What the model reads is exact, so that the rest may be coarser.
+    levels = _enough(outlook, recompute)
+    recompute, done_s = outlook.soonest(levels, rate, recompute)
+    kld = outlook.kld_with(levels, recompute)
+    if not endless and (done_s > situation.deadline_s or kld > situation.enough_kld * _ROUNDING):
+        return None
     fetches = [
         outlook.table.fetches[chunk][int(levels[chunk]) - 1]
         for chunk in range(len(outlook) - 1, recompute - 1, -1)
         if outlook.decoded[chunk] < levels[chunk]
     ]
-    return Plan(tuple(fetches), recompute, done_s, outlook.kld_with(levels, recompute))
+    return Plan(tuple(fetches), recompute, done_s, kld)
+
+
+def _enough(outlook: Outlook, first: int) -> Ints:
+    """Levels with which the mean is good enough if the model reads all before `first`: the cheapest
+    such, but none so coarse that what the chunk holds would be forgotten."""
+    tolerable = outlook.table.kld <= WORST * outlook.situation.enough_kld
+    least = np.where(tolerable.any(axis=1), tolerable.argmax(axis=1) + 1, outlook.table.levels)
+    steps = Steps(outlook, np.maximum(least, outlook.decoded), first)
+    return steps.levels_with(steps.enough())
 
 
 def _best_by_deadline(outlook: Outlook) -> Plan:

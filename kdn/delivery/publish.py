@@ -112,6 +112,11 @@ class Publisher:
     ) -> None:
         await self.close()
 
+    @property
+    def queued_bytes(self) -> int:
+        """Of values that were copied and are not encoded yet."""
+        return self._queued_bytes
+
     def publish(
         self, chunk: Chunk, cache: KVCache, *, prefix_exact: bool, saved_s: float = 0.0
     ) -> Answer:

@@ -75,16 +75,15 @@ class Refinement:
         """Write what has arrived into the cache, as much as fits into `limit_s`: the chunks that
         are better now. Nobody may read the cache meanwhile."""
         until_s, improved = self._clock() + limit_s, []
-        while (fetch := self._next(until_s - self._clock())) is not None:
-            one = self._known[fetch.chunk]
-            before = one.decoded
-            self._decoder.start(one, fetch.levels)
+        while fetches := self._next(until_s - self._clock()):
+            before = {one.chunk: self._known[one.chunk].decoded for one in fetches}
+            self._decoder.start(self._known, fetches)
             await self._decoder.finish()
             self._decoder.raise_crash()
-            improved += [one.number] if one.decoded > before else []
+            improved += [chunk for chunk, was in before.items() if self._known[chunk].decoded > was]
         return tuple(improved)
 
-    def _next(self, left_s: float) -> Fetch | None:
+    def _next(self, left_s: float) -> list[Fetch]:
         waiting = [
             Fetch(one.number, one.assembly.levels) for one in self._chunks if is_waiting(one)
         ]

@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
 FAR_S = 3600.0
 """The deadline of those who have none."""
+TAIL_TOKENS = 256
+"""Half of what a coarse cache costs a continuation is due to its last tokens: with those one level
+finer, `kdn bench codec` finds half the divergence (`klt` beside `klt-tail`)."""
 
-Compute = Callable[[int], Awaitable[KVCache]]
-"""Reads chunk i with the model and returns its values. Called from the front on, one at a time; may
-be cancelled. It writes nothing itself: so a cache never holds half of a chunk."""
+Compute = Callable[[int, int], Awaitable[KVCache]]
+"""Reads chunks [first, end) with the model, returns their values. Called from the front on, once
+at a time; may be cancelled. It writes nothing itself: so a cache never holds half of a chunk."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,15 @@ class Request:
     deadline_s: float = FAR_S
     """From the call on; what is there by then is the result."""
     enough_kld: float = 0.0
-    """No chunk needs to be better: with this reached, the delivery ends before its deadline."""
+    """The mean need not be better: with this reached, the delivery ends before its deadline."""
     cache: KVCache | None = None
     """Where to decode to, holding at least all the chunks' tokens; allocated if None."""
     dtype: torch.dtype = torch.float32
     speeds: Speeds | None = None
     compute: Compute | None = None
     """Without it nothing is computed on the way, and no plan counts on it."""
+    shared: bool = False
+    """Whether model and decoder work on the same processor, at each other's cost."""
 
     def __post_init__(self) -> None:
         assert self.chunks, "a request is for at least one chunk"
@@ -57,6 +62,14 @@ class Request:
             spec.num_layers, end - start, spec.num_kv_heads, spec.head_dim, dtype=self.dtype,
             start=start,
         )  # fmt: skip
+
+    def weights(self) -> list[float]:
+        """How much a token of each chunk counts: those of the end as much as all before them."""
+        start, end = self.chunks[0].start, self.chunks[-1].end
+        border = max(start, end - TAIL_TOKENS)
+        tail = max(1.0, (border - start) / (end - border))
+        shares = [min(1.0, max(0, one.end - border) / one.num_tokens) for one in self.chunks]
+        return [1 + share * (tail - 1) for share in shares]
 
 
 @dataclass(frozen=True)

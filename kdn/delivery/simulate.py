@@ -18,7 +18,18 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Protocol
 
-from kdn.delivery.plan import Fetch, Link, Offer, Plan, Policy, Progress, Situation, Speeds
+from kdn.delivery.plan import (
+    Fetch,
+    Link,
+    Offer,
+    Plan,
+    Policy,
+    Progress,
+    Reading,
+    Situation,
+    Speeds,
+    shares,
+)
 from kdn.delivery.trace import Trace
 
 MIN_WINDOW_BYTES = 48 << 10
@@ -160,6 +171,7 @@ def _plan(run: _Run) -> None:
             progress=tuple(run.progress),
             link=run.meter.link(),
             speeds=scenario.speeds,
+            reading=Reading(run.computing[0] + 1, run.computing[1]) if run.computing else None,
         )
     )
 
@@ -284,10 +296,10 @@ def _finished(run: _Run) -> bool:
 
 def _outcome(run: _Run) -> Outcome:
     scenario, progress = run.scenario, run.progress
-    tokens = sum(offer.num_tokens for offer in scenario.offers)
+    parts = zip(scenario.offers, shares(scenario.offers), progress, strict=True)
     kld = math.fsum(
-        offer.num_tokens / tokens * offer.expected_kld[one.decoded - 1]
-        for offer, one in zip(scenario.offers, progress, strict=True)
+        share * offer.expected_kld[one.decoded - 1]
+        for offer, share, one in parts
         if not one.computed
     )
     return Outcome(

@@ -6,7 +6,7 @@ one when what was measured has moved away from what the last one said.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kdn.delivery.plan import Speeds
 
@@ -14,6 +14,7 @@ DECODE_S_PER_TOKEN = 1e-4
 """Until something was decoded; SmolLM2 on two cores."""
 NEVER_S_PER_TOKEN = 1e3
 DRIFT = 0.2
+MAX_RATIO = 4.0
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,6 @@ class Told:
     can_compute: bool = False
     factor: float = 1.0
     """Decoding takes so many times what was told."""
-    begins_s: float = 0.0
-    """When the model begins to read, or began."""
 
     def decode_s(self, num_tokens: int, levels: int) -> float:
         return self.factor * self.plain_decode_s(num_tokens, levels)
@@ -40,29 +39,19 @@ class Told:
             return 0.0
         if self.told is None or not self.can_compute:
             return NEVER_S_PER_TOKEN * (end - start)
-        return self.told.prefill_s(start, end) + (self.begins_s if start == 0 else 0.0)
+        return self.told.prefill_s(start, end)
 
 
 class Gauge:
     def __init__(self, told: Speeds | None, can_compute: bool) -> None:
         self.speeds = Told(told, can_compute)
         self._factor = 1.0
-        self._samples = 0
+        self._samples = 0 if told is None else 1
 
     def decoded(self, num_tokens: int, levels: int, took_s: float) -> None:
-        ratio = took_s / self.speeds.plain_decode_s(num_tokens, levels)
+        """What was told counts as the first sample; one that was held up says little."""
+        ratio = min(took_s / self.speeds.plain_decode_s(num_tokens, levels), MAX_RATIO)
         self._samples += 1
         self._factor += (ratio - self._factor) * max(1 / self._samples, 0.25)
         if abs(self._factor - self.speeds.factor) > DRIFT * self.speeds.factor:
-            self._change(factor=self._factor)
-
-    def begins(self, begins_s: float, scale_s: float) -> None:
-        """The model begins (or began) to read then; `scale_s` is the time that matters."""
-        if self.speeds.can_compute and abs(begins_s - self.speeds.begins_s) > 0.02 * scale_s:
-            self._change(begins_s=begins_s)
-
-    def _change(self, **changes: float) -> None:
-        now = self.speeds
-        factor = changes.get("factor", now.factor)
-        begins_s = changes.get("begins_s", now.begins_s)
-        self.speeds = Told(now.told, now.can_compute, factor, begins_s)
+            self.speeds = replace(self.speeds, factor=self._factor)

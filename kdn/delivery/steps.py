@@ -43,6 +43,9 @@ class Steps:
         chosen = base[first:] - 1
         self._bytes = _sums(missing[rows, chosen].sum(), more_bytes[::-1].ravel()[order])
         self._work_s = _sums(work_s[rows, chosen].sum(), more_s[::-1].ravel()[order])
+        gains = gain[::-1].ravel()[order]
+        self._kld = _sums(outlook.kld_with(base, first), -gains)
+        self._enough_kld = situation.enough_kld
         last_s = table.decode_s[self.chunks, self.levels - 1]
         least_s = np.where(outlook.decoded[first:] == 0, table.decode_s[first:, 0], 0)
         last_s = np.append(least_s.max(initial=0), last_s)
@@ -59,6 +62,11 @@ class Steps:
         loaded = int(link_s.searchsorted(left_s, "right"))
         decoded = int((self._work_s + _MARGIN * self._last_s).searchsorted(left_s, "right"))
         return max(0, min(loaded, decoded) - 1)
+
+    def enough(self) -> int:
+        """How many steps, best first, make the mean as good as it need be; all if none do."""
+        good = self._kld <= self._enough_kld
+        return int(good.argmax()) if good.any() else len(self)
 
     def work_s(self, count: int) -> float:
         """The decoder's time for everything with the first `count` steps."""

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kdn.cache.fingerprint import CONFIG_FIELDS, fingerprint
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
+from kdn.engines.growing import GrowingLayer, Room, growing_cache
 from kdn.engines.rope_probe import ropes_of, run_one_token
 from kdn.errors import MismatchError, UnsupportedError
 
@@ -27,16 +28,16 @@ _LENGTH_DEPENDENT_ROPES = {"dynamic": "dynamic NTK", "longrope": "longrope", "su
 def spec_of(model: PreTrainedModel) -> ModelSpec:
     """Shape, rotation, windows and fingerprint of a model, measured on two one-token runs."""
     config = model.config.get_text_config(decoder=True)
-    _refuse(model.config, config)
+    refuse_unsupported(model.config, config)
     past = run_one_token(model, 0)
-    num_kv_heads, head_dim = _shape(past)
+    num_kv_heads, head_dim = cache_shape(past)
     return ModelSpec(
         num_layers=len(past.layers),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=int(config.vocab_size),
         ropes=ropes_of(model, past),
-        windows=_windows(past),
+        windows=windows_of(past),
         fingerprint=fingerprint_of(model),
     )
 
@@ -45,7 +46,7 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
     """`kdn.cache.fingerprint` of a loaded model."""
     config = model.config.get_text_config(decoder=True)
     fields = {name: getattr(config, name, None) for name in CONFIG_FIELDS}
-    fields["windows"] = _windows(DynamicCache(config=config))
+    fields["windows"] = windows_of(DynamicCache(config=config))
     return fingerprint(fields, _weights(model))
 
 
@@ -59,7 +60,7 @@ def _weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-def _refuse(whole: PreTrainedConfig, config: PreTrainedConfig) -> None:
+def refuse_unsupported(whole: PreTrainedConfig, config: PreTrainedConfig) -> None:
     """Name what is known not to work, before any computing."""
     name = config.model_type
     if whole.is_encoder_decoder:
@@ -88,7 +89,7 @@ def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, object]]:
     return nested or [parameters]
 
 
-def _shape(past: Cache) -> tuple[int, int]:
+def cache_shape(past: Cache) -> tuple[int, int]:
     """KV heads and head size, equal in all layers, for keys and values."""
     shapes = set()
     for index, layer in enumerate(past.layers):
@@ -105,13 +106,13 @@ def _shape(past: Cache) -> tuple[int, int]:
 
 def _check_layer(index: int, layer: object) -> None:
     # Exactly these: subclasses keep further state (recurrent, indexer) that would be lost.
-    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, GrowingLayer):
         raise UnsupportedError(f"cache layer {index} is a {type(layer).__name__}, not supported")
     if not layer.is_initialized:  # type: ignore[attr-defined]
         raise UnsupportedError(f"cache layer {index} is empty")
 
 
-def _windows(past: Cache) -> tuple[int | None, ...]:
+def windows_of(past: Cache) -> tuple[int | None, ...]:
     """How many tokens each layer attends to, None for all."""
     return tuple(
         int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None
@@ -125,7 +126,7 @@ def from_dynamic_cache(past: Cache, start: int = 0) -> KVCache:
     A layer with a sliding window has dropped its old tokens: they are zero here, and `valid_from`
     says so.
     """
-    num_kv_heads, head_dim = _shape(past)
+    num_kv_heads, head_dim = cache_shape(past)
     first = past.layers[0].keys
     if first.shape[0] != 1:
         raise UnsupportedError(f"a cache of one sequence was expected, found {first.shape[0]}")
@@ -141,25 +142,31 @@ def from_dynamic_cache(past: Cache, start: int = 0) -> KVCache:
     return KVCache(keys, values, start, tuple(valid_from))
 
 
-def to_dynamic_cache(cache: KVCache, config: PreTrainedConfig) -> DynamicCache:
+def to_dynamic_cache(
+    cache: KVCache, config: PreTrainedConfig, room: Room | None = None
+) -> DynamicCache:
     """A cache from which the model continues exactly as from its own.
 
     It must begin with the context's first token, and each layer must hold what it still attends to.
+    Where it lies in a `room`, and in the model's memory, nothing is copied.
     """
     if cache.start != 0:
         raise MismatchError(f"the cache must start at position 0, it starts at {cache.start}")
-    past = DynamicCache(config=config)
+    past = DynamicCache(config=config) if room is None else growing_cache(config)
     if len(past.layers) != cache.num_layers:
         raise MismatchError(
             f"the model caches {len(past.layers)} layers, this cache has {cache.num_layers}"
         )
-    for index, window in enumerate(_windows(past)):
+    for index, window in enumerate(windows_of(past)):
         needed_from = 0 if window is None else max(0, cache.end - (window - 1))
         if cache.valid_from[index] > needed_from:
             raise MismatchError(
                 f"layer {index} needs the tokens from {needed_from} on, "
                 f"this cache holds them from {cache.valid_from[index]} on"
             )
+        if room is not None and window is None:
+            past.layers[index] = room.layer(index, cache.num_tokens)
+            continue
         keys, values = (t[index].transpose(0, 1)[None] for t in (cache.keys, cache.values))
         # A window layer keeps what it needs of these and counts them all.
         past.update(keys, values, index)

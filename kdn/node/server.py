@@ -37,6 +37,8 @@ BACKLOG = 1024
 REAP_S = 2.0
 FRAME_BYTES = 2**20
 LIMITED_FRAME_BYTES = 2**16
+LEAST_FRAME_BYTES = 2**13
+FRAME_S = 0.01
 """Small under an egress limit, where everybody waits for a frame of everybody else."""
 
 
@@ -92,9 +94,20 @@ def make_node(config: Config, store: Store, names: NameStore) -> Node:
         settings.max_bodies_bytes, settings.body_timeout_s, settings.min_body_bytes_per_s
     )
     tenants = Tenants(config.tenants, time.monotonic)
-    limited = settings.egress_trace or settings.egress_bits_per_s
-    frame_bytes = settings.frame_bytes or (LIMITED_FRAME_BYTES if limited else FRAME_BYTES)
-    return Node(settings, store, names, tenants, make_egress(config), bodies, frame_bytes)
+    egress = make_egress(config)
+    return Node(settings, store, names, tenants, egress, bodies, frame_bytes_of(settings))
+
+
+def frame_bytes_of(settings: NodeSettings) -> int:
+    """Under a limit a frame is what goes out in FRAME_S, so that bytes flow as over a real link."""
+    if settings.frame_bytes:
+        return settings.frame_bytes
+    if settings.egress_trace:
+        return LEAST_FRAME_BYTES
+    if not settings.egress_bits_per_s:
+        return FRAME_BYTES
+    size = int(settings.egress_bits_per_s / 8 * FRAME_S)
+    return min(max(size, LEAST_FRAME_BYTES), LIMITED_FRAME_BYTES)
 
 
 @dataclass

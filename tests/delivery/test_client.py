@@ -451,13 +451,20 @@ def test_mistakes_raise(world: World) -> None:
 # the model
 
 
+def joined(caches: Sequence[KVCache]) -> KVCache:
+    keys, values = (
+        torch.cat([getattr(one, name) for one in caches], 1) for name in ("keys", "values")
+    )
+    return KVCache(keys, values, caches[0].start)
+
+
 def test_the_model_reads_from_the_front_while_the_rest_loads(world: World) -> None:
     computed: list[int] = []
 
-    async def compute(number: int) -> KVCache:
+    async def compute(first: int, end: int) -> KVCache:
         await asyncio.sleep(0.02)
-        computed.append(number)
-        return world.caches[number]
+        computed.extend(range(first, end))
+        return joined(world.caches[first:end])
 
     def policy(situation: Situation) -> Plan:
         plan = level_major(situation)
@@ -477,9 +484,9 @@ def test_the_model_reads_from_the_front_while_the_rest_loads(world: World) -> No
 def test_over_a_dead_link_the_model_reads_everything(world: World) -> None:
     """Never slower than recomputing: here 6 chunks of 0.05 s."""
 
-    async def compute(number: int) -> KVCache:
-        await asyncio.sleep(0.05 * world.chunks[number].num_tokens / 256)
-        return world.caches[number]
+    async def compute(first: int, end: int) -> KVCache:
+        await asyncio.sleep(0.05 * sum(one.num_tokens for one in world.chunks[first:end]) / 256)
+        return joined(world.caches[first:end])
 
     async def places() -> list[Store]:
         return [Flaky(await world.store(), Random(1), stall=1.0, stall_s=30.0)]
@@ -495,7 +502,7 @@ def test_over_a_dead_link_the_model_reads_everything(world: World) -> None:
 def test_a_model_that_is_not_done_is_cancelled(world: World) -> None:
     state: list[str] = []
 
-    async def compute(number: int) -> KVCache:
+    async def compute(first: int, end: int) -> KVCache:
         try:
             await asyncio.sleep(30)
         except asyncio.CancelledError:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kdn.delivery.plan import Fetch, Link, Plan, Progress, Situation
+from kdn.delivery.outlook import Outlook
+from kdn.delivery.plan import Fetch, Link, Plan, Progress, Reading, Situation
 from kdn.delivery.planner import POLICIES, default
 from tests.delivery.deliveries import ENDS, KLD, Steady, offers, situation
 
@@ -83,6 +84,45 @@ def test_good_enough_soon_ends_the_fetching_early() -> None:
     assert endless == plan
     everything = default(situation(10, deadline_s=math.inf, rate=1e6))
     assert set(levels_of(everything, 10)[everything.recompute :]) == {3}
+
+
+def test_good_enough_is_a_mean_and_the_end_counts_most() -> None:
+    # at two levels .01 each, at three .001: .006 is reached with five of ten at three
+    mean = default(situation(10, deadline_s=60.0, rate=1e6, enough_kld=0.006))
+    levels = levels_of(mean, 10)
+    assert levels.count(2) == 5
+    assert levels.count(3) == 5
+    assert mean.kld <= 0.006
+    first = situation(10, deadline_s=60.0, rate=1e6, enough_kld=0.006)
+    weighed = tuple(replace(one, weight=9.0 if i == 9 else 1.0) for i, one in enumerate(offers(10)))
+    # the last chunk is half of the mean: with it at three, .0055 is reached
+    plan = default(replace(first, offers=weighed))
+    assert levels_of(plan, 10) == [2] * 9 + [3]
+    assert plan.kld == pytest.approx((KLD[1] + KLD[2]) / 2)
+
+
+def test_no_chunk_is_left_so_coarse_that_it_is_forgotten() -> None:
+    # the model reads half, exactly; .01 on average would allow .02 for the others
+    plan = default(situation(10, deadline_s=60.0, rate=300.0, enough_kld=0.01))
+    assert plan.recompute > 0
+    assert set(levels_of(plan, 10)[plan.recompute :]) == {2}
+
+
+def test_a_piece_in_hand_is_done_all_at_once() -> None:
+    # two chunks since 0.5 s: both at 2.5 s and a little, not one at 1.5 s
+    busy = replace(situation(10, now_s=1.0, deadline_s=2.0), reading=Reading(2, 0.5))
+    assert Outlook(busy).computed_s()[:4] == pytest.approx([1.0, 2.56, 2.56, 3.59])
+    assert Outlook(busy).in_time() == 0
+    late = replace(busy, now_s=4.5, deadline_s=10.0)
+    assert Outlook(late).computed_s()[2] == pytest.approx(4.9)
+
+
+def test_on_a_shared_processor_the_model_reads_along_only_if_that_is_worth_it() -> None:
+    speeds = Steady(tokens_per_s=10.0, level_s=0.0)
+    for rate, least, most in ((1200.0, 0, 0), (400.0, 3, 5)):  # all in 2.5 s, or in 7.5 s
+        one = situation(10, deadline_s=math.inf, rate=rate, enough_kld=0.01, speeds=speeds)
+        assert least <= default(replace(one, shared=True)).recompute <= most
+        assert default(one).recompute > 0
 
 
 def test_a_chunk_waits_for_its_levels_only_while_there_is_time() -> None:

@@ -95,11 +95,13 @@ def make_world(num_chunks: int = 6, name: str = "klt", last_tokens: int = 256) -
     chunks = cut(tokens, Namespace(codec.spec.fingerprint, codec.profile_id))
     caches = [TINY.reseed(f"a{i}").cache(chunk, torch.float32) for i, chunk in enumerate(chunks)]
     others = [TINY.reseed(f"b{i}").cache(chunk, torch.float32) for i, chunk in enumerate(chunks)]
+    streams = [codec.encode(chunk, cache) for chunk, cache in zip(chunks, caches, strict=True)]
+    codec.decode(Bitstream.parse(streams[0]), chunks[0])  # compiles; no delivery shall wait for it
     return World(
         codec,
         chunks,
         caches,
-        [codec.encode(chunk, cache) for chunk, cache in zip(chunks, caches, strict=True)],
+        streams,
         [codec.encode(chunk, cache) for chunk, cache in zip(chunks, others, strict=True)],
     )
 

@@ -19,9 +19,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kdn.config import load_config
+from kdn.config import NodeSettings, load_config
 from kdn.errors import UnsupportedError
-from kdn.node.server import check_exposure, listen, tls_context
+from kdn.node.server import check_exposure, frame_bytes_of, listen, tls_context
 from kdn.protocol.frames import split
 from tests.node.harness import (
     Running,
@@ -257,3 +257,19 @@ def test_the_process_works_without_configuration(tmp_path: Path) -> None:
 
 def test_the_default_settings_are_safe() -> None:
     check_exposure(load_config(environ={}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "frame_bytes"),
+    [
+        ({}, 2**20),
+        ({"egress_bits_per_s": 1_000_000}, 2**13),
+        ({"egress_bits_per_s": 10_000_000}, 12_500),
+        ({"egress_bits_per_s": 1_000_000_000}, 2**16),
+        ({"egress_trace": "train.csv"}, 2**13),
+        ({"egress_bits_per_s": 1_000_000, "frame_bytes": 100}, 100),
+    ],
+)
+def test_a_slow_way_out_gets_small_frames(settings: dict[str, Any], frame_bytes: int) -> None:
+    """At 1 Mbit/s a frame of 64 KiB would be half a second of silence, then all at once."""
+    assert frame_bytes_of(NodeSettings(**settings)) == frame_bytes

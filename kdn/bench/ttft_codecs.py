@@ -1,0 +1,97 @@
+"""What `kdn bench ttft` sends beside klt: values as they are, in 16 or 8 bits, and CacheGen at one
+level. Each chunk's bytes are the only section of an ordinary stream, so that node, client and
+checks are the same for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+
+import torch
+
+from kdn.bench.rivals.base import Context
+from kdn.bench.rivals.plain import Half, Int8
+from kdn.cache.keys import Chunk
+from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
+from kdn.cache.tensors import KVCache
+from kdn.codec.base import Codec
+from kdn.codec.cachegen import CacheGenCodec
+from kdn.codec.format import KIND_KEYS, Bitstream, CodecId, DType, Section, StreamInfo, write
+from kdn.codec.outputs import check_input, output_cache
+
+Pack = Callable[[Chunk, KVCache], bytes]
+Unpack = Callable[[bytes, Chunk], KVCache]
+
+
+class Packed(Codec):
+    """One level of whatever `pack` makes of a chunk."""
+
+    name = "exact"  # the only codec without a profile in the format
+
+    def __init__(self, label: str, spec: ModelSpec, pack: Pack, unpack: Unpack) -> None:
+        self.label = label
+        self.spec = spec
+        self.num_levels = 1
+        self.profile_id = blake2b(label.encode(), digest_size=FINGERPRINT_BYTES).digest()
+        self._pack, self._unpack = pack, unpack
+
+    def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
+        check_input(self.spec, chunk, cache)
+        info = StreamInfo.for_chunk(
+            chunk, self.spec, codec=CodecId.EXACT, dtype=DType.FLOAT16, num_levels=1,
+            profile=self.profile_id,
+        )  # fmt: skip
+        return write(info, [Section(0, KIND_KEYS, 0, self._pack(chunk, cache))])
+
+    def decode(
+        self,
+        stream: Bitstream,
+        chunk: Chunk,
+        *,
+        levels: int | None = None,
+        out: KVCache | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> KVCache:
+        place = output_cache(stream.info, out, dtype)
+        found = self._unpack(bytes(stream.section(0, 0, KIND_KEYS)), chunk)
+        place.keys.copy_(found.keys)
+        place.values.copy_(found.values)
+        return place
+
+
+def plain(rival: Half | Int8) -> Packed:
+    """Values as they are, or as 8-bit integers."""
+    return Packed(
+        rival.name,
+        rival.spec,
+        lambda chunk, cache: rival.encode(Context(chunk.tokens, cache), 0),
+        lambda data, chunk: rival.decode(data, chunk.tokens, 0),
+    )
+
+
+def cachegen_at(codec: CacheGenCodec, level: int) -> Packed:
+    """The paper's codec with one delta level: anchors and those deltas, nothing else."""
+
+    def pack(chunk: Chunk, cache: KVCache) -> bytes:
+        data = codec.encode(chunk, cache)
+        header = Bitstream.parse(data).header
+        wanted = [entry for entry in header.entries if entry.level in (0, level)]
+        parts = [data[entry.offset : entry.end] for entry in wanted]
+        return b"".join([data[: header.size_bytes], *parts])
+
+    def unpack(data: bytes, chunk: Chunk) -> KVCache:
+        return codec.decode(_rejoined(data, level), chunk)
+
+    return Packed(f"cachegen-{level}", codec.spec, pack, unpack)
+
+
+def _rejoined(data: bytes, level: int) -> Bitstream:
+    """The sections are where the header says, but for those that were left out."""
+    header = Bitstream.parse(data).header
+    parts, at = {}, header.size_bytes
+    for index, entry in enumerate(header.entries):
+        if entry.level in (0, level):
+            size = entry.end - entry.offset
+            parts[index] = data[at : at + size]
+            at += size
+    return Bitstream.from_parts(data[: header.size_bytes], parts)
