@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from random import Random
 
-from kdn.cache.tensors import KVCache
 from kdn.delivery.decode import Decoder
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.delivery.flight import Limits, ThroughputEstimator
+from kdn.delivery.front import Front
 from kdn.delivery.lookup import HEAD_BYTES, Incoming, Question, look_up, read_local
 from kdn.delivery.outcome import result_of
 from kdn.delivery.plan import Fetch, Offer, Plan, Policy, Progress, Reading, Situation
@@ -35,10 +35,10 @@ BREAK = 0.25
 """An estimate that has moved by this much makes a new plan."""
 HOPELESS_S = 30.0
 """Without a byte for so long, no deadline is worth waiting for."""
-LOOKUP_S = 0.3
-LOOKUP_SHARE = 0.1
-"""Of the time the model would need for all: with a model at hand, no longer for a lookup."""
+LOOKUP_S = 0.02
 LOOK_SHARE = 0.02
+"""Of the time the model would need for all: so long it waits for a lookup, or for a link that may
+prove fast enough."""
 PROGRESS_S = 0.05
 
 
@@ -107,10 +107,11 @@ class Delivery:
         self.known: list[Incoming] = []
         self._weights = request.weights()
         self.lookup_s = 0.0
-        self._alone_s = 0.0  # what the model would need for everything
+        self._can_read = request.compute is not None and request.speeds is not None
+        self._look_s = LOOKUP_S
         if request.speeds is not None:
-            start, end = request.chunks[0].start, request.chunks[-1].end
-            self._alone_s = request.speeds.prefill_s(start, end)
+            alone_s = request.speeds.prefill_s(request.chunks[0].start, request.chunks[-1].end)
+            self._look_s = max(LOOKUP_S, LOOK_SHARE * alone_s)
         self._policy = policy
         self._on_progress = on_progress
         self._plan = Plan((), 0, 0.0, 0.0)
@@ -121,9 +122,6 @@ class Delivery:
         self._offers: tuple[Offer, ...] = ()
         self._offered: tuple[bytes, ...] = ()
         self._reported_s = -PROGRESS_S
-        self._model: asyncio.Task[None] | None = None  # computes from the front
-        self._num_computed = 0
-        self._reading: Reading | None = None
         self._wanted_s = 0.0  # since then every plan has wanted the model
 
     def now_s(self) -> float:
@@ -137,10 +135,17 @@ class Delivery:
         self.decoder = Decoder(
             self.request.codec, self.cache, self.gauge, self.transfer.changed, self.question.clock
         )
+        self.front = Front(
+            self.request, self.known, self.cache, self.decoder, self.transfer.changed, self.now_s
+        )
         try:
             await self._look_up(until_s)
             if self.known:
                 await self._carry_out()
+            elif self.front.is_busy:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self.request.deadline_s - self.now_s()):
+                        await self.front.wait()
         finally:
             await self._close()
         self._raise_crashes()
@@ -148,11 +153,23 @@ class Delivery:
         return result_of(self)
 
     async def _look_up(self, until_s: float) -> None:
-        limit_s = HOPELESS_S
-        if self.request.compute is not None and self._alone_s:
-            limit_s = max(LOOKUP_S, LOOKUP_SHARE * self._alone_s)
-        until_s = min(until_s, self.began_s + limit_s)
-        self.known += await look_up(self.question, self.endpoints, until_s)
+        """A model that can read does not wait long for it: whatever becomes of the lookup, the
+        whole takes hardly longer than reading."""
+        until_s = min(until_s, self.began_s + HOPELESS_S)
+        lookup = asyncio.create_task(look_up(self.question, self.endpoints, until_s))
+        try:
+            if self._can_read:
+                await asyncio.wait([lookup], timeout=self._look_s)
+                if not lookup.done():
+                    self.front.start(lambda done: len(self.request.chunks))
+            while not lookup.done() and self.front.num_read < len(self.request.chunks):
+                self.front.raise_crash()
+                await asyncio.wait([lookup], timeout=TICK_S)
+            if lookup.done():
+                self.known += lookup.result()
+        finally:
+            lookup.cancel()
+            await asyncio.wait([lookup])
         self.lookup_s = self.now_s()
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, until_s - self.question.clock())):
@@ -193,9 +210,8 @@ class Delivery:
             next_ones = self.decoder.pick(self.known, self._plan.fetches, left_s, idle)
             if next_ones:
                 self.decoder.start(self.known, next_ones)
-        if self._wants_model() and self._model is None and self._knows_link():
-            self._model = asyncio.create_task(self._compute())
-            self._model.add_done_callback(lambda _: self.transfer.changed.set())
+        if self._wants_model() and not self.front.is_busy and self._knows_link():
+            self.front.start(self._next_end)
         self._report()
 
     def _has_fetched(self) -> bool:
@@ -216,10 +232,7 @@ class Delivery:
     def _raise_crashes(self) -> None:
         self.transfer.raise_crash()
         self.decoder.raise_crash()
-        if self._model is not None and self._model.done():
-            with suppress(asyncio.CancelledError):
-                self._model.result()
-            self._model = None
+        self.front.raise_crash()
 
     # planning
 
@@ -251,9 +264,16 @@ class Delivery:
             progress=tuple(map(_progress, self.known)),
             link=self.transfer.link(),
             speeds=self.gauge.speeds,
-            reading=self._reading,
+            reading=self._reading(),
             shared=self.request.shared,
         )
+
+    def _reading(self) -> Reading | None:
+        """Of what the model has in hand, the part that could be loaded as well."""
+        reading = self.front.reading
+        if reading is None or self.front.num_read >= len(self.known):
+            return None
+        return Reading(min(reading.end, len(self.known)), reading.began_s)
 
     def _current_offers(self) -> tuple[Offer, ...]:
         """The same object as long as nothing has changed: planners keep what they derive of it."""
@@ -270,45 +290,19 @@ class Delivery:
     # the model
 
     def _wants_model(self) -> bool:
-        return self.request.compute is not None and self._num_computed < self._plan.recompute
+        return self.request.compute is not None and self.front.num_read < self._plan.recompute
 
     def _knows_link(self) -> bool:
         """A model that would slow the decoder down waits for a good look at the link."""
-        if not self.request.shared:
-            return True
-        return self.now_s() - self._wanted_s >= LOOK_SHARE * self._alone_s
+        return not self.request.shared or self.now_s() - self._wanted_s >= self._look_s
 
-    async def _compute(self) -> None:
-        """From the front, for as long as the plan wants it."""
-        assert self.request.compute is not None
-        while self._wants_model():
-            first, end = self._num_computed, self._num_computed + self._next_piece()
-            self._reading = Reading(end, self.now_s())
-            try:
-                values = await self.request.compute(first, end)
-            finally:
-                self._reading = None
-            for one in self.known[first:end]:
-                while any(one is busy for busy in self.decoder.busy):
-                    await self.decoder.finish()
-                self._keep(one, values.slice(one.chunk.start, one.chunk.end))
-            self._num_computed = end
-            self.transfer.changed.set()
-
-    def _next_piece(self) -> int:
-        """How many chunks at once: models read long pieces faster, but a plan may change. Half of
-        what is left; all of it if nothing is to be loaded anyway, or on a processor, where going
-        on from a cache takes nearly twice as long as reading from the beginning."""
-        left = self._plan.recompute - self._num_computed
+    def _next_end(self, done: int) -> int:
+        """Up to which chunk to read at once: models read long pieces faster, but a plan may change.
+        Half of what is left; all of it if nothing is to be loaded anyway, or on a processor, where
+        going on from a cache takes nearly twice as long as reading from the beginning."""
+        left = self._plan.recompute - done
         at_once = self.request.shared or self._plan.recompute == len(self.known)
-        return left if at_once else (left + 1) // 2
-
-    def _keep(self, one: Incoming, values: KVCache) -> None:
-        place = self.cache.slice(one.chunk.start, one.chunk.end)
-        place.keys.copy_(values.keys)
-        place.values.copy_(values.values)
-        one.computed, one.decoded, one.decoded_id = True, 0, b""
-        one.valid_from = values.valid_from
+        return done + max(0, left if at_once else (left + 1) // 2)
 
     # reports and the end
 
@@ -317,8 +311,9 @@ class Delivery:
         if not force and now_s - self._reported_s < PROGRESS_S:
             return
         self._reported_s = now_s
-        levels = [-1 if one.computed else one.decoded for one in self.known]
+        levels = [one.decoded for one in self.known]
         levels += [0] * (len(self.request.chunks) - len(self.known))
+        levels[: self.front.num_read] = [-1] * self.front.num_read
         self._on_progress(
             Snapshot(
                 elapsed_s=now_s,
@@ -331,12 +326,9 @@ class Delivery:
         )
 
     async def _close(self) -> None:
-        if self._model is not None:
-            self._model.cancel()
+        await self.front.close()
         await self.transfer.close()
         await self.decoder.finish()
-        if self._model is not None:
-            await asyncio.wait([self._model])
 
 
 def _progress(one: Incoming) -> Progress:

@@ -499,6 +499,49 @@ def test_over_a_dead_link_the_model_reads_everything(world: World) -> None:
     assert result.done_s < 1.9
 
 
+class Mute(Proxy):
+    """Does not answer lookups before long."""
+
+    wait_s = 30.0
+
+    async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
+        await asyncio.sleep(self.wait_s)
+        return await super().lookup(keys, head_bytes=head_bytes)
+
+
+@pytest.mark.parametrize("wait_s", [30.0, 0.2])
+def test_a_model_does_not_wait_for_a_lookup(world: World, wait_s: float) -> None:
+    """It reads everything; a lookup that is late, but not too late, ends that."""
+    stopped: list[int] = []
+
+    async def compute(first: int, end: int) -> KVCache:
+        try:
+            await asyncio.sleep(0.1 * sum(one.num_tokens for one in world.chunks[first:end]) / 256)
+        except asyncio.CancelledError:
+            stopped.append(end)
+            raise
+        return joined(world.caches[first:end])
+
+    async def places() -> list[Store]:
+        mute = Mute(await world.store())
+        mute.wait_s = wait_s
+        return [mute]
+
+    result = deliver_from(
+        world, places, compute=compute, policy=POLICIES["default"], enough_kld=0.01,
+        speeds=Steady(tokens_per_s=256 / 0.1, level_s=1e-3),
+    )  # fmt: skip
+    if wait_s > 1:
+        assert result.computed == (True,) * 6
+        assert result.known == 0
+        assert not result.recompute
+    else:
+        assert result.computed == (False,) * 6
+        assert min(result.levels) >= 2
+        assert stopped == [6]
+    assert result.done_s < 1.5
+
+
 def test_a_model_that_is_not_done_is_cancelled(world: World) -> None:
     state: list[str] = []
 
