@@ -107,12 +107,16 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_setting_is_shown_and_no_secret(tmp_path: Path) -> None:
-    path = write(tmp_path, f'[client]\ntoken = "secret"\n[tenants.ann]\ntokens = ["{HASH}"]\n')
+    path = write(
+        tmp_path,
+        f'[client]\ntoken = "hush"\nsecret = "whisper"\n[tenants.ann]\ntokens = ["{HASH}"]\n',
+    )
     shown = rows(load_config(path, environ={}))
     names = {name for name, _, _ in shown}
     assert {f"node.{item.name}" for item in fields(NodeSettings)} <= names
     assert {f"client.{item.name}" for item in fields(ClientSettings)} <= names
     text = repr(shown)
-    assert "secret" not in text
+    assert "hush" not in text
+    assert "whisper" not in text
     assert HASH not in text
     assert ("client.token", "(set)", str(path)) in shown

@@ -1,4 +1,4 @@
-"""The README's example runs as it stands."""
+"""The examples of the README and of the quick start run as they stand."""
 
 from __future__ import annotations
 
@@ -10,11 +10,29 @@ import pytest
 README = Path(__file__).parent.parent / "README.md"
 
 
+QUICK_START = README.parent / "docs" / "quickstart-transformers.md"
+EXAMPLES = [
+    pytest.param(code, id=f"{path.stem}-{number}")
+    for path in (README, QUICK_START)
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
+]
+
+
 @pytest.mark.model
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    exec(compile(code, str(README), "exec"), {})
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_the_examples_run(
+    code: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "example", "exec"), {})
     assert capsys.readouterr().out.strip()
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) == 4
 
 
 def test_links_lead_somewhere() -> None:

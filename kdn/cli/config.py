@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kdn.config import Config, load_config
 
-SECRETS = ("token", "upstream_token")
+SECRETS = ("token", "secret", "upstream_token")
 
 
 def show_config(path: Path | None) -> None:

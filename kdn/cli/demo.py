@@ -1,132 +1,152 @@
-"""`kdn demo`: a real model reads a document, and its cache goes through the codec and back.
+"""`kdn demo`: feel the speedup, in processes that share nothing but a node.
 
-Every level is decoded from real bytes and held against the exact cache on the model itself: by what
-follows the document, and by passages of it that the model can repeat only if it still knows them.
+A node serves at 100 Mbit/s. One process learns a document. Another, which never read it, answers
+two questions: from what the node delivers, and then by reading the document itself. Every figure
+shown is measured in this run; nothing is kept from one run to the next but the model.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from queue import Empty, Queue
+from time import monotonic
+from typing import Any
 
-import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from kdn.cache.keys import TAIL_MULTIPLE, Chunk, Namespace, TokenIds, cut
-from kdn.cache.tensors import KVCache
-from kdn.calibrate.corpus import Text, default_texts, load_text
-from kdn.codec.base import Codec
-from kdn.codec.format import Bitstream
-from kdn.engines.models import load_model
-from kdn.engines.quality import Quality, QualityProbe
-from kdn.engines.transformers import spec_of
-from kdn.errors import MismatchError
+from kdn.cli.client import as_quality, read_text
+from kdn.cli.demo_show import Screen, Side, report
+from kdn.errors import KdnError
 
-CONTINUATION_TOKENS = 128
-FP16_BYTES = 2
+START_S = 60.0
+SILENCE_S = 300.0
+MAX_TOKENS = 40
+QUESTIONS = (
+    "What does the assert statement do?",
+    "What is an assignment statement used for?",
+)
 
 
-@dataclass(frozen=True)
-class Row:
-    """What the first `levels` levels of a context cost, and what they are worth."""
-
-    levels: int
-    size_bytes: int
-    decode_s: float
-    quality: Quality
+class DemoError(KdnError):
+    """A process of the demo failed."""
 
 
-def run(model_name: str, text_path: Path | None, context: int) -> None:
-    """Load, prefill, encode, decode, compare, print."""
-    from kdn.codec import open_codec
+def run(text_path: Path | None, num_tokens: int, mbit: float, quality: str, out: Path) -> None:
+    from kdn.cli.demo_text import document
+    from kdn.engines.models import smollm2_folder
 
     console = Console()
-    text = load_text(text_path) if text_path else default_texts()[0]
-    with console.status(f"Loading {model_name}"):
-        model, tokenizer = load_model(model_name)
-        codec = open_codec("klt", spec_of(model))
-    tokens = _window(text, text.tokens(tokenizer), context)
-    context = len(tokens) - CONTINUATION_TOKENS
-    with console.status(f"The model reads {context} tokens of {text.name}"):
-        probe = QualityProbe(model, tokens, context)
-    chunks = cut(tokens[:context], Namespace(codec.spec.fingerprint, codec.profile_id))
-    with console.status("Encoding"):
-        _warm_up(codec, chunks[0], probe.cache)
-        begin = time.perf_counter()
-        streams = codec.encode_all(chunks, probe.cache)
-        encode_s = time.perf_counter() - begin
-    with console.status("Decoding and comparing"):
-        rows = [
-            compare(codec, chunks, streams, probe, levels)
-            for levels in range(1, codec.num_levels + 1)
-        ]
-    console.print(_table(rows, probe, text.name))
-    console.print(
-        f"Reading took the model {probe.prefill_s:.2f} s, encoding all levels {encode_s:.2f} s. "
-        "Each level is a prefix of the same bytes. KLD: how far the model's predictions of the "
-        "following text move; recall: of passages from far back; speedup: against reading."
+    smollm2_folder()  # fetched once, before anything is timed
+    text = document(read_text(text_path) if text_path else None, num_tokens)
+    screen = Screen(console, QUESTIONS, mbit)
+    with (
+        tempfile.TemporaryDirectory(prefix="kdn-demo-") as folder,
+        node(Path(folder), mbit) as url,
+        screen,
+    ):
+        screen.say("Process A loads the model and reads the document")
+        for event in worker({"do": "learn", "url": url, "text": text}):
+            screen.learned(event)
+        screen.say("Process B, which never read it, loads the model")
+        task = {"do": "answer", "url": url, "questions": QUESTIONS, "max_tokens": MAX_TOKENS}
+        for event in worker({**task, "quality": as_quality(quality)}):
+            screen.answered(event)
+    console.print(report(screen))
+    _plot(screen.sides, screen.learn, mbit, out, console)
+
+
+@contextmanager
+def node(folder: Path, mbit: float) -> Iterator[str]:
+    """A node in a process of its own, its link shaped: its URL."""
+    shaped = {"KDN_NODE_EGRESS_BITS_PER_S": str(int(mbit * 1e6)), "KDN_NODE_MEMORY_BYTES": "256MiB"}
+    command = [sys.executable, "-m", "kdn.cli.main", "node", "--port", "0", "--data", str(folder)]
+    process = subprocess.Popen(
+        command, env={**os.environ, **shaped}, stderr=subprocess.PIPE, text=True
     )
+    lines = _lines(process.stderr)
+    try:
+        yield _url(lines)
+    finally:
+        process.terminate()
+        process.wait(START_S)
 
 
-def compare(
-    codec: Codec,
-    chunks: Sequence[Chunk],
-    streams: Sequence[bytes],
-    probe: QualityProbe,
-    levels: int,
-) -> Row:
-    """Decode a context from the bytes of its first levels alone and measure it on the model."""
-    exact = probe.cache
-    out = KVCache.empty(
-        exact.num_layers,
-        exact.num_tokens,
-        exact.num_kv_heads,
-        exact.head_dim,
-        dtype=exact.dtype,
-        valid_from=exact.valid_from,
-    )
-    prefixes = [data[: Bitstream.parse(data).level_end(levels - 1)] for data in streams]
-    begin = time.perf_counter()
-    codec.decode_all([Bitstream.parse(data) for data in prefixes], chunks, out)
-    decode_s = time.perf_counter() - begin
-    return Row(levels, sum(map(len, prefixes)), decode_s, probe.measure(out))
+def _url(lines: Queue[str | None]) -> str:
+    until_s, seen = monotonic() + START_S, ""
+    while monotonic() < until_s:
+        try:
+            line = lines.get(timeout=1.0)
+        except Empty:
+            continue
+        if line is None:
+            break
+        seen = line.strip() or seen
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        if told.get("event") == "listening":
+            return str(told["url"])
+    raise DemoError(f"the node did not start: {seen}")
 
 
-def _window(text: Text, tokens: TokenIds, context: int) -> TokenIds:
-    """The first tokens of the text: a context of whole chunks and tails, then its continuation."""
-    context = min(context, len(tokens) - CONTINUATION_TOKENS) // TAIL_MULTIPLE * TAIL_MULTIPLE
-    if context < 1:
-        raise MismatchError(f"{text.name} has {len(tokens)} tokens, too few to read")
-    return np.ascontiguousarray(tokens[: context + CONTINUATION_TOKENS])
-
-
-def _warm_up(codec: Codec, chunk: Chunk, cache: KVCache) -> None:
-    """Kernels are compiled on first use: that is not what is timed."""
-    data = codec.encode(chunk, cache.slice(chunk.start, chunk.end))
-    codec.decode(Bitstream.parse(data), chunk)
-
-
-def _table(rows: Sequence[Row], probe: QualityProbe, text_name: str) -> Table:
-    values = 2 * probe.cache.keys.numel()
-    table = Table(title=f"The KV cache of {probe.context} tokens of {text_name}")
-    for heading in ("levels", "MB", "bits", "ratio", "KLD", "recall"):
-        table.add_column(heading, justify="right")
-    for heading in ("top-1", "decode", "speedup"):
-        table.add_column(heading, justify="right")
-    table.add_row("fp16", f"{values * FP16_BYTES / 1e6:.2f}", "16.00", "1.0", "", "", "", "", "")
-    for row in rows:
-        table.add_row(
-            str(row.levels),
-            f"{row.size_bytes / 1e6:.2f}",
-            f"{8 * row.size_bytes / values:.2f}",
-            f"{FP16_BYTES * values / row.size_bytes:.1f}",
-            f"{row.quality.kld:.4f}",
-            f"{row.quality.recall_kld:.4f}",
-            f"{row.quality.top1:.1%}",
-            f"{row.decode_s:.2f} s",
-            f"{probe.prefill_s / row.decode_s:.1f}x",
+def worker(task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Runs a task in a process of its own: what it tells, as it tells it."""
+    command = [sys.executable, "-m", "kdn.cli.demo_worker"]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
         )
-    return table
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(task))
+        process.stdin.close()
+        lines = _lines(process.stdout)
+        try:
+            while (line := lines.get(timeout=SILENCE_S)) is not None:
+                yield json.loads(line)
+            if process.wait(START_S):
+                errors.seek(0)
+                raise DemoError(f"a process failed: {errors.read()[-2000:]}")
+        except Empty:
+            raise DemoError(f"a process said nothing for {SILENCE_S:.0f} s") from None
+        finally:
+            process.kill()
+            process.wait(START_S)
+
+
+def _lines(stream: Any) -> Queue[str | None]:
+    """Read in a thread, so that every wait can have a deadline; None at the end."""
+    lines: Queue[str | None] = Queue()
+
+    def copy() -> None:
+        with stream:
+            for line in stream:
+                lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=copy, daemon=True).start()
+    return lines
+
+
+def _plot(
+    sides: Mapping[tuple[int, str], Side],
+    learn: Mapping[str, Any],
+    mbit: float,
+    out: Path,
+    console: Console,
+) -> None:
+    try:
+        from kdn.cli.demo_plot import plot
+    except ImportError:
+        console.print("No timeline: pip install 'kdn[plot]'", markup=False)
+        return
+    plot(sides, learn, mbit, out)
+    console.print(f"Timeline: {out}", highlight=False, markup=False)

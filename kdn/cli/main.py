@@ -32,6 +32,9 @@ bench = lazy_group(
             "kdn.bench.delivery:run",
             "Planning policies on recorded links, beside an oracle.",
         ),
+        "ttft": ("kdn.bench.ttft:run", "Time to first token over shaped links, with a real model."),
+        "vllm": ("kdn.bench.vllm:run", "First token of a fresh vLLM engine, beside LMCache."),
+        "gpu": ("kdn.bench.gpu:run", "Decoding on a GPU beside prefill, and over links."),
     }
 )
 app.add_typer(bench, name="bench", help="Measure on real data, with tables, JSON and plots.")
@@ -42,18 +45,88 @@ FILE_OPTIONS = ("--text", "--calibration", "--requests")
 ModelOption = Annotated[str, typer.Option(help="smollm2, a local folder, or a name on the hub.")]
 
 
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="A TOML file; by default kdn.toml if there is one.")
+]
+UrlOption = Annotated[str | None, typer.Option(help="The node to ask.")]
+WhereOption = Annotated[
+    list[str] | None,
+    typer.Option(help="A node's URL or a folder, or several; by default client.url."),
+]
+CodecOption = Annotated[str, typer.Option(help="klt, or exact without any loss.")]
+QualityOption = Annotated[
+    str, typer.Option(help="draft, default, high, exact, or the KL divergence that is enough.")
+]
+NameArgument = Annotated[str, typer.Argument(help="What it is called.")]
+
+
+@app.command()
+def learn(
+    name: NameArgument,
+    file: Annotated[Path, typer.Argument(help="A text to read.")],
+    where: WhereOption = None,
+    model: ModelOption = "smollm2",
+    codec: CodecOption = "klt",
+    config: ConfigOption = None,
+) -> None:
+    """Let the model read a text once, for everybody, and give it a name."""
+    from kdn.cli import client
+
+    client.learn(client.Door(config, where, model, codec), name, file)
+
+
+@app.command()
+def ask(
+    name: NameArgument,
+    question: Annotated[str, typer.Argument(help="What you want to know.")],
+    where: WhereOption = None,
+    model: ModelOption = "smollm2",
+    codec: CodecOption = "klt",
+    quality: QualityOption = "default",
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds; what is not there by then, the model reads.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    config: ConfigOption = None,
+) -> None:
+    """Ask about something learned: the answer, what was known, and what had to be read."""
+    from kdn.cli import client
+
+    door = client.Door(config, where, model, codec, quality)
+    client.ask(door, name, question, deadline, max_tokens)
+
+
+@app.command()
+def explain(
+    prompt_file: Annotated[Path, typer.Argument(help="A text.")],
+    raw: Annotated[
+        bool, typer.Option("--raw", help="It is a whole prompt, not a text as `learn` reads it.")
+    ] = False,
+    where: WhereOption = None,
+    model: ModelOption = "smollm2",
+    codec: CodecOption = "klt",
+    config: ConfigOption = None,
+) -> None:
+    """Which chunks of a prompt are known, and why the others are not."""
+    from kdn.cli import client
+
+    client.explain(client.Door(config, where, model, codec), prompt_file, raw)
+
+
 @app.command()
 def demo(
-    model: ModelOption = "smollm2",
     text: Annotated[
-        Path | None, typer.Option(help="A document to read instead of Python's manual.")
+        Path | None, typer.Option(help="A document instead of Python's own manual.")
     ] = None,
-    context: Annotated[int, typer.Option(min=512, help="Tokens of it to read.")] = 3072,
+    tokens: Annotated[int, typer.Option(min=512, help="Tokens of it to read.")] = 6144,
+    mbit: Annotated[float, typer.Option(min=0.1, help="The node's link, in Mbit/s.")] = 100.0,
+    quality: QualityOption = "0.008",
+    out: Annotated[Path, typer.Option(help="Where the timeline goes.")] = Path("kdn-demo.png"),
 ) -> None:
-    """Let a real model read a document; encode, decode and compare its KV cache."""
+    """One process reads a document; another, which never saw it, answers questions about it."""
     from kdn.cli.demo import run
 
-    run(model, text, context)
+    run(text, tokens, mbit, quality, out)
 
 
 @app.command()
@@ -68,12 +141,6 @@ def calibrate(
     from kdn.calibrate import run
 
     run(model, text=text, out=out)
-
-
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="A TOML file; by default kdn.toml if there is one.")
-]
-UrlOption = Annotated[str | None, typer.Option(help="The node to ask.")]
 
 
 @app.command()

@@ -36,7 +36,7 @@ BREAK = 0.25
 HOPELESS_S = 30.0
 """Without a byte for so long, no deadline is worth waiting for."""
 LOOKUP_S = 0.02
-LOOK_SHARE = 0.02
+LOOK_SHARE = 0.01
 """Of the time the model would need for all: so long it waits for a lookup, or for a link that may
 prove fast enough."""
 PROGRESS_S = 0.05

@@ -60,11 +60,12 @@ def last_tokens(past: Cache, start: int) -> KVCache:
     end = past.get_seq_length()
     first = past.layers[0].keys
     shape = (len(past.layers), end - start, first.shape[1], first.shape[3])
-    keys, values = first.new_zeros(shape), first.new_zeros(shape)
+    keys, values = first.new_empty(shape), first.new_empty(shape)
     valid_from = []
     for index, layer in enumerate(past.layers):
         count = min(end - start, layer.keys.shape[2])
         for whole, held in ((keys, layer.keys), (values, layer.values)):
+            whole[index, : end - start - count] = 0
             if count:
                 whole[index, -count:] = held[0, :, -count:].transpose(0, 1)
         valid_from.append(end - count)

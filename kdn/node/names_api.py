@@ -43,15 +43,16 @@ async def put_name(request: web.Request) -> web.StreamResponse:
     name, must = _name(request), _condition(request)
     async with node.bodies.body(request, MAX_MANIFEST_BYTES) as manifest:
         chunks = chunks_of(parse_object(manifest))
-        made = await node.wait(_put(node, tenant, name, manifest, chunks, must))
+        made = await node.wait(put_manifest(node, tenant, name, manifest, chunks, must))
     body = {"name": made.name, "version": made.version, "etag": made.etag}
     status = 201 if made.version == 1 else 200
     return web.json_response(body, status=status, headers={"ETag": quoted(made.etag)}, dumps=dumps)
 
 
-async def _put(
+async def put_manifest(
     node: Node, tenant: Tenant, name: str, manifest: bytes, chunks: set[bytes], must: Must
 ) -> Version:
+    """Make a name's next version, and hold what it uses. Refusal (412) if `must` does not hold."""
     async with node.names.changes:
         if tenant.settings.quota_bytes:
             held_bytes = await node.names.size_bytes(tenant.name)
@@ -67,13 +68,16 @@ async def _put(
 async def delete_name(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
     name, must = _name(request), _condition(request)
-    report = await node.wait(_delete(node, tenant, name, must, query_flag(request, "chunks")))
+    report = await node.wait(
+        delete_manifest(node, tenant, name, must, query_flag(request, "chunks"))
+    )
     return web.json_response({"name": name, **report}, dumps=dumps)
 
 
-async def _delete(
+async def delete_manifest(
     node: Node, tenant: Tenant, name: str, must: Must, chunks: bool
 ) -> dict[str, list[str]]:
+    """Forget a name, and the chunks that only it used if `chunks`. Refusals: 404, 412."""
     report: dict[str, list[str]] = {"deleted": [], "kept": [], "missing": []}
     async with node.names.changes:
         newest = await node.names.get(tenant.name, name)
@@ -144,9 +148,13 @@ async def _delete_chunks(node: Node, tenant: Tenant, name: str) -> dict[str, lis
     return {"deleted": deleted, "kept": [chunk.hex() for chunk in shared], "missing": missing}
 
 
+def is_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
 def _name(request: web.Request) -> str:
     name = request.match_info["name"]
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise bad_request("expected a name of 1 to 128 letters, digits, '.', '_', '-'")
     return name
 

@@ -1,88 +1,108 @@
-"""The demo's figures, on a tiny model with the lossless codec: what they must be is known."""
+"""The demo's parts on made-up events, and the whole of it on a short document."""
 
 from __future__ import annotations
 
+import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from rich.console import Console
 
-from kdn.cache.keys import Namespace, cut
 from kdn.cli import demo
-from kdn.codec.exact import ExactCodec
-from kdn.engines.quality import QualityProbe
-from kdn.engines.transformers import spec_of
+from kdn.cli.demo_show import Screen, Side, report
+from kdn.cli.demo_text import TOPICS, document, manual
 from kdn.errors import MismatchError
 
-CONTEXT = 400
+LEARNED = {
+    "event": "learned", "num_tokens": 4000, "new_chunks": 16, "seconds": 12.0,
+    "stored_bytes": 15_000_000, "fp16_bytes": 90_000_000,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [("llama", {}), ("mistral", {"sliding_window": 64})],
-    ids=["full", "windows"],
-)
-def test_the_lossless_codec_changes_nothing(
-    family: str, settings: dict[str, Any], tiny_model: Any
-) -> None:
-    model = tiny_model(family, **settings)
-    codec = ExactCodec(spec_of(model))
-    tokens = np.random.default_rng(3).integers(3, 128, CONTEXT + demo.CONTINUATION_TOKENS)
-    probe = QualityProbe(model, tokens, CONTEXT)
-    chunks = cut(tokens[:CONTEXT], Namespace(codec.spec.fingerprint, codec.profile_id))
-    streams = codec.encode_all(chunks, probe.cache)
-    row = demo.compare(codec, chunks, streams, probe, codec.num_levels)
-    assert row.size_bytes == sum(map(len, streams))
-    assert row.quality.kld == 0
-    assert row.quality.recall_kld == 0
-    assert row.quality.top1 == 1
-    assert row.decode_s > 0
+def told(number: int, way: str, event: str, at_s: float, **fields: Any) -> dict[str, Any]:
+    return {"question": number, "way": way, "event": event, "at_s": at_s, **fields}
 
 
-def test_the_whole_demo(
-    tiny_model: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    text = tmp_path / "story.txt"
-    text.write_text("".join(chr(97 + i * i % 23) for i in range(CONTEXT + 130)))
-    monkeypatch.setattr(demo, "load_model", lambda name: (tiny_model("llama"), letters))
-    monkeypatch.setattr("kdn.codec.open_codec", lambda name, spec: ExactCodec(spec), raising=False)
-    monkeypatch.setenv("COLUMNS", "160")
-    demo.run("tiny", text, CONTEXT)
-    shown = capsys.readouterr().out
-    assert f"KV cache of {CONTEXT} tokens of story" in shown
-    assert f"{2 * 2 * CONTEXT * 4 * 2 * 16 / 1e6:.2f}" in shown  # fp16 megabytes
-    assert "100.0%" in shown
+def one_question(screen: Screen, number: int, answers: dict[str, str]) -> None:
+    for way, ttft_s in (("with", 0.5), ("without", 10.0)):
+        screen.answered(told(number, way, "progress", 0.1, share=0.5, fetched_bytes=1000))
+        if way == "with":
+            screen.answered(told(number, way, "delivered", 0.4))
+        screen.answered(told(number, way, "text", ttft_s, text=answers[way]))
+        stats = {"ttft_s": ttft_s, "known_tokens": 3990, "computed_tokens": 10}
+        moved = 3_000_000 if way == "with" else 0
+        screen.answered(told(number, way, "done", ttft_s + 1, fetched_bytes=moved, **stats))
+    screen.answered(told(number, "both", "kld", 0, mean=0.0021, tokens=60))
 
 
-class Letters:
-    """A tokenizer of letters."""
-
-    def __call__(self, text: str, **options: Any) -> Any:
-        self.input_ids = [ord(letter) for letter in text]
-        return self
+def shown(screen: Screen) -> str:
+    console = Console(width=150, record=True, file=StringIO())
+    console.print(report(screen))
+    return console.export_text()
 
 
-letters = Letters()
+def test_the_report_says_what_was_measured() -> None:
+    screen = Screen(Console(quiet=True), ["one?", "two?"], 100.0)
+    screen.learned({"event": "loaded"})
+    screen.learned(LEARNED)
+    one_question(screen, 0, {"with": "It is so. Yes.", "without": "It is so. No."})
+    one_question(screen, 1, {"with": "Perhaps", "without": "Never."})
+    text = shown(screen)
+    for part in ("10.00 s", "0.50 s", "20.0x", "3.00 MB", "1/30", "0.0021", "120 tokens"):
+        assert part in text
+    assert "one? (the same first sentence)" in text
+    assert "two? (the first sentences differ)" in text
+    assert "100 Mbit/s" in text
 
 
-def test_a_text_too_short(tmp_path: Path, tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = tmp_path / "short.txt"
-    text.write_text("a" * 100)
-    monkeypatch.setattr(demo, "load_model", lambda name: (tiny_model("llama"), letters))
-    monkeypatch.setattr("kdn.codec.open_codec", lambda name, spec: ExactCodec(spec), raising=False)
-    with pytest.raises(MismatchError, match="100 tokens"):
-        demo.run("tiny", text, CONTEXT)
+def test_first_sentences() -> None:
+    assert Side(text=" A dog. A cat.").first_sentence == "A dog."
+    assert Side(text="3.5 is a number! Is it?").first_sentence == "3.5 is a number!"
+    assert Side(text="no end").first_sentence == "no end"
+
+
+def test_the_timeline(tmp_path: Path) -> None:
+    plot = pytest.importorskip("kdn.cli.demo_plot").plot
+    screen = Screen(Console(quiet=True), ["one?"], 100.0)
+    one_question(screen, 0, {"with": "a", "without": "b"})
+    plot(screen.sides, LEARNED, 100.0, tmp_path / "out" / "demo.png")
+    assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_manual_is_in_every_python() -> None:
+    text = manual()
+    assert len(text) > 100_000
+    assert text.index("assert") < 200
+    assert len(TOPICS) == len(set(TOPICS))
+
+
+def test_a_worker_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(demo.DemoError, match="KeyError"):
+        list(demo.worker({"do": "nothing"}))
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    with pytest.raises(demo.DemoError, match="did not start"), demo.node(Path(), 1.0):
+        pass
 
 
 @pytest.mark.model
-def test_the_demo_as_shipped(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_document_has_as_many_tokens_as_asked(smollm2: tuple[Any, Any]) -> None:
+    _, tokenizer = smollm2
+    text = document("one two three four " * 50, 100)
+    assert abs(len(tokenizer(text).input_ids) - 100) <= 2
+    with pytest.raises(MismatchError, match="expected at least 1000"):
+        document("one two", 1000)
+
+
+@pytest.mark.model
+def test_the_whole_demo(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    demo.run("smollm2", None, 1024)
-    shown = capsys.readouterr().out
-    assert "KV cache of 1024 tokens" in shown
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.setattr(demo, "MAX_TOKENS", 4)
+    demo.run(None, 512, 100.0, "default", tmp_path / "demo.png")
+    text = capsys.readouterr().out
+    assert "faster" in text
+    assert "known" in text
+    assert (tmp_path / "demo.png").is_file()

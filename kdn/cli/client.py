@@ -1,0 +1,121 @@
+"""`kdn learn`, `kdn ask`, `kdn explain`: the client on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from kdn.config import load_config
+from kdn.errors import FormatError
+
+if TYPE_CHECKING:
+    from kdn.client.answers import Stats
+    from kdn.client.asynchronous import AsyncClient
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where and how to connect, as flags tell; None: as the configuration tells."""
+
+    config: Path | None = None
+    where: list[str] | None = None
+    model: str = "smollm2"
+    codec: str = "klt"
+    quality: str = "default"
+
+
+def run_with(door: Door, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
+    import uvloop
+
+    from kdn.client.asynchronous import AsyncClient
+
+    settings = load_config(door.config).client
+
+    async def connected() -> None:
+        async with AsyncClient(
+            door.where or settings.url,
+            model=door.model,
+            codec=door.codec,
+            quality=as_quality(door.quality),
+            token=settings.token or None,
+            secret=settings.secret.encode() or None,
+        ) as client:
+            await work(client)
+
+    uvloop.run(connected())
+
+
+def as_quality(told: str) -> str | float:
+    """A word, or a number."""
+    try:
+        return float(told)
+    except ValueError:
+        return told
+
+
+def learn(door: Door, name: str, path: Path) -> None:
+    text = read_text(path)
+
+    async def work(client: AsyncClient) -> None:
+        done = await client.learn(name, text)
+        total = done.known_chunks + done.new_chunks
+        Console(highlight=False).print(
+            f"{name}: {done.num_tokens:,} tokens in {total} chunks, {done.known_chunks} known "
+            f"before; the model read {done.computed_tokens:,} tokens; {done.seconds:.1f} s",
+            markup=False,
+        )
+
+    run_with(door, work)
+
+
+def ask(door: Door, name: str, question: str, deadline_s: float | None, max_tokens: int) -> None:
+    async def work(client: AsyncClient) -> None:
+        console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
+        answer = client.ask(name, question, deadline_s=deadline_s, max_new_tokens=max_tokens)
+        async for piece in answer:
+            console.print(piece, end="", markup=False, soft_wrap=True)
+        console.print()
+        notes.print(describe(answer.stats), style="dim", markup=False)
+
+    run_with(door, work)
+
+
+def describe(stats: Stats) -> str:
+    """As "4,096 tokens known (4.9 MB in 0.8 s), 31 read; first token after 0.95 s"."""
+    known = f"{stats.known_tokens:,} tokens known"
+    if stats.known_tokens:
+        known += f" ({stats.fetched_bytes / 1e6:.1f} MB in {stats.delivery_s:.2f} s)"
+    line = f"{known}, {stats.computed_tokens:,} read; first token after {stats.ttft_s:.2f} s"
+    return "; ".join([line, *stats.troubles])
+
+
+def explain(door: Door, path: Path, raw: bool) -> None:
+    from kdn.client.explain import explain as find_out
+
+    text = read_text(path)
+
+    async def work(client: AsyncClient) -> None:
+        engine = client.engine
+        tokens = engine.tokenizer(text).input_ids if raw else engine.prompts.learn(text)[0]
+        table = Table("tokens", "known", "why")
+        findings = await find_out(client, tokens)
+        for one in findings:
+            table.add_row(f"{one.start:,} to {one.end:,}", "yes" if one.known else "no", one.why)
+        console = Console(highlight=False)
+        console.print(table)
+        known = sum(one.end - one.start for one in findings if one.known)
+        console.print(f"{known:,} of {len(tokens):,} tokens need no reading")
+
+    run_with(door, work)
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path}: expected a text file in UTF-8: {error}") from error

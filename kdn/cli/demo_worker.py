@@ -1,0 +1,187 @@
+"""The processes of `kdn demo`: one learns a document, the other answers questions about it.
+
+Run as `python -m kdn.cli.demo_worker`, with its task as JSON on standard input; what happens comes
+out as JSON lines, each with the seconds since its question was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import uvloop
+
+from kdn.cache.keys import cut
+from kdn.client.answers import Stats
+from kdn.client.asynchronous import AsyncClient
+from kdn.client.audit import kld
+from kdn.client.engine import Context
+from kdn.client.options import Options
+from kdn.codec.format import Bitstream
+from kdn.delivery.progress import share
+from kdn.delivery.request import Snapshot
+from kdn.engines.generating import Sampling, TextPieces
+from kdn.engines.growing import MAX_SPARE
+from kdn.engines.reading import forward, pieces
+
+NAME = "document"
+WARM_TOKENS = 512
+NONE = {"fetched_bytes": 0}
+
+
+@dataclass
+class Teller:
+    """Writes events of one question and one way to answer it."""
+
+    number: int = 0
+    way: str = ""
+    began_s: float = field(default_factory=perf_counter)
+
+    def tell(self, event: str, **fields: Any) -> None:
+        line = {"event": event, "question": self.number, "way": self.way}
+        line |= {"at_s": round(perf_counter() - self.began_s, 4), **fields}
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+async def learn(task: dict[str, Any]) -> None:
+    teller = Teller()
+    async with AsyncClient(task["url"], recompute=False) as client:
+        teller.tell("loaded")
+        teller.began_s = perf_counter()
+        learned = await client.learn(NAME, task["text"])
+        stored = 0
+        store = await client.places.publish_to.store()
+        async for entry in store.list():
+            stored += entry.size_bytes
+        values = client.engine.codec.spec.values_per_token * learned.num_tokens
+        teller.tell("learned", **asdict(learned), stored_bytes=stored, fp16_bytes=2 * values)
+
+
+async def answer(task: dict[str, Any]) -> None:
+    """Every question with kdn first: by then this process has read nothing of the document."""
+    teller = Teller()
+    async with AsyncClient(task["url"], client="demo", quality=task["quality"]) as client:
+        document = len((await client.named(NAME))[0])
+        await asyncio.to_thread(warm_up, client, document)
+        teller.tell("loaded")
+        sampling = Sampling(max_new_tokens=task["max_tokens"])
+        questions = list(enumerate(task["questions"]))
+        known = [await with_kdn(client, *one, sampling) for one in questions]
+        for one, context in zip(questions, known, strict=True):
+            own = await without_kdn(client, *one, sampling)
+            klds = await asyncio.to_thread(compare, client, own, context, document)
+            for ended in (own, context):
+                client.engine.leave(ended)
+            Teller(one[0], "both").tell("kld", mean=float(klds.mean()), tokens=len(klds))
+
+
+def warm_up(client: AsyncClient, num_tokens: int) -> None:
+    """Kernels are compiled and memory is first touched: a server does that once, when it starts.
+    Both ways have the same of it."""
+    engine = client.engine
+    tokens = np.random.default_rng(0).integers(3, engine.codec.spec.vocab_size, WARM_TOKENS)
+    context = engine.new_context()
+    engine.rooms.prepare(num_tokens, MAX_SPARE)
+    for start, end in pieces(0, WARM_TOKENS):
+        forward(engine.model, tokens[start:end], context.past)
+        chunk = cut(tokens[:end], engine.namespace)[-1]
+        stream = Bitstream.parse(engine.codec.encode(chunk, engine.values_of(context, chunk)))
+        for levels in range(1, engine.codec.num_levels + 1):
+            engine.codec.decode(stream, chunk, levels=levels)
+
+
+async def with_kdn(client: AsyncClient, number: int, question: str, sampling: Sampling) -> Context:
+    teller, stats = Teller(number, "with"), Stats()
+
+    def progress(snapshot: Snapshot) -> None:
+        teller.tell("progress", share=share(snapshot), fetched_bytes=snapshot.fetched_bytes)
+
+    options = Options(sampling=sampling, on_progress=progress)
+    began_s = client.now_s()
+    tokens, style = await client.named(NAME)
+    context = await client.context_of(tokens, options, stats)
+    teller.tell("delivered")
+    prompt = [*tokens, *client.engine.prompts.ask(question, style)]
+    async for piece in client.turn(context, prompt, options, stats, began_s):
+        teller.tell("text", text=piece)
+    teller.tell("done", **asdict(stats))
+    return context
+
+
+async def without_kdn(
+    client: AsyncClient, number: int, question: str, sampling: Sampling
+) -> Context:
+    """The same prompt, read by the model from its first token on: all at once, which is the
+    fastest way."""
+    teller, engine = Teller(number, "without"), client.engine
+    tokens, style = await client.named(NAME)
+    teller.began_s = began_s = perf_counter()
+    prompt = [*tokens, *engine.prompts.ask(question, style)]
+    context = engine.new_context(engine.room_for(len(prompt) + sampling.max_new_tokens))
+    with layer_by_layer(engine.model, lambda share: teller.tell("progress", share=share, **NONE)):
+        await engine.read(context, prompt)
+    text, ttft_s = TextPieces(engine.tokenizer), 0.0
+    async for token in engine.answer(context, sampling):
+        ttft_s = ttft_s or perf_counter() - began_s
+        if piece := text.add(token):
+            teller.tell("text", text=piece)
+    teller.tell("text", text=text.rest())
+    stats = Stats(len(prompt), 0, len(prompt), len(context.tokens) - len(prompt), ttft_s=ttft_s)
+    teller.tell("done", **asdict(stats))
+    return context
+
+
+@contextmanager
+def layer_by_layer(model: Any, tell: Callable[[float], None]) -> Iterator[None]:
+    """Tells which part of its layers a model has gone through."""
+    layers = model.get_decoder().layers
+
+    def hook(number: int) -> Callable[..., None]:
+        return lambda *_: tell((number + 1) / len(layers))
+
+    hooks = [layer.register_forward_hook(hook(number)) for number, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()
+
+
+def compare(
+    client: AsyncClient, own: Context, known: Context, document: int
+) -> npt.NDArray[np.float64]:
+    """KLD of what follows the document, the question and the model's own answer: predicted after
+    the document as it was read, and as it was delivered."""
+    for context in (own, known):
+        context.past.crop(document - context.num_tokens)
+    scored = own.tokens[document:-1]
+    model = client.engine.model
+    return kld(*(forward(model, scored, one.past, every=True) for one in (own, known)))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Progress bars of others do not belong on the screen of the demo."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    yield
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    with _quiet():
+        uvloop.run({"learn": learn, "answer": answer}[task["do"]](task))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The front door: learn, load, ask, publish, forget, wherever knowledge lives."""

@@ -1,0 +1,61 @@
+"""Questions that build on each other.
+
+The context stays in memory between turns, and each turn's chunks are published as they come: the
+conversation can go on elsewhere, on another machine, from where it was. (Not on top of a cache that
+was loaded with losses: see `kdn/delivery/publish.py`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
+
+from kdn.client.answers import Answer, Stats
+from kdn.client.engine import Context
+from kdn.engines.prompts import CHAT, PLAIN
+
+if TYPE_CHECKING:
+    from kdn.client.asynchronous import AsyncClient
+    from kdn.client.options import Options
+
+
+class Conversation:
+    """Made by `AsyncClient.converse`. One turn at a time."""
+
+    def __init__(self, client: AsyncClient, name: str | None, options: Options) -> None:
+        self._client = client
+        self._name = name
+        self._options = options
+        self._style = CHAT if client.engine.prompts.has_template else PLAIN
+        self._context: Context | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Everything so far: prompts and answers."""
+        return [] if self._context is None else list(self._context.tokens)
+
+    def ask(self, question: str) -> Answer:
+        stats = Stats()
+        return Answer(self._ask(question, stats), stats)
+
+    async def _ask(self, question: str, stats: Stats) -> AsyncGenerator[str, None]:
+        client, began_s = self._client, self._client.now_s()
+        prompts = client.engine.prompts
+        if self._context is None:
+            tokens, self._style = await self._beginning()
+            self._context = await client.context_of(tokens, self._options, stats)
+            asked = prompts.ask(question, self._style)
+        else:
+            tokens = list(self._context.tokens)
+            stats.known_tokens = self._context.num_tokens
+            asked = prompts.follow_up(question, self._style)
+        prompt = [*tokens, *asked]
+        async for piece in client.turn(
+            self._context, prompt, self._options, stats, began_s, publish=True
+        ):
+            yield piece
+
+    async def _beginning(self) -> tuple[list[int], str]:
+        if self._name is not None:
+            return await self._client.named(self._name)
+        return self._client.engine.prompts.begin(), self._style

@@ -1,0 +1,164 @@
+"""A loaded model with all that goes with it, and a context that it is reading.
+
+Forward passes run in threads, one at a time: the event loop stays free for what is on the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kdn.cache.keys import Chunk, Namespace
+from kdn.cache.tensors import KVCache
+from kdn.codec.base import Codec
+from kdn.codec.expected import expected_kld
+from kdn.engines.batching import answer_all
+from kdn.engines.generating import Sampling, generate
+from kdn.engines.growing import Room, Rooms, growing_cache
+from kdn.engines.prompts import Prompts
+from kdn.engines.reading import forward, last_tokens
+from kdn.engines.transformers import to_dynamic_cache
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedModel
+
+ModelSource = str | Path | tuple[Any, Any]
+"""A name or folder for `load_model`, or a model of transformers and its tokenizer."""
+
+
+@dataclass
+class Context:
+    """What a model has read: `past` holds the first tokens of `tokens`."""
+
+    past: DynamicCache
+    tokens: list[int] = field(default_factory=list)
+    exact: bool = True
+    """Whether all of it is as the model itself would have it."""
+    delivered: bool = False
+    """Whether any of it came from a delivery."""
+    room: Room | None = None
+    """Where its values lie."""
+    logits: torch.Tensor | None = None
+    """After the last token that was read."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.past.get_seq_length())
+
+
+@dataclass(frozen=True)
+class Engine:
+    model: PreTrainedModel
+    tokenizer: Any
+    codec: Codec
+    namespace: Namespace
+    prompts: Prompts
+    rooms: Rooms
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def expected_kld(self) -> tuple[float, ...]:
+        return expected_kld(self.codec)
+
+    @property
+    def config(self) -> Any:
+        return self.model.config.get_text_config(decoder=True)
+
+    def new_context(self, room: Room | None = None) -> Context:
+        """Empty, to be read into, in `room` if there is one."""
+        return Context(growing_cache(self.config, room), room=room)
+
+    def room_for(self, num_tokens: int) -> Room | None:
+        """To deliver into, if the model works in memory that a decoder can write to."""
+        return self.rooms.take(num_tokens) if self.model.device.type == "cpu" else None
+
+    def leave(self, context: Context) -> None:
+        """Nobody will use this context again."""
+        self.rooms.give(context.room)
+        context.room = None
+
+    def context_of(
+        self, cache: KVCache, tokens: Sequence[int], exact: bool, room: Room | None = None
+    ) -> Context:
+        """That goes on from a delivered cache, in the room where it lies."""
+        past = to_dynamic_cache(self.to_model(cache), self.config, room)
+        return Context(past, list(tokens[: cache.end]), exact, room=room)
+
+    def to_model(self, cache: KVCache) -> KVCache:
+        """In the model's dtype, on its device."""
+        keys, values = (
+            t.to(self.model.device, self.model.dtype) for t in (cache.keys, cache.values)
+        )
+        return KVCache(keys, values, cache.start, cache.valid_from)
+
+    async def read(self, context: Context, tokens: Sequence[int]) -> None:
+        """Let the model read on."""
+        async with self.lock:
+            context.logits = await _finish(forward, self.model, tokens, context.past)
+        context.tokens += tokens
+
+    def append(self, context: Context, cache: KVCache, tokens: Sequence[int]) -> None:
+        """Go on with values that were delivered."""
+        part = self.to_model(cache)
+        with torch.inference_mode():  # what was made under it may be written only under it
+            for layer in range(part.num_layers):
+                keys, values = (t[layer].transpose(0, 1)[None] for t in (part.keys, part.values))
+                context.past.update(keys, values, layer)
+        context.tokens += tokens
+
+    def values_of(self, context: Context, chunk: Chunk) -> KVCache:
+        """Of a chunk among the last tokens of a context."""
+        return last_tokens(context.past, chunk.start).slice(chunk.start, chunk.end)
+
+    async def answer(self, context: Context, sampling: Sampling) -> AsyncGenerator[int, None]:
+        """Token by token. Afterwards the context's cache may lack the last one."""
+        assert context.logits is not None, "a question comes first"
+        tokens = generate(self.model, context.logits, context.past, sampling)
+        while True:
+            async with self.lock:
+                token = await _finish(next, tokens, None)
+            if token is None:
+                return
+            context.tokens.append(token)
+            yield token
+
+    async def answer_all(
+        self, context: Context, rows: Sequence[Sequence[int]], sampling: Sampling
+    ) -> list[list[int]]:
+        """A batch of questions; the context is used up."""
+        async with self.lock:
+            answers: list[list[int]] = await _finish(
+                answer_all, self.model, context.past, rows, sampling
+            )
+        return answers
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+async def _finish(function: Any, *arguments: Any) -> Any:
+    """In a thread. If the caller is cancelled, the pass is waited for: the model must be free
+    before anybody else uses it."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def load_pair(source: ModelSource) -> tuple[Any, Any]:
+    if isinstance(source, tuple):
+        model, tokenizer = source
+        return model.eval(), tokenizer
+    from kdn.engines.grouped import use_grouped_attention
+    from kdn.engines.models import load_model
+
+    model, tokenizer = load_model(source)
+    use_grouped_attention(model)
+    return model, tokenizer

@@ -1,0 +1,129 @@
+"""Why a prompt hits, or does not: chunk by chunk.
+
+A key hides what it was made of. So the likely reasons are tried: the same tokens under the other
+codecs, models and secrets that could have been meant, and the names that point to what is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from kdn.cache.keys import PUBLIC_SECRET, TAIL_MULTIPLE, Chunk, Namespace, Tokens, cut
+from kdn.client.asynchronous import AsyncClient
+from kdn.codec.exact import ExactCodec
+from kdn.codec.profiles import find_profile
+from kdn.errors import UnsupportedError
+from kdn.names import Manifest
+
+MAX_NAMES = 500
+
+KNOWN = "known"
+ORPHAN = "known, but of no use: a chunk before it is missing"
+EVICTED = "evicted or deleted: the name {} still points to it"
+OTHER_PROFILE = "known under another codec or profile: {}"
+OTHER_MODEL = "known for another model: {}"
+OTHER_SECRET = "known under the public secret: this client uses one of its own"
+UNKNOWN = "never published here, or by another tenant (a node shows you only your own)"
+SHORT = f"shorter than a chunk: fewer than {TAIL_MULTIPLE} tokens are left"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Of the tokens [start, end) of a prompt."""
+
+    start: int
+    end: int
+    known: bool
+    why: str
+
+
+@dataclass
+class Suspects:
+    """Under what else the tokens may be known, by what to say then; and keys that names use."""
+
+    namespaces: dict[str, Namespace] = field(default_factory=dict)
+    named: dict[bytes, str] = field(default_factory=dict)
+
+
+async def explain(client: AsyncClient, tokens: Tokens) -> list[Finding]:
+    known = await client.loader.known_chunks(tokens)
+    findings = [Finding(chunk.start, chunk.end, True, KNOWN) for chunk in known]
+    reach = known[-1].end if known else 0
+    chunks = cut(tokens, client.engine.namespace)
+    rest = [number for number, chunk in enumerate(chunks) if chunk.end > reach]
+    if rest:
+        suspects = await _suspects(client)
+        reasons = await _reasons(client, tokens, chunks, suspects)
+        for number in rest:
+            chunk, why = chunks[number], reasons[number]
+            findings.append(Finding(max(reach, chunk.start), chunk.end, False, why))
+    end = chunks[-1].end if chunks else 0
+    if end < len(tokens):
+        findings.append(Finding(end, len(tokens), False, SHORT))
+    return findings
+
+
+async def _reasons(
+    client: AsyncClient, tokens: Tokens, chunks: Sequence[Chunk], suspects: Suspects
+) -> list[str]:
+    """One for each chunk, as if it were missing."""
+    here = await client.loader.found(chunks)
+    reasons = [ORPHAN if found else UNKNOWN for found in here]
+    for number, chunk in enumerate(chunks):
+        if not here[number] and chunk.key in suspects.named:
+            reasons[number] = EVICTED.format(suspects.named[chunk.key])
+    for why, namespace in suspects.namespaces.items():
+        there = await client.loader.found(cut(tokens, namespace))
+        for number, found in enumerate(there):
+            if found and reasons[number] == UNKNOWN:
+                reasons[number] = why
+    return reasons
+
+
+async def _suspects(client: AsyncClient) -> Suspects:
+    engine, suspects = client.engine, Suspects()
+    own = engine.namespace
+    for name, profile in _own_profiles(client).items():
+        suspects.namespaces[OTHER_PROFILE.format(name)] = replace(own, profile=profile)
+    count = 0
+    async for name in client.places.names.list():
+        count += 1
+        if count > MAX_NAMES:
+            break
+        found = await client.places.names.get(name)
+        if found is not None:
+            _note(suspects, name, found.manifest, own)
+    if own.secret != PUBLIC_SECRET:
+        suspects.namespaces[OTHER_SECRET] = replace(own, secret=PUBLIC_SECRET)
+    suspects.namespaces = {why: one for why, one in suspects.namespaces.items() if one != own}
+    return suspects
+
+
+def _own_profiles(client: AsyncClient) -> Mapping[str, bytes]:
+    """Of the codecs this client could have used."""
+    from kdn.codec.klt import Profile
+
+    spec = client.engine.codec.spec
+    profiles = {"exact": ExactCodec(spec).profile_id}
+    with suppress(UnsupportedError):
+        profiles["klt"] = Profile.load(find_profile(spec)).profile_id
+    return profiles
+
+
+def _note(suspects: Suspects, name: str, manifest: Manifest, own: Namespace) -> None:
+    """What a manifest, which anybody may have written, tells."""
+    models = manifest.get("models")
+    for model, entry in models.items() if isinstance(models, dict) else ():
+        try:
+            fingerprint, profile = bytes.fromhex(model), bytes.fromhex(entry["profile"])
+            keys = [bytes.fromhex(key) for key in entry.get("chunks", [])]
+        except (TypeError, ValueError, KeyError, AttributeError):
+            continue
+        suspects.named |= dict.fromkeys(keys, name)
+        namespace = replace(own, model=fingerprint, profile=profile)
+        if fingerprint != own.model:
+            suspects.namespaces[OTHER_MODEL.format(model)] = namespace
+        elif profile != own.profile:
+            suspects.namespaces.setdefault(OTHER_PROFILE.format(profile.hex()), namespace)

@@ -1,0 +1,164 @@
+"""A model's spec from its checkpoint files, for engines that keep weights in a form of their own.
+
+Equal to `kdn.engines.transformers.spec_of` of the loaded model, without loading it:
+
+- The fingerprint needs a few elements of every weight; the files are mapped, not read.
+- Rotation and windows are asked of a model with the same settings, shrunk to one head and random
+  weights: they depend on the head size and the settings, not on the widths.
+
+A checkpoint whose tensors are not those of the transformers model (quantised, or rearranged while
+loading) is named by its own tensors: still one name for one set of weights, but engines that hold
+the model as transformers does will not find its caches.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from kdn.cache.fingerprint import CONFIG_FIELDS, fingerprint
+from kdn.cache.spec import ModelSpec, RopeSpec
+from kdn.engines.rope_probe import ropes_of, run_one_token
+from kdn.engines.transformers import cache_shape, refuse_unsupported, windows_of
+from kdn.errors import FormatError, ModelUnavailableError, UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+_INDEX = "model.safetensors.index.json"
+_WIDTH = 16
+"""Of everything in a shrunk model that rotation does not depend on."""
+
+
+def spec_of_checkpoint(
+    folder: Path, dtype: torch.dtype = torch.float32, config: PreTrainedConfig | None = None
+) -> ModelSpec:
+    """The spec of the model in `folder`, as an engine holds it that loads it with `dtype`, and with
+    settings of its own if `config` is given."""
+    whole = config or _read_config(folder)
+    config = whole.get_text_config(decoder=True)
+    refuse_unsupported(whole, config)
+    hollow = _hollow(config)
+    past = _hollow_cache(hollow)
+    num_kv_heads, head_dim = cache_shape(past)
+    return ModelSpec(
+        num_layers=len(past.layers),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=int(config.vocab_size),
+        ropes=_ropes(config, head_dim),
+        windows=windows_of(past),
+        fingerprint=_fingerprint(folder, hollow, dtype),
+    )
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    try:
+        return cast("PreTrainedConfig", AutoConfig.from_pretrained(folder))
+    except (OSError, ValueError) as error:
+        raise ModelUnavailableError(f"no model configuration in {folder}: {error}") from error
+
+
+def _hollow(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model without its weights: it knows every shape, also that of its cache."""
+    with torch.device("meta"):
+        return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config))
+
+
+def _hollow_cache(hollow: PreTrainedModel) -> Cache:
+    try:
+        return run_one_token(hollow, 0)
+    except (RuntimeError, NotImplementedError) as error:
+        raise UnsupportedError(
+            f"{type(hollow).__name__} does not tell the shape of its cache without running: {error}"
+        ) from error
+
+
+def _fingerprint(folder: Path, hollow: PreTrainedModel, dtype: torch.dtype) -> bytes:
+    """`kdn.cache.fingerprint` of the weights in `folder`."""
+    config = hollow.config
+    fields = {name: getattr(config, name, None) for name in CONFIG_FIELDS}
+    fields["windows"] = windows_of(DynamicCache(config=config))
+    with ExitStack() as stack:
+        stored = dict(_stored(folder, stack))
+        wanted = _shapes(hollow)
+        if all(name in stored and stored[name].shape == wanted[name] for name in wanted):
+            stored = {name: stored[name] for name in wanted}
+        else:
+            logger.warning(
+                "the weights of %s are stored in a form of their own: its caches are not shared "
+                "with transformers",
+                folder,
+            )
+        return fingerprint(fields, ((name, _cast(t, dtype)) for name, t in stored.items()))
+
+
+def _stored(folder: Path, stack: ExitStack) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the checkpoint, as a view of its file."""
+    for path in _files(folder):
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                yield name, file.get_tensor(name)
+        except Exception as error:
+            raise FormatError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.is_file():
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        return sorted(folder / str(name) for name in names)
+    if found := sorted(folder.glob("*.safetensors")):
+        return found
+    raise ModelUnavailableError(f"no safetensors files in {folder}")
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Only float16 rounds a float32 weight in a way that its fingerprint shows."""
+    rounds = tensor.dtype == torch.float32 and dtype == torch.float16
+    return tensor.to(dtype) if rounds else tensor
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    """What the model's state dict holds, tied weights under their first name only."""
+    seen: set[int] = set()
+    shapes: dict[str, torch.Size] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            shapes[name] = tensor.shape
+    return shapes
+
+
+def _ropes(config: PreTrainedConfig, head_dim: int) -> tuple[RopeSpec | None, ...]:
+    """Of a model with one narrow head: everything else that has a width is made small."""
+    small = type(config)(**config.to_dict())
+    sizes = {
+        "hidden_size": head_dim,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "intermediate_size": _WIDTH,
+        "vocab_size": _WIDTH,
+    }
+    for name, size in sizes.items():
+        if hasattr(small, name):
+            setattr(small, name, size)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+    return ropes_of(model, run_one_token(model, 0))

@@ -1,0 +1,96 @@
+"""Texts and conversations to token ids, so that what was learned is a prefix of every prompt.
+
+A prompt is made of parts that are tokenised one by one: what is known ends exactly where a part
+ends, whatever follows. The parts of a conversation come out of the model's own chat template, by
+rendering it around markers and cutting at them. A tokenizer without a template gets a plain form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kdn.cache.keys import Tokens
+from kdn.errors import UnsupportedError
+
+ANSWER_MARK = "@@kdn-answer@@"
+QUESTION_MARK = "@@kdn-question@@"
+CHAT, PLAIN = "chat", "plain"
+"""How questions are put: by the chat template, or just as they are."""
+
+Message = Mapping[str, str]
+Knowledge = str | Tokens | Sequence[Message]
+
+
+class Prompts:
+    """The prompts of one tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+
+    def learn(self, what: Knowledge) -> tuple[list[int], str]:
+        """Token ids of a text, a conversation, or given ones; and how to ask about them."""
+        if isinstance(what, str):
+            return self._learn_text(what)
+        if len(what) and isinstance(what[0], Mapping):
+            return self._learn_messages(what), CHAT  # type: ignore[arg-type]
+        ids = np.asarray(what)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise UnsupportedError("expected a text, a list of token ids, or a list of messages")
+        return [int(token) for token in ids], PLAIN
+
+    def _learn_text(self, text: str) -> tuple[list[int], str]:
+        if not self.has_template:
+            return self._ids(f"{text}\n\n", special=True), PLAIN
+        head, _ = self._around([], f"{text}\n\n{QUESTION_MARK}")
+        return self._ids(head), CHAT
+
+    def _learn_messages(self, messages: Sequence[Message]) -> list[int]:
+        if not self.has_template:
+            raise UnsupportedError("this tokenizer has no chat template: learn a text instead")
+        head, _ = self._around(messages, QUESTION_MARK)
+        return self._ids(head)
+
+    def ask(self, question: str, style: str) -> list[int]:
+        """What follows something learned."""
+        if style == PLAIN:
+            return self._ids(question)
+        _, tail = self._around([], QUESTION_MARK)
+        return self._ids(question + tail)
+
+    def begin(self) -> list[int]:
+        """A conversation's beginning, up to where the first question stands."""
+        if not self.has_template:
+            return self._ids("", special=True)
+        head, _ = self._around([], QUESTION_MARK)
+        return self._ids(head)
+
+    def follow_up(self, question: str, style: str) -> list[int]:
+        """What follows an answer: the end of the turn, and the next question."""
+        if style == PLAIN:
+            return self._ids(f"\n\n{question}")
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER_MARK}]
+        head, tail = self._around(turns, QUESTION_MARK)
+        _, found, between = head.partition(ANSWER_MARK)
+        if not found:
+            raise UnsupportedError("the chat template drops answers: no follow-up is possible")
+        return self._ids(between + question + tail)
+
+    def _around(self, before: Sequence[Message], content: str) -> tuple[str, str]:
+        """The conversation with one more user message, cut at the question's mark."""
+        messages = [*(dict(one) for one in before), {"role": "user", "content": content}]
+        shown = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        parts = shown.split(QUESTION_MARK)
+        if len(parts) != 2:
+            raise UnsupportedError("the chat template does not show a message exactly once")
+        return parts[0], parts[1]
+
+    def _ids(self, text: str, special: bool = False) -> list[int]:
+        """A template brings its special tokens itself."""
+        ids = self._tokenizer(text, add_special_tokens=special, verbose=False).input_ids
+        return [int(token) for token in ids]

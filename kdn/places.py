@@ -1,0 +1,113 @@
+"""Where knowledge lives, opened from strings: a folder, the URL of a node, or several of both.
+
+A folder is a node without a socket: the same stores, the same names, the same layout on disk. What
+was learned into it can be served later, with `kdn node --data FOLDER`; one process at a time may
+have it open. Everything is read from all places, folders first. What is new goes to one of them:
+the first node, or, if there is none, the first folder.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kdn.config import ClientSettings, Config, NodeSettings
+from kdn.delivery.endpoints import Endpoint, Endpoints
+from kdn.errors import UnsupportedError
+from kdn.names import FolderNames, Names, NodeNames
+from kdn.store.base import Store
+from kdn.store.http import HttpStore
+from kdn.store.part import PartStore
+
+MEMORY_BYTES = 256 << 20
+DISK_BYTES = 50 << 30
+
+Place = str | Path
+Where = Place | Sequence[Place]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Valid while the context of `open_places` lasts."""
+
+    endpoints: Endpoints
+    """Of chunks: for `deliver`."""
+    publish_to: Endpoint
+    """The one among them that takes what is new: for `Publisher`."""
+    profiles: tuple[Store, ...]
+    """Profiles by profile id; the first is where new ones go."""
+    names: Names
+    """Of the place that takes what is new."""
+
+
+@asynccontextmanager
+async def open_places(
+    where: Where,
+    *,
+    token: str | None = None,
+    client: str | None = None,
+    memory_bytes: int = MEMORY_BYTES,
+    disk_bytes: int = DISK_BYTES,
+) -> AsyncIterator[Places]:
+    """`token` and `client` are told to nodes; the sizes bound folders."""
+    every = [where] if isinstance(where, str | Path) else list(where)
+    if not every:
+        raise UnsupportedError("expected a folder or the URL of a node, found none")
+    async with AsyncExitStack() as stack:
+        opened = []
+        for place in every:
+            if is_url(place):
+                opened.append(await _open_node(stack, str(place), token, client))
+            else:
+                path = Path(place).expanduser()
+                opened.append(await _open_folder(stack, path, memory_bytes, disk_bytes))
+        first = next((one for one in opened if not one.endpoint.local), opened[0])
+        opened.sort(key=lambda one: one is not first)
+        endpoints = Endpoints([one.endpoint for one in opened])
+        profiles = tuple(one.profiles for one in opened)
+        yield Places(endpoints, first.endpoint, profiles, first.names)
+
+
+def is_url(place: Place) -> bool:
+    return str(place).startswith(("http://", "https://"))
+
+
+@dataclass(frozen=True)
+class _Opened:
+    endpoint: Endpoint
+    profiles: Store
+    names: Names
+
+
+async def _open_node(
+    stack: AsyncExitStack, url: str, token: str | None, client: str | None
+) -> _Opened:
+    """Nothing is asked of the node yet: one that is away now may be there later."""
+    chunks, profiles = (
+        HttpStore(url, collection=collection, token=token, client=client)
+        for collection in ("chunks", "profiles")
+    )
+    names = NodeNames(url, token=token)
+    for one in (chunks, profiles, names):
+        stack.push_async_callback(one.close)
+    return _Opened(Endpoint(chunks, name=url), profiles, names)
+
+
+async def _open_folder(
+    stack: AsyncExitStack, path: Path, memory_bytes: int, disk_bytes: int
+) -> _Opened:
+    from kdn.node.server import open_node
+
+    settings = NodeSettings(data=path, memory_bytes=memory_bytes, disk_bytes=disk_bytes)
+    node = await stack.enter_async_context(open_node(Config(settings, ClientSettings(), (), {})))
+    [tenant] = node.tenants
+    chunks, profiles = (
+        PartStore(node.store, tenant.store_key(collection, b""))
+        for collection in ("chunks", "profiles")
+    )
+    endpoint = Endpoint(chunks, name=str(path), local=True)
+    return _Opened(endpoint, profiles, FolderNames(node, tenant))

@@ -1,0 +1,58 @@
+"""The objects of another store whose keys begin alike, under the rest of their keys."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+from kdn.store.base import Entry, Hints, Span, Stats, Store
+
+
+class PartStore(Store):
+    """Closing it closes nothing: the whole has an owner. So have its counters."""
+
+    def __init__(self, whole: Store, prefix: bytes) -> None:
+        self._whole = whole
+        self._prefix = prefix
+
+    async def put(
+        self, key: bytes, data: bytes, *, etag: bytes, checksum: int, hints: Hints | None = None
+    ) -> Entry:
+        hints = hints or Hints()
+        if hints.parent is not None:
+            hints = replace(hints, parent=self._prefix + hints.parent)
+        key = self._prefix + key
+        return self._inner(
+            await self._whole.put(key, data, etag=etag, checksum=checksum, hints=hints)
+        )
+
+    async def get(
+        self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None
+    ) -> Span | None:
+        span = await self._whole.get(self._prefix + key, start, end, etag=etag)
+        return None if span is None else replace(span, entry=self._inner(span.entry))
+
+    async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
+        whole_keys = [self._prefix + key for key in keys]
+        found = await self._whole.lookup(whole_keys, head_bytes=head_bytes)
+        return [None if entry is None else self._inner(entry) for entry in found]
+
+    async def delete(self, key: bytes) -> bool:
+        return await self._whole.delete(self._prefix + key)
+
+    async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+        async for entry in self._whole.list(self._prefix + prefix):
+            yield self._inner(entry)
+
+    async def stats(self) -> Stats:
+        return await self._whole.stats()
+
+    async def close(self) -> None:
+        """Nothing is its own."""
+
+    def _inner(self, entry: Entry) -> Entry:
+        """With keys as those who use this part know them."""
+        hints, size = entry.hints, len(self._prefix)
+        if hints.parent is not None:
+            hints = replace(hints, parent=hints.parent[size:])
+        return replace(entry, key=entry.key[size:], hints=hints)

@@ -1,0 +1,87 @@
+"""`kdn learn`, `kdn ask`, `kdn explain`, on a folder and a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kdn.cli import client as commands
+from kdn.cli.main import app
+from kdn.client.answers import Stats
+from kdn.errors import FormatError, StoreError, UnsupportedError
+from tests.client.letters import Letters
+from tests.client.test_asynchronous import QUESTION, TEXT, own_answer, prompt_of
+
+
+@pytest.fixture
+def model(tiny_model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    made = tiny_model("llama")
+    monkeypatch.setattr("kdn.engines.models.load_model", lambda name: (made, Letters()))
+    monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("KDN_CLIENT_URL", str(tmp_path / "knowledge"))
+    return made
+
+
+def kdn(*arguments: str) -> Any:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "150"})
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_learn_ask_explain(model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    with pytest.raises(StoreError, match="no name"):
+        kdn("ask", "notes", QUESTION, "--codec", "exact")
+    shown = kdn("learn", "notes", str(path), "--codec", "exact").stdout
+    assert "709 tokens in 3 chunks, 0 known before; the model read 704 tokens" in shown
+    assert "3 known before; the model read 0" in (
+        kdn("learn", "again", str(path), "--codec", "exact").stdout
+    )
+    answer = kdn("ask", "notes", QUESTION, "--codec", "exact", "--max-tokens", "9")
+    expected = own_answer(model, prompt_of(TEXT, QUESTION), 9)
+    assert printable(answer.stdout) == printable(expected) != ""
+    assert "704 tokens known" in answer.stderr
+    assert f"{len(prompt_of(TEXT, QUESTION)) - 704} read; first token after" in answer.stderr
+    explained = kdn("explain", str(path), "--codec", "exact").stdout
+    assert explained.count("yes") == 3
+    assert "704 of 709 tokens need no reading" in explained
+    raw = kdn("explain", str(path), "--raw", "--codec", "exact").stdout
+    assert "0 of 701 tokens" in raw  # without the template it is another prompt
+
+
+def printable(text: str) -> str:
+    return "".join(filter(str.isprintable, text))
+
+
+def test_where_and_quality(model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    other = str(tmp_path / "other")
+    kdn("learn", "notes", str(path), "--codec", "exact", "--where", other)
+    with pytest.raises(StoreError, match="no name"):
+        kdn("ask", "notes", "?", "--codec", "exact")
+    arguments = ("ask", "notes", "?", "--codec", "exact", "--where", other, "--max-tokens", "1")
+    assert "704 tokens known" in kdn(*arguments, "--quality", "0.02", "--deadline", "9").stderr
+    with pytest.raises(UnsupportedError, match="quality"):
+        kdn(*arguments, "--quality", "perfect")
+
+
+def test_a_file_that_is_no_text(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="expected a text file"):
+        kdn("learn", "notes", str(tmp_path / "absent"))
+
+
+def test_stats_in_words() -> None:
+    stats = Stats(100, 80, 20, 5, 1_500_000, 0.5, 0.75)
+    assert commands.describe(stats) == (
+        "80 tokens known (1.5 MB in 0.50 s), 20 read; first token after 0.75 s"
+    )
+    assert commands.describe(Stats(5, 0, 5, ttft_s=1.0, troubles=("a node is away",))) == (
+        "0 tokens known, 5 read; first token after 1.00 s; a node is away"
+    )

@@ -1,0 +1,77 @@
+"""Every reason why a chunk is not known, brought about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kdn.client import explain as reasons
+from kdn.client.asynchronous import AsyncClient
+from kdn.client.explain import Finding, explain
+from tests.client.test_asynchronous import TEXT, in_folder
+
+
+def spans(findings: list[Finding]) -> list[tuple[int, int, bool]]:
+    return [(one.start, one.end, one.known) for one in findings]
+
+
+def test_known_unknown_and_short(tiny_model: Any, tmp_path: Path) -> None:
+    @in_folder(tmp_path, tiny_model("llama"))
+    async def _(client: AsyncClient) -> None:
+        tokens, _ = client.engine.prompts.learn(TEXT)  # 709: two whole chunks, 192, and 5
+        await client.learn("notes", TEXT)
+        found = await explain(client, tokens)
+        assert spans(found) == [
+            (0, 256, True), (256, 512, True), (512, 704, True), (704, 709, False),
+        ]  # fmt: skip
+        assert found[-1].why == reasons.SHORT
+        found = await explain(client, [*tokens, *[7] * 300])
+        assert spans(found) == [
+            (0, 256, True), (256, 512, True), (512, 704, True), (704, 768, False),
+            (768, 1008, False), (1008, 1009, False),
+        ]  # fmt: skip
+        assert {one.why for one in found[3:5]} == {reasons.UNKNOWN}
+        assert spans(await explain(client, [7] * 9)) == [(0, 9, False)]
+
+
+def test_evicted_and_orphans(tiny_model: Any, tmp_path: Path) -> None:
+    @in_folder(tmp_path, tiny_model("llama"))
+    async def _(client: AsyncClient) -> None:
+        from kdn.cache.keys import cut
+
+        tokens, _ = client.engine.prompts.learn(TEXT)
+        await client.learn("notes", TEXT)
+        store = await client.places.publish_to.store()
+        await store.delete(cut(tokens, client.engine.namespace)[0].key)
+        found = await explain(client, tokens)
+        assert [one.why for one in found[:3]] == [
+            reasons.EVICTED.format("notes"), reasons.ORPHAN, reasons.ORPHAN,
+        ]  # fmt: skip
+
+
+def test_other_models_secrets_and_profiles(tiny_model: Any, tmp_path: Path) -> None:
+    learner = tiny_model("llama")
+
+    @in_folder(tmp_path, learner)
+    async def _(client: AsyncClient) -> None:
+        await client.learn("notes", TEXT)
+
+    @in_folder(tmp_path, tiny_model("qwen2"))
+    async def _(client: AsyncClient) -> None:
+        found = await explain(client, client.engine.prompts.learn(TEXT)[0])
+        assert "another model" in found[0].why
+
+    @in_folder(tmp_path, learner, secret=b"own")
+    async def _(client: AsyncClient) -> None:
+        found = await explain(client, client.engine.prompts.learn(TEXT)[0])
+        assert found[0].why == reasons.OTHER_SECRET
+
+    @in_folder(tmp_path, learner)
+    async def _(client: AsyncClient) -> None:
+        from dataclasses import replace
+
+        other = replace(client.engine.namespace, profile=b"p" * 16)
+        client.engine = replace(client.engine, namespace=other)
+        client.loader.engine = client.engine
+        found = await explain(client, client.engine.prompts.learn(TEXT)[0])
+        assert found[0].why == reasons.OTHER_PROFILE.format("exact")

@@ -1,0 +1,74 @@
+"""What was learned is a prefix of every prompt about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kdn.engines.prompts import CHAT, PLAIN, Prompts
+from kdn.errors import UnsupportedError
+from tests.client.letters import Letters
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(map(chr, tokens))
+
+
+def test_texts() -> None:
+    prompts = Prompts(Letters())
+    tokens, style = prompts.learn("some text")
+    assert (text_of(tokens), style) == ("\x01[user]some text\n\n", CHAT)
+    assert text_of(prompts.ask("why?", style)) == "why?<end>[assistant]"
+    assert text_of(prompts.follow_up("and?", style)) == "<end>[user]and?<end>[assistant]"
+    assert text_of(prompts.begin()) == "\x01[user]"
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_texts_without_a_template(bos: bool) -> None:
+    prompts = Prompts(Letters(chat=False, bos=bos))
+    tokens, style = prompts.learn("some text")
+    assert (text_of(tokens), style) == ("\x01" * bos + "some text\n\n", PLAIN)
+    assert text_of(prompts.ask("why?", style)) == "why?"
+    assert text_of(prompts.follow_up("and?", style)) == "\n\nand?"
+    assert prompts.begin() == [1] * bos
+
+
+def test_messages_and_ids() -> None:
+    prompts = Prompts(Letters())
+    messages = [{"role": "system", "content": "be kind"}]
+    tokens, style = prompts.learn(messages)
+    assert (text_of(tokens), style) == ("\x01[system]be kind<end>[user]", CHAT)
+    assert prompts.learn([5, 6, 7]) == ([5, 6, 7], PLAIN)
+    assert prompts.learn([]) == ([], PLAIN)
+    for odd in ([0.5], [[1, 2]]):
+        with pytest.raises(UnsupportedError, match="token ids"):
+            prompts.learn(odd)  # type: ignore[arg-type]
+
+
+def test_templates_that_hide_what_is_said() -> None:
+    class Silent(Letters):
+        def apply_chat_template(self, messages: Any, **options: Any) -> str:
+            return "nothing"
+
+    with pytest.raises(UnsupportedError, match="exactly once"):
+        Prompts(Silent()).learn("text")
+
+    class Forgetful(Letters):
+        def apply_chat_template(self, messages: Any, **options: Any) -> str:
+            return super().apply_chat_template(messages[-1:], **options)
+
+    with pytest.raises(UnsupportedError, match="follow-up"):
+        Prompts(Forgetful()).follow_up("and?", CHAT)
+
+
+@pytest.mark.model
+def test_the_real_template(smollm2: tuple[Any, Any]) -> None:
+    _, tokenizer = smollm2
+    prompts = Prompts(tokenizer)
+    tokens, style = prompts.learn("A text.")
+    shown = tokenizer.decode([*tokens, *prompts.ask("Why?", style)])
+    messages = [{"role": "user", "content": "A text.\n\nWhy?"}]
+    assert shown == tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )

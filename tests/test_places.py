@@ -1,0 +1,118 @@
+"""Places from strings: folders, nodes, both; and that a folder is what a node would serve."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from xxhash import xxh3_64_intdigest
+
+from kdn.errors import StoreError, UnsupportedError
+from kdn.node.server import listen, open_node
+from kdn.places import open_places
+from kdn.store.base import Hints, Store
+from tests.node.harness import (
+    Running,
+    chunk_stream,
+    config_for,
+    key_of,
+    run,
+    tenant,
+    with_node,
+)
+
+
+async def put(store: Store, number: int, parent: bytes | None = None) -> bytes:
+    from kdn.codec.header import Header
+
+    data = chunk_stream(key_of(number), seed=number)
+    etag = Header.parse(data).stream_id
+    await store.put(
+        key_of(number), data, etag=etag, checksum=xxh3_64_intdigest(data), hints=Hints(parent, 2.0)
+    )
+    return data
+
+
+async def read(store: Store, number: int) -> bytes | None:
+    span = await store.get(key_of(number))
+    return None if span is None else bytes(span.data)
+
+
+def test_what_a_folder_holds_is_what_a_node_serves(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with open_places(tmp_path / "knowledge") as places:
+            assert [endpoint.local for endpoint in places.endpoints] == [True]
+            chunks = await places.publish_to.store()
+            first = await put(chunks, 1)
+            await put(chunks, 2, parent=key_of(1))
+            [entry] = await chunks.lookup([key_of(2)])
+            assert entry is not None
+            assert (entry.key, entry.hints) == (key_of(2), Hints(key_of(1), 2.0))
+            assert [e.key async for e in chunks.list()] == [key_of(1), key_of(2)]
+            assert await read(places.profiles[0], 1) is None  # another collection
+            assert await places.names.put("notes", manifest(1, 2), None)
+        config = config_for(tmp_path / "knowledge")
+        async with (
+            open_node(config) as node,
+            listen(config, node) as listening,
+            open_places(listening.url) as places,
+        ):
+            assert await read(await places.publish_to.store(), 1) == first
+            named = await places.names.get("notes")
+            assert named is not None
+            assert named.manifest == manifest(1, 2)
+
+    run(work())
+
+
+def manifest(*numbers: int) -> dict[str, object]:
+    return {"models": {"00" * 16: {"chunks": [key_of(n).hex() for n in numbers]}}}
+
+
+def test_the_first_node_takes_what_is_new_and_folders_are_asked_first(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        where = ["http://127.0.0.1:9", node.url, tmp_path / "local"]
+        async with open_places(where[1:]) as places:
+            assert [endpoint.name for endpoint in places.endpoints] == [
+                str(tmp_path / "local"),
+                node.url,
+            ]
+            assert places.publish_to.name == node.url
+        async with open_places(where) as places:  # one that is away does not keep it from opening
+            assert places.publish_to.name == "http://127.0.0.1:9"
+            with pytest.raises(StoreError):
+                await places.names.get("notes")
+
+    with_node(tmp_path / "node", test)
+
+
+def test_tokens_reach_nodes(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        async with open_places(node.url, token="wrong") as places:
+            with pytest.raises(StoreError, match="401"):
+                await put(await places.publish_to.store(), 1)
+            with pytest.raises(StoreError, match="401"):
+                await places.names.get("notes")
+        async with open_places(node.url, token="right", client="me") as places:
+            data = await put(await places.publish_to.store(), 1)
+            assert await read(await places.publish_to.store(), 1) == data
+            assert await places.names.get("notes") is None
+
+    with_node(tmp_path, test, tenant("t", "right"))
+
+
+def test_nothing_is_refused_by_name() -> None:
+    async def work() -> None:
+        async with open_places([]):
+            pass
+
+    with pytest.raises(UnsupportedError, match="found none"):
+        run(work())
+
+
+def test_no_torch_is_needed() -> None:
+    code = "import sys, kdn.places, kdn.node.server; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
