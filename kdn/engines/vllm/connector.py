@@ -1,0 +1,195 @@
+"""vLLM's connector interface (`KVConnectorBase_V1`, vLLM 0.32), handed on to kdn's own parts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from kdn.cache.keys import Namespace
+from kdn.codec import open_codec
+from kdn.engines.vllm.checks import check_config, check_cpu_layout, layers_in_order
+from kdn.engines.vllm.identity import Identity, spec_of_model
+from kdn.engines.vllm.known import Known, longest_known
+from kdn.engines.vllm.layout import Heads, Layout, PagedCache
+from kdn.engines.vllm.messages import Loaded, Step
+from kdn.engines.vllm.runtime import Runtime
+from kdn.engines.vllm.scheduler import SchedulerSide
+from kdn.engines.vllm.settings import Settings
+from kdn.engines.vllm.stats import KdnPromMetrics, KdnStats, Taken
+from kdn.engines.vllm.worker import WorkerSide
+
+logger = logging.getLogger("vllm.kdn")
+
+
+@dataclass
+class KdnMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    step: Step = field(default_factory=Step)
+
+
+@dataclass
+class KdnWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    loaded: Loaded = field(default_factory=Loaded)
+
+    def aggregate(self, other: KdnWorkerMetadata) -> KdnWorkerMetadata:
+        """Of several ranks: exact is what is exact on all."""
+        both = dict(self.loaded.exact_until)
+        for request_id, end in other.loaded.exact_until.items():
+            both[request_id] = min(end, both.get(request_id, end))
+        return KdnWorkerMetadata(Loaded(both))
+
+
+class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._settings = settings = Settings.parse(transfer.kv_connector_extra_config)
+        check_config(vllm_config, settings)
+        # A cache that is away must not fail requests. vLLM reads this after making its connector.
+        transfer.kv_load_failure_policy = settings.load_failure
+        self._spec = spec = spec_of_model(vllm_config.model_config)
+        profile = Path(settings.profile) if settings.profile else None
+        self._runtime = Runtime.acquire(
+            settings, spec.fingerprint, lambda: open_codec(settings.codec, spec, profile)
+        )
+        self._block_tokens = int(vllm_config.cache_config.block_size)
+        self._taken = Taken()
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = self._make_scheduler(transfer)
+        logger.info("kdn: model %s, %s at %s", spec.fingerprint.hex(), settings.codec, settings.url)
+
+    def _make_scheduler(self, transfer: Any) -> SchedulerSide:
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        settings = replace(
+            self._settings,
+            load=self._settings.load and transfer.is_kv_consumer,
+            publish=self._settings.publish and transfer.is_kv_producer and ranks == 1,
+        )
+        codec = self._runtime.codec
+        namespace = Namespace(self._spec.fingerprint, codec.profile_id, secret=settings.secret)
+        return SchedulerSide(settings, Identity(namespace), self._look_up, self._block_tokens)
+
+    def _look_up(self, tokens: Any, namespace: Namespace) -> Future[Known]:
+        runtime, settings = self._runtime, self._settings
+        asked = longest_known(
+            tokens, namespace, runtime.codec, runtime.places.endpoints,
+            block_tokens=self._block_tokens, limit_s=settings.lookup_s,
+        )  # fmt: skip
+        return runtime.submit(asked)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what is not saved is computed again."""
+        return False
+
+    # the scheduler's side
+
+    def on_new_request(self, request: Any) -> None:
+        assert self._scheduler is not None
+        self._scheduler.arrived(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self._scheduler is not None
+        if num_external_tokens > 0:
+            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KdnMetadata:
+        assert self._scheduler is not None
+        return KdnMetadata(self._scheduler.step(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self._scheduler is not None
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, KdnWorkerMetadata):
+            self._scheduler.loaded(report.loaded)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Everything was copied when it was computed: the blocks may go."""
+        assert self._scheduler is not None
+        self._scheduler.finished(request.request_id)
+        return False, None
+
+    # the worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        parallel = self._vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size
+        heads = Heads.of_rank(self._spec.num_kv_heads, parallel.rank % ranks, ranks)
+        paged = PagedCache(layers_in_order(kv_caches), self._spec, heads, self._block_tokens)
+        if paged.layout is Layout.CPU:
+            check_cpu_layout(self._vllm_config, heads.count, self._spec.head_dim, paged)
+        self._worker = WorkerSide(self._runtime, paged)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, KdnMetadata):
+            self._worker.begin(connector_metadata.step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A request is not computed before all its layers are there."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """All layers are copied together, after the last."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, (self._worker.take_finished() or None) if self._worker else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_failed_blocks() if self._worker else set()
+
+    def build_connector_worker_meta(self) -> KdnWorkerMetadata | None:
+        report = self._worker.take_report() if self._worker else None
+        return KdnWorkerMetadata(report) if report else None
+
+    # both
+
+    def get_kv_connector_stats(self) -> KdnStats | None:
+        side = self._scheduler or self._worker
+        return self._taken.take(side.counts) if side else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KdnStats:
+        return KdnStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *given: Any) -> KdnPromMetrics:
+        return KdnPromMetrics(*given)
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def shutdown(self) -> None:
+        runtime, self._runtime = getattr(self, "_runtime", None), None  # type: ignore[assignment]
+        if runtime is not None:
+            runtime.release()

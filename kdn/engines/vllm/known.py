@@ -1,0 +1,90 @@
+"""The longest prefix of a prompt that somebody knows, tail included."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from random import Random
+
+from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut, tails
+from kdn.codec.base import Codec
+from kdn.delivery.assemble import Assembly
+from kdn.delivery.endpoints import Endpoints
+from kdn.delivery.lookup import Question, adopt, ask_again, look_up
+
+
+@dataclass(frozen=True)
+class Known:
+    chunks: tuple[Chunk, ...] = ()
+    """From the prompt's first token on."""
+    late: bool = False
+    """The places did not answer in time: more may be known."""
+
+    @property
+    def end(self) -> int:
+        return self.chunks[-1].end if self.chunks else 0
+
+
+async def longest_known(
+    tokens: Sequence[int],
+    namespace: Namespace,
+    codec: Codec,
+    endpoints: Endpoints,
+    *,
+    block_tokens: int,
+    limit_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    rng: Random | None = None,
+) -> Known:
+    """`block_tokens`: a tail that adds no whole block is not asked for."""
+    until_s = clock() + limit_s
+    full = [chunk for chunk in cut(tokens, namespace) if chunk.num_tokens == CHUNK_TOKENS]
+    question = Question(full, codec, clock, rng or Random())
+    chunks: list[Chunk] = []
+    if full:
+        for found in await look_up(question, endpoints, until_s):
+            if not is_complete(found.assembly):
+                break
+            chunks.append(found.chunk)
+    if not chunks and clock() >= until_s:
+        return Known(late=True)
+    tail = await _tail(tokens, namespace, question, endpoints, chunks, block_tokens, until_s)
+    return Known((*chunks, *tail))
+
+
+async def _tail(
+    tokens: Sequence[int],
+    namespace: Namespace,
+    question: Question,
+    endpoints: Endpoints,
+    chunks: Sequence[Chunk],
+    block_tokens: int,
+    until_s: float,
+) -> list[Chunk]:
+    after = chunks[-1] if chunks else None
+    blocks = (after.end if after else 0) // block_tokens
+    usable = len(tokens) - 1  # the last token is always computed
+    options = [
+        tail
+        for tail in tails(tokens, namespace, after)
+        if min(tail.end, usable) // block_tokens > blocks
+    ]
+    if not options:
+        return []
+    question = replace(question, chunks=options)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(max(0.0, until_s - question.clock())):
+            answers = await ask_again(question, endpoints, until_s)
+            for number, tail in enumerate(options):
+                found = adopt(endpoints, answers, number)
+                if found is not None and is_complete(found[0]):
+                    return [tail]
+    return []
+
+
+def is_complete(assembly: Assembly) -> bool:
+    """Whether every layer holds every token: vLLM's blocks have no way to say otherwise."""
+    return not any(assembly.header.info.absences)

@@ -1,0 +1,51 @@
+"""What the scheduler's side tells the worker's side in each step, and what it hears back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kdn.cache.keys import Chunk
+
+
+@dataclass(frozen=True)
+class Load:
+    """Tokens [start, end) of a request, both multiples of vLLM's block size."""
+
+    request_id: str
+    chunks: tuple[Chunk, ...]
+    """Consecutive, covering these tokens and perhaps some around them."""
+    start: int
+    end: int
+    block_ids: tuple[int, ...]
+    """Of the whole request, from its first token on."""
+    deadline_s: float
+    enough_kld: float
+
+
+@dataclass(frozen=True)
+class Save:
+    """Chunks whose values are complete after this step, and are the model's own."""
+
+    request_id: str
+    chunks: tuple[Chunk, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    loads: tuple[Load, ...] = ()
+    saves: tuple[Save, ...] = ()
+    num_tokens: int = 0
+    """That the model reads in this step."""
+    waiting: bool = False
+    """For lookups: with no tokens to read, there is nothing else to do."""
+
+
+@dataclass
+class Loaded:
+    """Loads that have ended: up to where each is as the model itself would have it."""
+
+    exact_until: dict[str, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.exact_until)

@@ -1,0 +1,171 @@
+"""The background thread of a process: places, codec and publisher, on an event loop of their own.
+
+vLLM's scheduler and worker often share a process, and a folder can be opened only once: they share
+one runtime, which ends with the last of them. Nothing here is awaited by vLLM's own thread, except
+when it starts and ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
+from kdn.cache.tensors import KVCache
+from kdn.codec.base import Codec
+from kdn.codec.expected import expected_kld
+from kdn.codec.format import Bitstream
+from kdn.delivery.estimate import Estimator
+from kdn.delivery.publish import Counts, Publisher
+from kdn.engines.vllm.settings import Settings
+from kdn.errors import StoreError
+from kdn.places import Places, open_places
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+OPEN_S = 30.0
+CLOSE_S = 10.0
+
+
+class Runtime:
+    """`acquire` one; `release` it as often."""
+
+    _shared: dict[tuple[Settings, bytes], Runtime] = {}  # noqa: RUF012 (shared on purpose)
+    _lock = threading.Lock()  # guards _shared and _users
+
+    def __init__(self, settings: Settings, codec: Codec) -> None:
+        self.settings, self.codec = settings, codec
+        self.expected_kld = expected_kld(codec)
+        self.estimator = Estimator()
+        self.changed = threading.Event()
+        """Set when a lookup or a load has ended."""
+        self._users = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._opened: Future[tuple[Places, Publisher]] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="kdn", daemon=True)
+
+    @classmethod
+    def acquire(cls, settings: Settings, model: bytes, open_codec: Callable[[], Codec]) -> Runtime:
+        """The one of this process for these settings and this model."""
+        key = (settings, model)
+        with cls._lock:
+            runtime = cls._shared.get(key)
+            if runtime is None:
+                runtime = cls(settings, open_codec())
+                warm_up(runtime.codec)
+                runtime._start()
+                cls._shared[key] = runtime
+            runtime._users += 1
+            return runtime
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            for key in [key for key, one in self._shared.items() if one is self]:
+                del self._shared[key]
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(CLOSE_S + 5.0)
+
+    # for the threads of vLLM
+
+    @property
+    def places(self) -> Places:
+        return self._opened.result(OPEN_S)[0]
+
+    @property
+    def counts(self) -> Counts:
+        return self._opened.result(OPEN_S)[1].counts
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run on the event loop; `changed` is set when it is done."""
+        future = asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+        future.add_done_callback(lambda _: self.changed.set())
+        return future
+
+    def has_room(self) -> bool:
+        """Whether the publisher takes more. May be a little out of date."""
+        publisher = self._opened.result(OPEN_S)[1]
+        return publisher.queued_bytes < self.settings.queue_bytes
+
+    def publish(self, chunk: Chunk, cache: KVCache, saved_s: float) -> None:
+        """Later; `cache` must not change any more."""
+        publisher = self._opened.result(OPEN_S)[1]
+
+        def publish() -> None:
+            publisher.publish(chunk, cache, prefix_exact=True, saved_s=saved_s)
+
+        self._loop.call_soon_threadsafe(publish)
+
+    # its own thread
+
+    async def _tracked(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await work
+        finally:
+            self._tasks.discard(task)
+
+    def _start(self) -> None:
+        self._thread.start()
+        try:
+            self._opened.result(OPEN_S)
+        except TimeoutError as error:
+            raise StoreError(f"{self.settings.url} did not open in {OPEN_S} s") from error
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            if not self._opened.done():
+                self._opened.set_exception(error)
+            elif self._stop.is_set():  # a process that just ends takes its threads away first
+                logger.warning("kdn could not close in order: %r", error)
+            else:
+                logger.exception("kdn's background thread ended")
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        settings = self.settings
+        async with open_places(
+            settings.url, token=settings.token, client=settings.client
+        ) as places:
+            publisher = Publisher(
+                places.publish_to, self.codec, max_queue_bytes=settings.queue_bytes
+            )
+            async with publisher:
+                self._opened.set_result((places, publisher))
+                await self._stop.wait()
+                await self._cancel_others()
+                await publisher.close(CLOSE_S)
+
+    async def _cancel_others(self) -> None:
+        """Lookups and loads nobody waits for any more; the publisher's tasks are its own."""
+        for task in (tasks := list(self._tasks)):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def warm_up(codec: Codec) -> None:
+    """Compile what is compiled on first use: a load has a deadline, the start of vLLM has none."""
+    spec = codec.spec
+    tokens = range(CHUNK_TOKENS)
+    [chunk] = cut([token % spec.vocab_size for token in tokens], Namespace(b"", b""))
+    shape = (spec.num_layers, CHUNK_TOKENS, spec.num_kv_heads, spec.head_dim)
+    values = torch.linspace(-1.0, 1.0, math.prod(shape)).view(shape)
+    codec.decode(Bitstream.parse(codec.encode(chunk, KVCache(values, values))), chunk)

@@ -1,0 +1,277 @@
+"""The scheduler's side: which tokens of a request to load, and which chunks to publish.
+
+It never waits. A lookup begins when a request arrives; as long as it is under way vLLM is told to
+ask again, and after its time a request counts as unknown. After a lookup without any answer no
+others are tried for a while: a node that is away costs one request its `lookup_s`, not all.
+
+**No generation loss.** Blocks that were loaded with losses, or computed on top of such, are known
+by their ids: vLLM's prefix cache may hand them to any request. Nothing behind the first of them is
+published. A block counts as the model's own again when it is given out anew.
+
+Everything here runs on the one thread of vLLM's scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from kdn.cache.keys import CHUNK_TOKENS, TAIL_MULTIPLE, Chunk, Namespace, cut
+from kdn.engines.vllm.identity import Identity
+from kdn.engines.vllm.known import Known
+from kdn.engines.vllm.messages import Load, Loaded, Save, Step
+from kdn.engines.vllm.settings import Settings
+from kdn.errors import KdnError
+
+logger = logging.getLogger(__name__)
+
+AWAY_S = 5.0
+"""No lookups for so long after one that nobody answered."""
+PATIENCE = 2
+"""A lookup ends by itself; one that does not, on a busy machine, is given up after so many times
+its own limit."""
+MAX_REMEMBERED = 1 << 16
+NOTHING = Known()
+
+LookUp = Callable[[Sequence[int], Namespace], "Future[Known]"]
+
+
+@dataclass
+class Context:
+    """A request, as far as kdn is concerned."""
+
+    request: Any
+    settings: Settings
+    namespace: Namespace | None
+    """None: no cache is used for it."""
+    lookup: Future[Known] | None = None
+    asked: int = -1
+    """How often it had been preempted when it was looked up."""
+    until_s: float = 0.0
+    local_tokens: int = 0
+    """In vLLM's own prefix cache, as of the last question."""
+    tried: int = -1
+    """The same, when its load began: one load for each time."""
+    load: Load | None = None
+    block_ids: list[int] = field(default_factory=list)
+    exact_until: int | None = None
+    """Tokens from here on were computed on top of losses. None: there are none."""
+    saved_until: int = 0
+    tail_saved: bool = False
+
+
+class SchedulerSide:
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        look_up: LookUp,
+        block_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings, self._identity, self._look_up = settings, identity, look_up
+        self._block_tokens, self._clock = block_tokens, clock
+        self._contexts: dict[str, Context] = {}
+        self._loads: list[Load] = []
+        self._loading: dict[str, Load] = {}
+        self._lossy_blocks: set[int] = set()
+        self._saved_keys: OrderedDict[bytes, None] = OrderedDict()
+        self._away_until_s = 0.0
+        self.counts = dict.fromkeys(("asked", "hits", "hit_tokens", "late", "refused", "lossy"), 0)
+
+    # requests
+
+    def arrived(self, request: Any) -> Context:
+        try:
+            settings = self._settings.for_request(request.kv_transfer_params)
+            namespace = self._identity.of(request)
+        except (KdnError, OSError) as error:
+            logger.warning("no cache is used for request %s: %s", request.request_id, error)
+            self.counts["refused"] += 1
+            settings, namespace = self._settings, None
+        context = Context(request, settings, namespace)
+        self._contexts[request.request_id] = context
+        self._begin_lookup(context)
+        return context
+
+    def _begin_lookup(self, context: Context) -> None:
+        """Unless there is not even one block, or nobody to ask."""
+        context.asked = context.request.num_preemptions
+        context.lookup = None
+        if context.namespace is None or not context.settings.load:
+            return
+        tokens = list(context.request.all_token_ids)
+        now_s = self._clock()
+        if len(tokens) > self._block_tokens and now_s >= self._away_until_s:
+            self.counts["asked"] += 1
+            context.until_s = now_s + PATIENCE * context.settings.lookup_s
+            context.lookup = self._look_up(tokens, context.namespace)
+
+    def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens after the local ones can be loaded; None: ask again."""
+        context = self._contexts.get(request.request_id) or self.arrived(request)
+        context.local_tokens = local_tokens
+        if context.asked != request.num_preemptions:
+            self._begin_lookup(context)  # what it had may have been published meanwhile
+        if context.lookup is None or context.tried == request.num_preemptions:
+            return 0, False
+        if not context.lookup.done() and self._clock() < context.until_s:
+            return None, False
+        known = self._outcome(context)
+        end = min(known.end, request.num_tokens - 1) // self._block_tokens * self._block_tokens
+        return (end - local_tokens, True) if end > local_tokens else (0, False)
+
+    def _outcome(self, context: Context) -> Known:
+        lookup = context.lookup
+        assert lookup is not None
+        known = NOTHING
+        if not lookup.done():
+            lookup.cancel()
+            context.lookup = None
+            self.counts["late"] += 1
+            return known
+        try:
+            known = lookup.result()
+        except (Exception, CancelledError):
+            logger.exception("a lookup failed")
+        if known.late:  # nobody answered
+            self.counts["late"] += 1
+            self._away_until_s = self._clock() + AWAY_S
+            context.lookup = None
+        return known
+
+    def allocated(self, request: Any, block_ids: Sequence[int], num_tokens: int) -> None:
+        """vLLM has made room for what `matched` promised."""
+        if num_tokens <= 0:
+            return
+        context = self._contexts[request.request_id]
+        start, end = context.local_tokens, context.local_tokens + num_tokens
+        chunks = [c for c in self._outcome(context).chunks if c.start < end and c.end > start]
+        context.tried = request.num_preemptions
+        settings = context.settings
+        load = Load(
+            request.request_id, tuple(chunks), start, end, tuple(block_ids), settings.deadline_s,
+            settings.quality,
+        )  # fmt: skip
+        self._loads.append(load)
+        self._loading[request.request_id] = load
+        self.counts["hits"] += 1
+        self.counts["hit_tokens"] += num_tokens
+
+    def loaded(self, report: Loaded) -> None:
+        """What became of loads: remember the blocks that hold losses."""
+        for request_id, exact_until in report.exact_until.items():
+            load = self._loading.pop(request_id, None)
+            if load is None:
+                continue
+            first, last = load.start // self._block_tokens, load.end // self._block_tokens
+            for number in range(first, last):
+                is_exact = (number + 1) * self._block_tokens <= exact_until
+                self._mark(load.block_ids[number], lossy=not is_exact)
+
+    def finished(self, request_id: str) -> None:
+        """Loads that are under way go on: the worker reports them."""
+        context = self._contexts.pop(request_id, None)
+        if context is not None and context.lookup is not None:
+            context.lookup.cancel()
+
+    # steps
+
+    def step(self, output: Any) -> Step:
+        """What the worker is to do beside the step that vLLM has just planned."""
+        for new in output.scheduled_new_reqs:
+            self._place(new.req_id, new.block_ids[0], new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for number, request_id in enumerate(cached.req_ids):
+            blocks = cached.new_block_ids[number]
+            if request_id in cached.resumed_req_ids and blocks is not None:
+                self._place(request_id, blocks[0], cached.num_computed_tokens[number])
+            elif blocks is not None:
+                self._extend(request_id, blocks[0])
+        saves = [self._save(*item) for item in output.num_scheduled_tokens.items()]
+        loads, self._loads = tuple(self._loads), []
+        return Step(
+            loads,
+            tuple(save for save in saves if save is not None),
+            output.total_num_scheduled_tokens,
+            any(c.lookup is not None and not c.lookup.done() for c in self._contexts.values()),
+        )
+
+    def _place(self, request_id: str, block_ids: Sequence[int], num_computed: int) -> None:
+        """A request begins, or begins again: its first `num_computed` tokens are there already."""
+        context = self._contexts.get(request_id)
+        if context is None:
+            return
+        context.block_ids = []
+        context.exact_until = None
+        held = -(-num_computed // self._block_tokens)
+        for number, block_id in enumerate(block_ids[:held]):
+            if block_id in self._lossy_blocks:
+                context.exact_until = number * self._block_tokens
+                break
+        context.block_ids += block_ids[:held]
+        self._extend(request_id, block_ids[held:])
+
+    def _extend(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Blocks whose values the model computes from now on."""
+        context = self._contexts.get(request_id)
+        if context is None:
+            return
+        context.block_ids += block_ids
+        for block_id in block_ids:
+            self._mark(block_id, lossy=context.exact_until is not None)
+
+    def _mark(self, block_id: int, *, lossy: bool) -> None:
+        if lossy:
+            self._lossy_blocks.add(block_id)
+        else:
+            self._lossy_blocks.discard(block_id)
+
+    def _save(self, request_id: str, num_tokens: int) -> Save | None:
+        """The chunks that this step completes and nobody is known to have."""
+        context = self._contexts.get(request_id)
+        if context is None or context.namespace is None or not context.settings.publish:
+            return None
+        request = context.request
+        # Tokens that are sampled in steps still under way have no ids yet.
+        covered = min(request.num_computed_tokens + num_tokens, request.num_tokens)
+        end = covered // CHUNK_TOKENS * CHUNK_TOKENS
+        tail_end = request.num_prompt_tokens // TAIL_MULTIPLE * TAIL_MULTIPLE
+        with_tail = covered >= request.num_prompt_tokens and not context.tail_saved
+        if end <= context.saved_until and not with_tail:
+            return None
+        start = max(context.saved_until, self._known_end(context))
+        chunks = cut(request.all_token_ids[:end], context.namespace) if end > start else []
+        if with_tail:
+            context.tail_saved = True
+            if tail_end % CHUNK_TOKENS:
+                chunks += cut(request.all_token_ids[:tail_end], context.namespace)[-1:]
+        context.saved_until = end
+        wanted = [
+            chunk for chunk in chunks if chunk.start >= start and self._is_new(context, chunk)
+        ]
+        return Save(request_id, tuple(wanted), tuple(context.block_ids)) if wanted else None
+
+    def _known_end(self, context: Context) -> int:
+        """Full chunks up to here need not be published."""
+        lookup = context.lookup
+        if lookup is None or not lookup.done() or lookup.cancelled() or lookup.exception():
+            return 0
+        return lookup.result().end // CHUNK_TOKENS * CHUNK_TOKENS
+
+    def _is_new(self, context: Context, chunk: Chunk) -> bool:
+        if context.exact_until is not None and chunk.end > context.exact_until:
+            self.counts["lossy"] += 1
+            return False
+        if chunk.key in self._saved_keys:
+            self._saved_keys.move_to_end(chunk.key)
+            return False
+        self._saved_keys[chunk.key] = None
+        if len(self._saved_keys) > MAX_REMEMBERED:
+            self._saved_keys.popitem(last=False)
+        return True

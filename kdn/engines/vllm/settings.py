@@ -1,0 +1,94 @@
+"""What an operator may set, in `kv_connector_extra_config`; a request, in `kv_transfer_params`.
+
+What is unknown or of the wrong kind is refused by name when vLLM starts. In a request it is
+refused too, by not using any cache for it: a request must not bring an engine down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from kdn.cache.keys import PUBLIC_SECRET
+from kdn.codec import CODECS
+from kdn.errors import UnsupportedError
+
+REQUEST_KEY = "kdn"
+"""Under which `kv_transfer_params` holds the settings of one request."""
+_PER_REQUEST = ("quality", "deadline_s", "load", "publish")
+
+
+@dataclass(frozen=True)
+class Settings:
+    url: str | tuple[str, ...]
+    """A node, a folder (for one process only), or several of both."""
+    token: str | None = field(default=None, repr=False)
+    secret: bytes = field(default=PUBLIC_SECRET, repr=False)
+    """Names chunks: engines with the same secret share them, nobody else can find them."""
+    client: str | None = None
+    """Names this engine to nodes, for fair sharing."""
+    codec: str = "klt"
+    profile: str | None = None
+    """A profile's file, if not the one that was shipped or calibrated here."""
+    quality: float = 0.002
+    """Mean KL divergence in nats that is good enough; levels beyond it are not fetched. Finer than
+    where a cache serves one answer: blocks stay in vLLM's prefix cache for all."""
+    deadline_s: float = 5.0
+    """For a load; what has not arrived by then is computed."""
+    lookup_s: float = 0.5
+    """For a lookup; then nothing is known of the prompt."""
+    load: bool = True
+    publish: bool = True
+    queue_bytes: int = 1 << 30
+    """Copied out of vLLM's memory and not encoded yet; what does not fit is not published."""
+    load_failure: str = "recompute"
+    """Sets vLLM's `kv_load_failure_policy`; "fail" fails a request whose load failed."""
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Settings:
+        values = {**given}
+        if "url" not in values:
+            raise UnsupportedError('kdn needs "url" in kv_connector_extra_config: a node or folder')
+        url = values["url"]
+        values["url"] = tuple(url) if isinstance(url, list | tuple) else url
+        if isinstance(values.get("secret"), str):
+            values["secret"] = values["secret"].encode()
+        settings = cls(**_checked(cls, values))
+        if settings.codec not in CODECS:
+            raise UnsupportedError(f"no codec {settings.codec!r}; there are {', '.join(CODECS)}")
+        if settings.load_failure not in ("recompute", "fail"):
+            raise UnsupportedError(f"load_failure is recompute or fail: {settings.load_failure!r}")
+        return settings
+
+    def for_request(self, params: Mapping[str, Any] | None) -> Settings:
+        """With what one request wants otherwise."""
+        own = (params or {}).get(REQUEST_KEY)
+        if not own:
+            return self
+        if not isinstance(own, Mapping) or set(own) - set(_PER_REQUEST):
+            raise UnsupportedError(f"a request may set {', '.join(_PER_REQUEST)}: found {own!r}")
+        return replace(self, **_checked(type(self), own))
+
+
+def _checked(cls: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = {item.name: str(item.type) for item in fields(cls)}
+    for name, value in values.items():
+        if name not in kinds:
+            raise UnsupportedError(f"kdn has no setting {name!r}; there are {', '.join(kinds)}")
+        if not _fits(value, kinds[name]):
+            raise UnsupportedError(f"{name}: expected {kinds[name]}, found {value!r}")
+    return {n: float(v) if kinds[n] == "float" else v for n, v in values.items()}
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if kind == "str | tuple[str, ...]":
+        every = value if isinstance(value, tuple) else (value,)
+        return bool(every) and all(isinstance(one, str) and one for one in every)
+    if kind == "float":
+        return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    if kind == "int":
+        return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    if kind == "str | None":
+        return value is None or isinstance(value, str)
+    return type(value).__name__ == kind

@@ -1,0 +1,197 @@
+"""The worker's side: loads into vLLM's paged memory and copies out of it what is to be published.
+
+A load is delivered into memory of its own by its deadline, then written into the blocks that vLLM
+set aside for it, from its first token on up to the first that did not arrive; the blocks behind are
+reported and vLLM computes them. Blocks are written by one thread and only while their request waits
+for them. Copies out are made between two steps, when nothing writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kdn.delivery.client import deliver
+from kdn.delivery.request import Request, Result
+from kdn.engines.vllm.layout import PagedCache
+from kdn.engines.vllm.messages import Load, Loaded, Save, Step
+from kdn.engines.vllm.runtime import Runtime
+from kdn.errors import KdnError
+
+logger = logging.getLogger(__name__)
+
+LOADS_AT_ONCE = 2
+"""Decoding uses all cores; more would only need more memory."""
+GRACE_S = 30.0
+"""After its deadline, for a load to be decoded and written. Then it is given up."""
+AWAY_S = 5.0
+"""After a load that nobody answered, others fail at once for so long."""
+IDLE_S = 0.005
+"""A step without tokens waits so long for something to happen, instead of spinning."""
+
+
+@dataclass
+class Job:
+    load: Load
+    until_s: float
+    given_up: bool = False
+    writing: bool = False
+
+
+@dataclass(frozen=True)
+class Ended:
+    load: Load
+    good_until: int
+    """Tokens of the load before this are in their blocks."""
+    exact_until: int
+
+
+class WorkerSide:
+    def __init__(
+        self, runtime: Runtime, paged: PagedCache, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._runtime, self._paged, self._clock = runtime, paged, clock
+        self._jobs: dict[str, Job] = {}
+        self._ended: deque[Ended] = deque()  # filled by the event loop, emptied by vLLM's thread
+        self._turn = asyncio.Semaphore(LOADS_AT_ONCE)
+        self._away_until_s = 0.0
+        self._failed_blocks: set[int] = set()
+        self._report = Loaded()
+        self._step = Step()
+        self._began_s = 0.0
+
+    # called by vLLM's thread, in this order, once a step
+
+    def begin(self, step: Step) -> None:
+        self._step, self._began_s = step, self._clock()
+
+    def start_loads(self) -> None:
+        for load in self._step.loads:
+            job = Job(load, self._clock() + load.deadline_s)
+            self._jobs[load.request_id] = job
+            self._runtime.submit(self._load(job))
+
+    def save(self) -> None:
+        for save in self._step.saves:
+            try:
+                self._save(save)
+            except (KdnError, RuntimeError):
+                logger.exception("request %s is not published", save.request_id)
+
+    def take_finished(self) -> set[str]:
+        """Requests whose loads have ended, well or not."""
+        self._rest()
+        self._give_up()
+        done: set[str] = set()
+        while self._ended:
+            ended = self._ended.popleft()
+            job = self._jobs.get(ended.load.request_id)
+            if job is None or job.load is not ended.load:
+                continue  # it was given up before
+            del self._jobs[ended.load.request_id]
+            done.add(ended.load.request_id)
+            self._settle(ended)
+        return done
+
+    def take_failed_blocks(self) -> set[int]:
+        blocks, self._failed_blocks = self._failed_blocks, set()
+        return blocks
+
+    def take_report(self) -> Loaded:
+        report, self._report = self._report, Loaded()
+        return report
+
+    # loading
+
+    def _rest(self) -> None:
+        """Without anything to compute, vLLM would spin and take the time from decoding."""
+        if self._step.num_tokens or not (self._jobs or self._step.waiting) or self._ended:
+            return
+        self._runtime.changed.clear()
+        if not self._ended:
+            self._runtime.changed.wait(IDLE_S)
+
+    def _give_up(self) -> None:
+        """What is far beyond its deadline, if its blocks are not being written."""
+        now_s = self._clock()
+        for job in list(self._jobs.values()):
+            if now_s > job.until_s + GRACE_S and not job.writing and not job.given_up:
+                job.given_up = True
+                logger.error("the load of request %s is given up", job.load.request_id)
+                self._ended.append(Ended(job.load, job.load.start, job.load.start))
+
+    def _settle(self, ended: Ended) -> None:
+        load, size = ended.load, self._paged.block_tokens
+        self._failed_blocks.update(load.block_ids[ended.good_until // size : load.end // size])
+        self._report.exact_until[load.request_id] = ended.exact_until
+        self.counts["loads"] += 1
+        self.counts["loaded_tokens"] += ended.good_until - load.start
+        self.counts["failed_tokens"] += load.end - ended.good_until
+
+    async def _load(self, job: Job) -> None:
+        """Always ends with an entry in `_ended`: vLLM waits for it."""
+        load, began_s = job.load, self._clock()
+        good_until = exact_until = load.start
+        try:
+            async with self._turn:
+                result = await self._deliver(job)
+                if result is not None and not job.given_up:
+                    good_until, exact_until = self._usable(load, result)
+                    job.writing = True
+                    await asyncio.to_thread(
+                        self._paged.write, result.cache, load.start, good_until, load.block_ids
+                    )
+        except Exception:
+            logger.exception("the load of request %s failed", load.request_id)
+            good_until = exact_until = load.start
+        finally:
+            self.counts["load_ms"] += int(1000 * (self._clock() - began_s))
+            self._ended.append(Ended(load, good_until, exact_until))
+
+    async def _deliver(self, job: Job) -> Result | None:
+        left_s = job.until_s - self._clock()
+        if left_s <= 0 or self._clock() < self._away_until_s:
+            return None
+        runtime, load = self._runtime, job.load
+        request = Request(
+            load.chunks, runtime.codec, runtime.expected_kld, deadline_s=left_s,
+            enough_kld=load.enough_kld, dtype=self._paged.dtype,
+        )  # fmt: skip
+        result = await deliver(request, runtime.places.endpoints, estimator=runtime.estimator)
+        self.counts["fetched_bytes"] += result.fetched_bytes
+        if not result.known and self._clock() >= job.until_s:
+            self._away_until_s = self._clock() + AWAY_S
+        for trouble in result.troubles:
+            logger.warning("loading request %s: %s", load.request_id, trouble)
+        return result
+
+    def _usable(self, load: Load, result: Result) -> tuple[int, int]:
+        """Up to where the load is good, in whole blocks, and up to where it is exact."""
+        missing = result.recompute
+        good = load.chunks[missing[0]].start if missing else load.end
+        if any(position > load.start for position in result.cache.valid_from):
+            good = load.start  # a layer lacks tokens, and blocks cannot say so
+        size = self._paged.block_tokens
+        good = max(load.start, min(good, load.end) // size * size)
+        chunks = load.chunks
+        exact = result.exact_chunks
+        exact_until = chunks[exact].start if exact < len(chunks) else load.end
+        return good, min(exact_until, good)
+
+    # publishing
+
+    def _save(self, save: Save) -> None:
+        took_s = self._clock() - self._began_s
+        for chunk in save.chunks:
+            if not self._runtime.has_room():
+                self.counts["unpublished_chunks"] += 1
+                continue
+            cache = self._paged.read(chunk.start, chunk.end, save.block_ids)
+            saved_s = took_s * chunk.num_tokens / max(self._step.num_tokens, chunk.num_tokens)
+            self._runtime.publish(chunk, cache, saved_s)
+            self.counts["published_chunks"] += 1

@@ -1,0 +1,179 @@
+"""Paged layouts against a reference that places every element by hand; ranks and their heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kdn.cache.spec import ModelSpec
+from kdn.cache.tensors import KVCache
+from kdn.engines.vllm.layout import Heads, Layout, PagedCache, layout_of, views
+from kdn.errors import MismatchError, UnsupportedError
+
+LAYERS, HEADS, DIM, BLOCKS, BLOCK = 3, 2, 8, 7, 4
+SHAPES = {
+    Layout.HEADS_FIRST: (BLOCKS, HEADS, BLOCK, 2 * DIM),
+    Layout.CPU: (BLOCKS, HEADS, BLOCK, 2 * DIM),
+    Layout.PAIR_FIRST: (2, BLOCKS, BLOCK, HEADS, DIM),
+    Layout.PAIR_SECOND: (BLOCKS, 2, BLOCK, HEADS, DIM),
+}
+
+
+def spec(heads: int = HEADS) -> ModelSpec:
+    return ModelSpec(LAYERS, heads, DIM, 100, (None,) * LAYERS, (None,) * LAYERS, b"m" * 16)
+
+
+def random_cache(tokens: int, heads: int = HEADS, start: int = 0) -> KVCache:
+    generator = torch.Generator().manual_seed(tokens)
+    keys, values = torch.randn(2, LAYERS, tokens, heads, DIM, generator=generator)
+    return KVCache(keys, values, start)
+
+
+def reference(layer: torch.Tensor, layout: Layout, block: int, token: int, head: int) -> tuple:
+    """One token's key and value, picked element by element out of flat memory."""
+    flat = layer.reshape(-1)
+    if layout is Layout.CPU:
+        base = (block * HEADS + head) * BLOCK * 2 * DIM
+        keys = [flat[base + d * BLOCK + token] for d in range(DIM)]
+        values = [flat[base + BLOCK * DIM + token * DIM + d] for d in range(DIM)]
+    elif layout is Layout.HEADS_FIRST:
+        base = ((block * HEADS + head) * BLOCK + token) * 2 * DIM
+        keys, values = (list(flat[base + i * DIM : base + (i + 1) * DIM]) for i in (0, 1))
+    elif layout is Layout.PAIR_FIRST:
+        at = [(((i * BLOCKS + block) * BLOCK + token) * HEADS + head) * DIM for i in (0, 1)]
+        keys, values = (list(flat[a : a + DIM]) for a in at)
+    else:
+        at = [(((block * 2 + i) * BLOCK + token) * HEADS + head) * DIM for i in (0, 1)]
+        keys, values = (list(flat[a : a + DIM]) for a in at)
+    return torch.stack(keys), torch.stack(values)
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_every_element_is_where_the_reference_says(layout: Layout) -> None:
+    layers = [torch.zeros(SHAPES[layout]) for _ in range(LAYERS)]
+    paged = PagedCache(layers, spec(), Heads(0, HEADS), BLOCK, layout)
+    cache = random_cache(12)
+    block_ids = [5, 0, 3]
+    paged.write(cache, 0, 12, block_ids)
+    for layer in range(LAYERS):
+        for token in range(12):
+            for head in range(HEADS):
+                block = block_ids[token // BLOCK]
+                key, value = reference(layers[layer], layout, block, token % BLOCK, head)
+                assert torch.equal(key, cache.keys[layer, token, head])
+                assert torch.equal(value, cache.values[layer, token, head])
+    untouched = torch.stack([torch.stack(views(layer, layout)) for layer in layers])
+    assert not untouched[:, :, [1, 2, 4, 6]].any()
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize(("start", "end"), [(0, 12), (4, 8), (3, 9), (8, 11)])
+def test_what_was_written_is_read(layout: Layout, start: int, end: int) -> None:
+    layers = [torch.full(SHAPES[layout], 9.0) for _ in range(LAYERS)]
+    paged = PagedCache(layers, spec(), Heads(0, HEADS), BLOCK, layout)
+    cache = random_cache(12)
+    paged.write(cache, 0, 12, [6, 2, 1])
+    found = paged.read(start, end, [6, 2, 1, 4])
+    assert (found.start, found.end) == (start, end)
+    assert torch.equal(found.keys, cache.keys[:, start:end])
+    assert torch.equal(found.values, cache.values[:, start:end])
+
+
+def test_only_the_blocks_of_a_part_are_written() -> None:
+    layers = [torch.zeros(SHAPES[Layout.CPU]) for _ in range(LAYERS)]
+    paged = PagedCache(layers, spec(), Heads(0, HEADS), BLOCK)
+    cache = random_cache(8, start=8)  # tokens 8 to 16 of a context
+    paged.write(cache, 12, 16, [1, 2, 3, 4])
+    assert layers[0][4].any()
+    assert not layers[0][[0, 1, 2, 3, 5, 6]].any()
+    found = paged.read(12, 16, [1, 2, 3, 4])
+    assert torch.equal(found.keys, cache.keys[:, 4:])
+
+
+def test_a_strided_tensor_is_written_through() -> None:
+    """On a GPU heads and tokens may lie in memory in either order."""
+    raw = [torch.zeros(BLOCKS, BLOCK, HEADS, 2 * DIM) for _ in range(LAYERS)]
+    layers = [one.transpose(1, 2) for one in raw]
+    paged = PagedCache(layers, spec(), Heads(0, HEADS), BLOCK, Layout.HEADS_FIRST)
+    cache = random_cache(4)
+    paged.write(cache, 0, 4, [2])
+    assert torch.equal(raw[1][2, :, :, :DIM], cache.keys[1])
+    assert torch.equal(raw[1][2, :, :, DIM:], cache.values[1])
+
+
+def test_kernels_with_smaller_blocks() -> None:
+    small = [torch.zeros(4 * BLOCKS, HEADS, BLOCK, 2 * DIM) for _ in range(LAYERS)]
+    paged = PagedCache(small, spec(), Heads(0, HEADS), 4 * BLOCK)
+    cache = random_cache(32)
+    paged.write(cache, 0, 32, [3, 1])
+    keys, _ = views(small[0], Layout.CPU)
+    assert torch.equal(keys[12:16].flatten(0, 1), cache.keys[0, :16])
+    assert torch.equal(keys[4:8].flatten(0, 1), cache.keys[0, 16:])
+    assert torch.equal(paged.read(5, 20, [3, 1]).values, cache.values[:, 5:20])
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "expected"),
+    [
+        (8, 1, [(0, 8)]),
+        (8, 4, [(0, 2), (2, 2), (4, 2), (6, 2)]),
+        (2, 4, [(0, 1), (0, 1), (1, 1), (1, 1)]),
+    ],
+)
+def test_heads_of_ranks(heads: int, ranks: int, expected: list[tuple[int, int]]) -> None:
+    found = [Heads.of_rank(heads, rank, ranks) for rank in range(ranks)]
+    assert [(one.first, one.count) for one in found] == expected
+
+
+def test_uneven_ranks_are_refused() -> None:
+    for heads, ranks in ((3, 2), (2, 3)):
+        with pytest.raises(UnsupportedError, match="ranks"):
+            Heads.of_rank(heads, 0, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_takes_its_heads(ranks: int) -> None:
+    """Together the ranks hold the whole cache."""
+    cache = random_cache(8, heads=4)
+    found = []
+    for rank in range(ranks):
+        heads = Heads.of_rank(4, rank, ranks)
+        layers = [torch.zeros(BLOCKS, heads.count, BLOCK, 2 * DIM) for _ in range(LAYERS)]
+        paged = PagedCache(layers, spec(4), heads, BLOCK)
+        assert not paged.holds_all_heads
+        paged.write(cache, 0, 8, [1, 0])
+        found.append(paged.read(0, 8, [1, 0]))
+    assert torch.equal(torch.cat([one.keys for one in found], dim=2), cache.keys)
+    assert torch.equal(torch.cat([one.values for one in found], dim=2), cache.values)
+
+
+def test_another_dtype_is_rounded() -> None:
+    layers = [torch.zeros(SHAPES[Layout.CPU], dtype=torch.bfloat16) for _ in range(LAYERS)]
+    paged = PagedCache(layers, spec(), Heads(0, HEADS), BLOCK)
+    cache = random_cache(4)
+    paged.write(cache, 0, 4, [0])
+    assert torch.equal(paged.read(0, 4, [0]).keys, cache.keys.bfloat16())
+
+
+def test_layouts_are_told_by_shape() -> None:
+    assert layout_of(torch.zeros(SHAPES[Layout.CPU]), HEADS, DIM) is Layout.CPU
+    on_meta = torch.zeros(SHAPES[Layout.HEADS_FIRST], device="meta")
+    assert layout_of(on_meta, HEADS, DIM) is Layout.HEADS_FIRST
+    for layout in (Layout.PAIR_FIRST, Layout.PAIR_SECOND):
+        assert layout_of(torch.zeros(SHAPES[layout]), HEADS, DIM) is layout
+    for shape in ((BLOCKS, BLOCK, 2 * DIM), (BLOCKS, HEADS, BLOCK, DIM), (3, 4, BLOCK, HEADS, 9)):
+        with pytest.raises(UnsupportedError, match="no layout"):
+            layout_of(torch.zeros(shape), HEADS, DIM)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    layers = [torch.zeros(SHAPES[Layout.CPU]) for _ in range(LAYERS)]
+    with pytest.raises(UnsupportedError, match="2 layers"):
+        PagedCache(layers[:2], spec(), Heads(0, HEADS), BLOCK)
+    with pytest.raises(UnsupportedError, match="blocks of 6"):
+        PagedCache(layers, spec(), Heads(0, HEADS), 6)
+    paged = PagedCache(layers, spec(), Heads(0, HEADS), BLOCK)
+    with pytest.raises(MismatchError, match="made of blocks"):
+        paged.write(random_cache(8), 0, 6, [0, 1])
+    with pytest.raises(MismatchError, match="not in 1 blocks"):
+        paged.read(0, 8, [0])

@@ -1,0 +1,212 @@
+"""The worker's side over a real runtime and a folder: loads, failures, deadlines, publishing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kdn.cache.keys import Namespace, cut
+from kdn.cache.spec import ModelSpec
+from kdn.cache.tensors import KVCache
+from kdn.codec.exact import ExactCodec
+from kdn.engines.vllm import worker as worker_module
+from kdn.engines.vllm.known import longest_known
+from kdn.engines.vllm.layout import Heads, PagedCache
+from kdn.engines.vllm.messages import Load, Save, Step
+from kdn.engines.vllm.runtime import Runtime
+from kdn.engines.vllm.settings import Settings
+from kdn.engines.vllm.worker import WorkerSide
+
+LAYERS, HEADS, DIM, BLOCK, BLOCKS = 2, 2, 8, 32, 64
+SPEC = ModelSpec(LAYERS, HEADS, DIM, 1000, (None,) * LAYERS, (None,) * LAYERS, b"m" * 16)
+SPACE = Namespace(SPEC.fingerprint, bytes(16))
+TOKENS = list(range(3, 603))  # two full chunks and a tail of 80
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Iterator[Runtime]:
+    settings = Settings.parse({"url": str(tmp_path / "folder"), "codec": "exact"})
+    runtime = Runtime.acquire(settings, SPEC.fingerprint, lambda: ExactCodec(SPEC))
+    yield runtime
+    runtime.release()
+
+
+def make_worker(runtime: Runtime) -> tuple[WorkerSide, PagedCache]:
+    layers = [torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM) for _ in range(LAYERS)]
+    paged = PagedCache(layers, SPEC, Heads(0, HEADS), BLOCK)
+    return WorkerSide(runtime, paged), paged
+
+
+def values(num_tokens: int) -> KVCache:
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, LAYERS, num_tokens, HEADS, DIM, generator=generator)
+    return KVCache(keys, values)
+
+
+def publish(runtime: Runtime) -> KVCache:
+    """A worker computes all tokens and publishes them."""
+    worker, paged = make_worker(runtime)
+    blocks = list(range(40, 60))
+    cache = values(608)
+    paged.write(cache, 0, 608, blocks)
+    worker.begin(Step(saves=(Save("r", tuple(cut(TOKENS, SPACE)), tuple(blocks)),), num_tokens=600))
+    worker.save()
+    until_s = time.monotonic() + 30
+    while runtime.counts.published < 3:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    assert worker.counts["published_chunks"] == 3
+    return cache
+
+
+def load(worker: WorkerSide, start: int, end: int, deadline_s: float = 30.0) -> Any:
+    """What comes of it: failed blocks, and up to where it is exact."""
+    chunks = tuple(c for c in cut(TOKENS, SPACE) if c.start < end and c.end > start)
+    blocks = tuple(range(30))
+    worker.begin(Step(loads=(Load("r", chunks, start, end, blocks, deadline_s, 0.0),)))
+    worker.start_loads()
+    until_s = time.monotonic() + 60
+    while not (done := worker.take_finished()):
+        assert time.monotonic() < until_s
+    assert done == {"r"}
+    assert worker.take_finished() == set()
+    return worker.take_failed_blocks(), worker.take_report().exact_until["r"]
+
+
+def test_what_one_publishes_another_loads(runtime: Runtime) -> None:
+    cache = publish(runtime)
+    worker, paged = make_worker(runtime)
+    assert load(worker, 0, 576) == (set(), 576)
+    found = paged.read(0, 576, range(30))
+    assert torch.equal(found.keys, cache.keys[:, :576])
+    assert torch.equal(found.values, cache.values[:, :576])
+    assert not paged.read(576, 640, range(30)).keys.any()
+    assert worker.counts["loaded_tokens"] == 576
+
+
+def test_a_part_is_loaded_behind_what_is_there(runtime: Runtime) -> None:
+    cache = publish(runtime)
+    worker, paged = make_worker(runtime)
+    assert load(worker, 288, 512) == (set(), 512)
+    found = paged.read(0, 512, range(30))
+    assert torch.equal(found.keys[:, 288:], cache.keys[:, 288:512])
+    assert not found.keys[:, :288].any()
+
+
+def test_what_is_gone_is_reported_block_by_block(runtime: Runtime) -> None:
+    cache = publish(runtime)
+    gone = cut(TOKENS, SPACE)[1]
+
+    async def delete() -> None:
+        assert await (await runtime.places.publish_to.store()).delete(gone.key)
+
+    runtime.submit(delete()).result(10)
+    worker, paged = make_worker(runtime)
+    assert load(worker, 0, 576) == (set(range(8, 18)), 256)
+    assert torch.equal(paged.read(0, 256, range(30)).keys, cache.keys[:, :256])
+    assert worker.counts["failed_tokens"] == 320
+
+
+def test_a_deadline_that_has_passed(runtime: Runtime) -> None:
+    publish(runtime)
+    worker, paged = make_worker(runtime)
+    assert load(worker, 0, 512, deadline_s=0.0) == (set(range(16)), 0)
+    assert not paged.read(0, 512, range(30)).keys.any()
+
+
+def test_an_error_is_a_failed_load(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: Any, **__: Any) -> Any:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(worker_module, "deliver", broken)
+    worker, _ = make_worker(runtime)
+    assert load(worker, 0, 512) == (set(range(16)), 0)
+
+
+def test_after_a_load_that_nobody_answered_others_fail_at_once(tmp_path: Path) -> None:
+    settings = Settings.parse({"url": "http://127.0.0.1:9", "codec": "exact"})
+    runtime = Runtime.acquire(settings, SPEC.fingerprint, lambda: ExactCodec(SPEC))
+    try:
+        worker, _ = make_worker(runtime)
+        assert load(worker, 0, 512, deadline_s=0.2) == (set(range(16)), 0)
+        began_s = time.monotonic()
+        assert load(worker, 0, 512, deadline_s=30.0) == (set(range(16)), 0)
+        assert time.monotonic() - began_s < 2.0
+    finally:
+        runtime.release()
+
+
+def test_a_load_that_never_ends_is_given_up(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def endless(*_: Any, **__: Any) -> Any:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(worker_module, "deliver", endless)
+    monkeypatch.setattr(worker_module, "GRACE_S", 0.1)
+    worker, _ = make_worker(runtime)
+    assert load(worker, 0, 512, deadline_s=0.1) == (set(range(16)), 0)
+
+
+def test_a_full_queue_publishes_nothing(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(runtime), "has_room", lambda self: False)
+    worker, _ = make_worker(runtime)
+    worker.begin(Step(saves=(Save("r", tuple(cut(TOKENS, SPACE)), tuple(range(20))),)))
+    worker.save()
+    assert worker.counts["unpublished_chunks"] == 3
+    assert worker.counts["published_chunks"] == 0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "block_tokens", "expected"),
+    [
+        (600, 16, [256, 512, 592]),
+        (700, 16, [256, 512]),  # another tail
+        (594, 128, [256, 512]),  # a tail that adds no whole block is not asked for
+        (400, 16, [256]),
+        (100, 16, []),
+    ],
+)
+def test_the_longest_known_prefix(
+    num_tokens: int, block_tokens: int, expected: list[int], runtime: Runtime
+) -> None:
+    publish(runtime)
+    tokens = TOKENS[:num_tokens] if num_tokens <= 600 else TOKENS[:590] + list(range(110))
+    asked = longest_known(
+        tokens, SPACE, runtime.codec, runtime.places.endpoints, block_tokens=block_tokens,
+        limit_s=10.0,
+    )  # fmt: skip
+    known = runtime.submit(asked).result(20)
+    assert [chunk.end for chunk in known.chunks] == expected
+    assert not known.late
+
+
+def test_nobody_answers(tmp_path: Path) -> None:
+    settings = Settings.parse({"url": "http://127.0.0.1:9", "codec": "exact"})
+    runtime = Runtime.acquire(settings, SPEC.fingerprint, lambda: ExactCodec(SPEC))
+    try:
+        asked = longest_known(
+            TOKENS, SPACE, runtime.codec, runtime.places.endpoints, block_tokens=16, limit_s=0.2
+        )
+        known = runtime.submit(asked).result(5)
+        assert (known.end, known.late) == (0, True)
+    finally:
+        runtime.release()
+
+
+def test_a_runtime_is_shared_and_closed(tmp_path: Path) -> None:
+    settings = Settings.parse({"url": str(tmp_path / "folder"), "codec": "exact"})
+    first = Runtime.acquire(settings, b"a", lambda: ExactCodec(SPEC))
+    assert Runtime.acquire(settings, b"a", lambda: ExactCodec(SPEC)) is first
+    first.release()
+    assert first._thread.is_alive()
+    first.release()
+    assert not first._thread.is_alive()
+    # The folder is free again.
+    Runtime.acquire(settings, b"a", lambda: ExactCodec(SPEC)).release()

@@ -1,0 +1,158 @@
+"""A real vLLM in a process of its own, told what to do in JSON lines. Run by `harness.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+class Server:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(
+            dtype="float32", enforce_eager=True, disable_log_stats=False, seed=0, **settings
+        )
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int = 16, **options: Any
+    ) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        salt = options.pop("salt", None)
+        params = options.pop("kdn", None)
+        extra = {"kv_transfer_params": {"kdn": params}} if params else None
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra, **options
+        )
+        asked = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
+        began_s = time.monotonic()
+        outputs = self.llm.generate(asked, sampling, use_tqdm=False)
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+            "reasons": [output.outputs[0].finish_reason for output in outputs],
+            "took_s": time.monotonic() - began_s,
+        }
+
+    def abandon(self, prompts: list[list[int]], steps: int) -> int:
+        """Begins these and gives all up after a few steps; how many were unfinished then."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        sampling = SamplingParams(temperature=0.0, max_tokens=100, detokenize=False)
+        names = [
+            engine.add_request(f"abandoned-{number}", {"prompt_token_ids": prompt}, sampling)
+            for number, prompt in enumerate(prompts)
+        ]
+        for _ in range(steps):
+            engine.step()
+        unfinished = engine.get_num_unfinished_requests()
+        engine.abort_request(names, internal=True)
+        until_s = time.monotonic() + 60.0
+        while self.scheduler.requests and time.monotonic() < until_s:
+            engine.step()
+        assert not self.scheduler.requests, "abandoned requests stay"
+        return int(unfinished)
+
+    def reset(self) -> bool:
+        """Empties vLLM's own prefix cache."""
+        return bool(self.llm.reset_prefix_cache())
+
+    def flush(self, limit_s: float = 120.0) -> dict[str, int]:
+        """Waits until everything is published."""
+        runtime = self.scheduler.connector._runtime
+        publisher = runtime._opened.result()[1]
+        until_s = time.monotonic() + limit_s
+        time.sleep(0.05)
+        while publisher._under_way and time.monotonic() < until_s:
+            time.sleep(0.02)
+        assert not publisher._under_way, "not everything was published in time"
+        return dict(vars(publisher.counts))
+
+    def state(self) -> dict[str, Any]:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        with open("/proc/self/statm") as file:
+            rss_bytes = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        pool = self.scheduler.kv_cache_manager.block_pool
+        told = {
+            "rss_bytes": rss_bytes,
+            "free_blocks": pool.get_num_free_blocks(),
+            "blocks": pool.num_gpu_blocks,
+            "requests": len(self.scheduler.requests),
+            "preemptions": self._metric("vllm:num_preemptions"),
+        }
+        if self.scheduler.connector is not None:
+            side, worker = self.scheduler.connector._scheduler, get_kv_transfer_group()._worker
+            told |= {
+                "scheduler": dict(side.counts),
+                "worker": dict(worker.counts),
+                "contexts": len(side._contexts),
+                "loading": len(side._loading) + len(worker._jobs),
+                "lossy_blocks": len(side._lossy_blocks),
+                "fingerprint": self.scheduler.connector._spec.fingerprint.hex(),
+                "hits": self._metric("vllm:external_prefix_cache_hits"),
+            }
+        return told
+
+    def _metric(self, name: str) -> int:
+        return sum(int(m.value) for m in self.llm.get_metrics() if m.name == name)
+
+    def teach(self, prompt: list[int], num_scored: int, runs: list[dict[str, Any]]) -> list[Any]:
+        """Reads the same prompt once for each of `runs` and compares with the first what the model
+        expects after each of the last `num_scored` tokens: mean KL divergence, top-1 agreement."""
+        import torch
+
+        model = self.core.model_executor.driver_worker.worker.model_runner.model
+        seen: list[torch.Tensor] = []
+        original = model.compute_logits
+
+        def compute_logits(hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+            logits = original(hidden, *rest)
+            seen.append(logits.float().clone())
+            return logits
+
+        model.compute_logits = compute_logits
+        told: list[dict[str, Any]] = []
+        expected: torch.Tensor | None = None
+        try:
+            for run in runs:
+                seen.clear()
+                options = {"prompt_logprobs": 1, "skip_reading_prefix_cache": False,
+                           "detokenize": False, **run}  # fmt: skip
+                cached = self.generate([prompt], 1, **options)["cached"][0]
+                rows = max(seen, key=len)  # the other has one row, to sample from
+                found = torch.log_softmax(rows[-num_scored:], dim=-1)
+                expected = found if expected is None else expected
+                kld = (expected.exp() * (expected - found)).sum(-1).mean()
+                top1 = (expected.argmax(-1) == found.argmax(-1)).float().mean()
+                told.append({"cached": cached, "kld": kld.item(), "top1": top1.item(),
+                             "rows": rows.shape[0]})  # fmt: skip
+                self.reset()
+        finally:
+            model.compute_logits = original
+        return told
+
+
+def main() -> None:
+    asked, answers = os.fdopen(int(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w")
+    server = Server(json.loads(asked.readline()))
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in asked:
+        name, given = json.loads(line)
+        try:
+            answer = {"answer": getattr(server, name)(**given)}
+        except Exception as error:
+            answer = {"error": repr(error)}
+        print(json.dumps(answer), file=answers, flush=True)
+    server.core.shutdown()
+
+
+if __name__ == "__main__":
+    main()
