@@ -10,6 +10,7 @@ construction, whatever the basis lacks. A prefix of levels decodes; groups decod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -35,6 +36,7 @@ from kdn.codec.klt.columns import (
     slabs,
     write_slab,
 )
+from kdn.codec.klt.device import GpuDecoding, GpuEncoding
 from kdn.codec.klt.profile import NUM_CLASSES, Group, Profile
 from kdn.codec.klt.sinks import SinkCoder
 from kdn.codec.klt.symbols import Model
@@ -97,6 +99,8 @@ class KltCodec(Codec):
         self._predict = Predictor(profile)
         self._transforms = [GroupTransform(group, profile) for group in profile.groups]
         self._sinks = [SinkCoder(group, profile) for group in profile.groups]
+        self._gpu = GpuDecoding(spec, profile)
+        self._gpu_encoding = GpuEncoding(spec, profile)
 
     def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
         analysis = self.analyse(chunk, cache)
@@ -110,6 +114,21 @@ class KltCodec(Codec):
         for index, values in enumerate(parallel_map(lambda g: self._quantise(g, analysis), groups)):
             jobs += [(*part, values) for part in self.parts(index)]
         sections += parallel_map(lambda job: self.encode_part(*job, analysis.classes), jobs)
+        return self._write(chunk, cache, sections)
+
+    def encode_all(self, chunks: Sequence[Chunk], cache: KVCache) -> list[bytes]:
+        """On the GPU where the cache is on one."""
+        if not self._gpu_encoding.suits(chunks, cache):
+            return super().encode_all(chunks, cache)
+        from kdn.codec.klt.gpu_output import sections_of
+
+        found = sections_of(self, chunks, self._gpu_encoding.encode(chunks, cache))
+        jobs = zip(chunks, found, strict=True)
+        return parallel_map(
+            lambda job: self._write(job[0], cache.slice(job[0].start, job[0].end), job[1]), jobs
+        )
+
+    def _write(self, chunk: Chunk, cache: KVCache, sections: Sequence[Section]) -> bytes:
         info = StreamInfo.for_chunk(
             chunk,
             self.spec,
@@ -130,13 +149,10 @@ class KltCodec(Codec):
         out: KVCache | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> KVCache:
-        stream.check_for(chunk, self.spec, self.profile_id, CodecId.KLT)
-        if stream.info.num_levels != self.num_levels:
-            raise FormatError(f"expected {self.num_levels} levels, found {stream.info.num_levels}")
-        wanted = stream.levels_available if levels is None else levels
-        if not 1 <= wanted <= self.num_levels:
-            raise FormatError(f"expected 1 to {self.num_levels} levels to decode, found {wanted}")
+        wanted = self._checked_levels(stream, chunk, levels)
         cache = output_cache(stream.info, out, dtype)
+        if not self._gpu.decode([stream], [chunk], [wanted], cache):
+            return cache
         classes = self._decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
         groups = range(len(self._transforms))
         known, coded = parallel_call(
@@ -149,6 +165,31 @@ class KltCodec(Codec):
             sinks = [self._sinks[g].decode(data[g], count) for g in groups]
         self._assemble(chunk, known, coded, sinks, classes, cache)
         return cache
+
+    def decode_all(
+        self,
+        streams: Sequence[Bitstream],
+        chunks: Sequence[Chunk],
+        out: KVCache,
+        *,
+        levels: int | None = None,
+    ) -> None:
+        """Chunks that a GPU can decode are decoded there, all at once."""
+        counts = [self._checked_levels(*both, levels) for both in zip(streams, chunks, strict=True)]
+        left = self._gpu.decode(streams, chunks, counts, out)
+        super().decode_all(
+            [streams[i] for i in left], [chunks[i] for i in left], out, levels=levels
+        )
+
+    def _checked_levels(self, stream: Bitstream, chunk: Chunk, levels: int | None) -> int:
+        """How many levels to decode of what is this chunk's stream."""
+        stream.check_for(chunk, self.spec, self.profile_id, CodecId.KLT)
+        if stream.info.num_levels != self.num_levels:
+            raise FormatError(f"expected {self.num_levels} levels, found {stream.info.num_levels}")
+        wanted = stream.levels_available if levels is None else levels
+        if not 1 <= wanted <= self.num_levels:
+            raise FormatError(f"expected 1 to {self.num_levels} levels to decode, found {wanted}")
+        return wanted
 
     def simulate(self, chunk: Chunk, cache: KVCache, levels: int) -> KVCache:
         """What the first `levels` levels of this cache's stream decode to, without coding it: for

@@ -1,0 +1,183 @@
+"""`kdn bench gpu`: decoding on a GPU beside prefill, and time to the first token over links.
+
+The models never ran: Llama-3.1's shapes with random weights, and a synthetic profile
+(`gpu_model.py`). Links are virtual: a chunk arrives when its bytes have passed at the link's rate;
+decoding, measured for as many chunks as had arrived by then, overlaps the arrival of the next; then
+the model runs one token, as a CUDA graph. A context is made of a few encoded chunks, over and over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kdn.bench.report import report_console
+from kdn.errors import UnsupportedError
+
+LINKS_GBIT = (1, 3, 10, 25, 100)
+CHUNK_TOKENS = 256
+CACHEGEN_BITS = 2.26
+BATCHES = (1, 2, 4, 8, 16, 32)
+MOST_ENCODED = 32768
+
+
+def run(
+    contexts: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = (
+        "2048,8192,32768,65536"
+    ),
+    shapes: Annotated[str, typer.Option(help="Comma-separated: 8b, 70b.")] = "8b,70b",
+    group_layers: Annotated[int, typer.Option(min=1, help="Layers coded together.")] = 2,
+    chunks: Annotated[int, typer.Option(min=2, help="Chunks that are encoded.")] = 4,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all as JSON.")] = None,
+    seed: Annotated[int, typer.Option(help="Chooses weights, tokens and values.")] = 0,
+) -> None:
+    """Decode and prefill milliseconds on this GPU, and time to first token over links."""
+    if not torch.cuda.is_available():
+        raise UnsupportedError("kdn bench gpu needs a CUDA device; there is none")
+    from kdn.bench.gpu_measure import SHAPES, Ceilings
+
+    ceilings = Ceilings.measure()
+    lengths = [int(one) for one in contexts.split(",")]
+    results: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "copy_tb_per_s": ceilings.bytes_per_s / 1e12,
+        "product_tflop_per_s": ceilings.flops / 1e12,
+        "note": "synthetic profile after SmolLM2's spectrum; random weights; 70b: prefill and step "
+        "timed on 8 layers and scaled by 10",
+        "shapes": {},
+    }
+    for name in shapes.split(","):
+        options = (group_layers, chunks, seed)
+        results["shapes"][name] = _shape(SHAPES[name], lengths, ceilings, options)
+        if json_file:
+            json_file.write_text(json.dumps(results, indent=1))
+    report(report_console(), results)
+
+
+def _shape(
+    shape: Any, lengths: list[int], ceilings: Any, options: tuple[int, int, int]
+) -> dict[str, Any]:
+    from kdn.bench.gpu_measure import DecodeBench, PrefillBench
+    from kdn.bench.gpu_model import Synthetic, encode_many, llama_spec
+
+    group_layers, num_chunks, seed = options
+    log = Console(stderr=True)
+    spec = llama_spec(shape.num_layers)
+    log.print(f"{shape.name}: making a profile and encoding {num_chunks} chunks")
+    device = torch.device("cuda")
+    synthetic = Synthetic.build(spec, group_layers, seed, device, sample_chunks=2)
+    first = synthetic.context(num_chunks * CHUNK_TOKENS, 5)
+    bench = DecodeBench(synthetic, encode_many(synthetic, first, seed + 9), ceilings)
+    prefill = PrefillBench(shape)
+    top = synthetic.codec.num_levels - 1
+    rows: dict[str, Any] = {}
+    for tokens in lengths:
+        log.print(f"{shape.name}: {tokens} tokens")
+        decoded = {levels: bench.measure(tokens, levels) for levels in (top, top - 1)}
+        prefill_ms = prefill.prefill_ms(tokens)
+        step_ms = prefill.step_ms(bench.cache(tokens))
+        rows[str(tokens)] = {
+            "decode": {str(levels): one.as_row() for levels, one in decoded.items()},
+            "prefill_ms": prefill_ms,
+            "step_ms": step_ms,
+            "encode_ms": bench.encode_ms(tokens) if tokens <= MOST_ENCODED else None,
+        }
+    bits = {
+        str(n): bench.level_bytes(n) * 8 / CHUNK_TOKENS / spec.values_per_token
+        for n in (top, top - 1)
+    }
+    speeds = {str(n): _speeds(bench, n) for n in (top, top - 1)}
+    links = {
+        tokens: first_token(int(tokens), row, spec.values_per_token, bits, speeds)
+        for tokens, row in rows.items()
+    }
+    return {"name": shape.name, "bits": bits, "contexts": rows, "links": links, "batch_ms": speeds}
+
+
+def _speeds(bench: Any, levels: int) -> dict[int, float]:
+    """Milliseconds to decode so many chunks at once."""
+    return {n: bench.measure(n * CHUNK_TOKENS, levels).ms for n in BATCHES}
+
+
+def first_token(
+    num_tokens: int,
+    row: Mapping[str, Any],
+    values_per_token: int,
+    bits: Mapping[str, float],
+    speeds: Mapping[str, Mapping[int, float]],
+) -> dict[str, dict[str, float]]:
+    """Milliseconds to the first token, per way of getting there and link."""
+    found: dict[str, dict[str, float]] = {}
+    rates = {"fp16": 16.0, "int8": 8.0, "cachegen rate": CACHEGEN_BITS}
+    for link in LINKS_GBIT:
+        own = {"text prefill": float(row["prefill_ms"])}
+        for name, each in rates.items():
+            # Decoding is taken to be free: these are lower bounds.
+            own[name] = num_tokens * values_per_token * each / link / 1e6 + row["step_ms"]
+        for levels, each in bits.items():
+            chunk_ms = CHUNK_TOKENS * values_per_token * each / link / 1e6
+            ready = overlapped(num_tokens // CHUNK_TOKENS, chunk_ms, speeds[levels])
+            own[f"klt {levels} levels"] = ready + row["step_ms"]
+        found[str(link)] = own
+    return found
+
+
+def overlapped(num_chunks: int, chunk_ms: float, speeds: Mapping[int, float]) -> float:
+    """When the last of many chunks is decoded, if one arrives every `chunk_ms`, and the decoder
+    takes all that have arrived, up to its largest measured batch, whenever it is free."""
+    done, now = 0, 0.0
+    while done < num_chunks:
+        now = max(now, (done + 1) * chunk_ms)
+        arrived = min(num_chunks, int(now / chunk_ms + 1e-9)) - done
+        batch = max(n for n in speeds if n <= max(arrived, 1))
+        now += speeds[batch]
+        done += batch
+    return now
+
+
+def report(console: Console, results: Mapping[str, Any]) -> None:
+    console.print(
+        f"{results['device']}: copy {results['copy_tb_per_s']:.2f} TB/s, "
+        f"16-bit product {results['product_tflop_per_s']:.0f} TFLOP/s. {results['note']}."
+    )
+    for shape in results["shapes"].values():
+        table = Table(title=f"{shape['name']}: compressed bytes on the GPU to a bf16 cache")
+        heads = ("tokens", "levels", "bits", "decode ms", "as graph", "GB/s", "floor ms", "x floor",
+                 "peak", "encode ms", "prefill ms", "step ms", "stages ms")  # fmt: skip
+        for head in heads:
+            table.add_column(head, justify="right")
+        for tokens, row in shape["contexts"].items():
+            for levels, one in row["decode"].items():
+                stages = " ".join(f"{k} {v:.2f}" for k, v in one["stages_ms"].items())
+                table.add_row(
+                    tokens, levels, f"{shape['bits'][levels]:.3f}", f"{one['ms']:.2f}",
+                    f"{one['graph_ms']:.2f}",
+                    f"{one['gb_per_s']:.0f}", f"{one['floor_ms']:.2f}", f"{one['over_floor']:.2f}",
+                    f"{one['peak_share']:.1%}", f"{row['encode_ms'] or 0:.1f}",
+                    f"{row['prefill_ms']:.1f}", f"{row['step_ms']:.1f}", stages,
+                )  # fmt: skip
+        console.print(table)
+        console.print(_links_table(shape))
+
+
+def _links_table(shape: Mapping[str, Any]) -> Table:
+    table = Table(title=f"{shape['name']}: ms to the first token (times faster than prefill)")
+    table.add_column("tokens", justify="right")
+    table.add_column("Gbit/s", justify="right")
+    ways = list(next(iter(next(iter(shape["links"].values())).values())))
+    for way in ways:
+        table.add_column(way, justify="right")
+    for tokens, links in shape["links"].items():
+        for link, own in links.items():
+            base = own["text prefill"]
+            cells = [f"{own[way]:.0f} ({base / own[way]:.1f})" for way in ways]
+            table.add_row(tokens, link, *cells)
+    return table

@@ -1,0 +1,256 @@
+"""What `kdn bench gpu` measures on a device: ceilings, decoding stage by stage, and prefill."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from kdn.bench.gpu_model import Synthetic
+from kdn.cache.keys import CHUNK_TOKENS
+from kdn.cache.tensors import KVCache
+from kdn.codec.format import Bitstream
+from kdn.codec.klt.decoder_triton import Decoder, Target
+from kdn.codec.klt.gpu_input import Slab
+
+
+def cuda_ms(fn: Callable[[], object], repeat: int = 7, warmup: int = 2) -> float:
+    """Median of event times."""
+    for _ in range(warmup):
+        fn()
+    marks = [[_event() for _ in range(2)] for _ in range(repeat)]
+    for begin, end in marks:
+        begin.record()
+        fn()
+        end.record()
+    torch.cuda.synchronize()
+    return float(statistics.median(begin.elapsed_time(end) for begin, end in marks))
+
+
+def _event() -> Any:
+    event: Any = torch.cuda.Event
+    return event(enable_timing=True)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reaches: bytes read and written a second by a large copy, and operations a
+    second of a large product of 16-bit floats."""
+
+    bytes_per_s: float
+    flops: float
+
+    @classmethod
+    def measure(cls) -> Ceilings:
+        source = torch.empty(1 << 29, device="cuda").normal_()
+        target = torch.empty_like(source)
+        copy_ms = cuda_ms(lambda: target.copy_(source))
+        size = 8192
+        a, b = (torch.randn(size, size, device="cuda", dtype=torch.float16) for _ in range(2))
+        product_ms = cuda_ms(lambda: a @ b)
+        return cls(2 * source.nbytes / copy_ms * 1e3, 2 * size**3 / product_ms * 1e3)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One decoding of a context, from compressed bytes on the device to the finished cache."""
+
+    ms: float
+    graph_ms: float
+    stages_ms: dict[str, float]
+    peak_bytes: int
+    input_bytes: int
+    cache_bytes: int
+    floor_bytes_ms: float
+    floor_flops_ms: float
+
+    @property
+    def floor_ms(self) -> float:
+        return max(self.floor_bytes_ms, self.floor_flops_ms)
+
+    def as_row(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "floor_ms": self.floor_ms,
+            "over_floor": self.ms / self.floor_ms,
+            "gb_per_s": self.cache_bytes / self.ms / 1e6,
+            "peak_share": self.peak_bytes / self.cache_bytes,
+        }
+
+
+class DecodeBench:
+    """Decodes contexts of any length: a few encoded chunks, over and over."""
+
+    def __init__(self, synthetic: Synthetic, data: Sequence[bytes], ceilings: Ceilings) -> None:
+        self._synthetic, self._ceilings = synthetic, ceilings
+        self._streams = [Bitstream.parse(one) for one in data]
+        self.spec = synthetic.codec.spec
+        self.decoder = Decoder(self.spec, synthetic.codec.profile, torch.device("cuda"))
+
+    def level_bytes(self, levels: int) -> float:
+        """Of a chunk, header included, on average (not the first, which has sinks)."""
+        ends = [stream.level_end(levels - 1) for stream in self._streams[1:]]
+        return float(np.mean(ends))
+
+    def slabs(self, num_tokens: int, levels: int, size: int) -> list[Slab]:
+        count, chunks = num_tokens // CHUNK_TOKENS, self._synthetic.context(num_tokens, 5)
+        streams = [self._streams[i % len(self._streams)] for i in range(count)]
+        slots = [np.arange(chunk.start, chunk.end) for chunk in chunks]
+        return [
+            self.decoder.slab(
+                streams[i : i + size], chunks[i : i + size], levels, slots[i : i + size]
+            )
+            for i in range(0, count, size)
+        ]
+
+    def cache(self, num_tokens: int) -> KVCache:
+        shape = (self.spec.num_layers, num_tokens, self.spec.num_kv_heads, self.spec.head_dim)
+        keys, values = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        return KVCache(keys, values)
+
+    def measure(self, num_tokens: int, levels: int) -> Decoded:
+        cache = self.cache(num_tokens)
+        chunks = self._synthetic.context(num_tokens, 5)
+        target = Target.of_cache(cache, chunks)
+        plan = self.decoder.plan(len(chunks), target)
+        slabs = self.slabs(num_tokens, levels, plan.num_chunks)
+
+        def decode(stage: Callable[[str], None] = lambda _: None) -> None:
+            for slab in slabs:
+                self.decoder.run(slab, target, levels, plan, stage)
+
+        ms = cuda_ms(decode)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        decode()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        sent = sum(slab.size_bytes for slab in slabs)
+        moved = sent + cache.size_bytes + self.decoder.synthesis.matrix.nbytes
+        counts = self._synthetic.codec.profile.levels[levels - 1].num_components
+        rank = self._synthetic.codec.profile.tensors["predict.mix"].shape[1]
+        columns = self.spec.values_per_token / len(counts)
+        flops = sum(2 * num_tokens * columns * (rank + count) for count in counts)
+        return Decoded(
+            ms, cuda_ms(replayed(decode)), _stages(decode), peak, sent, cache.size_bytes,
+            moved / self._ceilings.bytes_per_s * 1e3, flops / self._ceilings.flops * 1e3,
+        )  # fmt: skip
+
+    def encode_ms(self, num_tokens: int) -> float:
+        """From a cache on the device to all sections there: a decoded one, and some noise."""
+        from kdn.codec.klt.encoder_triton import Encoder
+
+        cache, chunks = self.cache(num_tokens), self._synthetic.context(num_tokens, 5)
+        target = Target.of_cache(cache, chunks)
+        plan, levels = self.decoder.plan(len(chunks), target), self._synthetic.codec.num_levels - 1
+        for slab in self.slabs(num_tokens, levels, plan.num_chunks):
+            self.decoder.run(slab, target, levels, plan)
+        for side in (cache.keys, cache.values):
+            side += 0.1 * torch.randn_like(side)
+        encoder = Encoder(self.spec, self._synthetic.codec.profile, torch.device("cuda"))
+        return cuda_ms(lambda: encoder.encode(chunks, cache), repeat=3, warmup=1)
+
+
+def _stages(decode: Callable[[Callable[[str], None]], None]) -> dict[str, float]:
+    marks: list[tuple[str, Any]] = []
+
+    def stage(name: str) -> None:
+        marks.append((name, _event()))
+        marks[-1][1].record()
+
+    stage("")
+    decode(stage)
+    torch.cuda.synchronize()
+    found: dict[str, float] = {}
+    for (_, begin), (name, end) in pairwise(marks):
+        found[name] = found.get(name, 0.0) + begin.elapsed_time(end)
+    return found
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama's shape; `timed_layers` of it are run, and the time scaled."""
+
+    name: str
+    num_layers: int
+    hidden: int
+    inner: int
+    heads: int
+    timed_layers: int
+
+
+SHAPES = {
+    "8b": Shape("Llama-3.1-8B", 32, 4096, 14336, 32, 32),
+    "70b": Shape("Llama-3.1-70B", 80, 8192, 28672, 64, 8),
+}
+
+
+class PrefillBench:
+    """A model of random weights: how long reading takes, and the first token after a context."""
+
+    def __init__(self, shape: Shape) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        self._shape = shape
+        config = LlamaConfig(
+            hidden_size=shape.hidden, intermediate_size=shape.inner, vocab_size=128256,
+            num_hidden_layers=shape.timed_layers, num_attention_heads=shape.heads,
+            num_key_value_heads=8, max_position_embeddings=131072, rope_theta=500000.0,
+            attn_implementation="sdpa", dtype=torch.bfloat16,
+        )  # fmt: skip
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        model = model.to(torch.bfloat16).to_empty(device="cuda")
+        for parameter in model.parameters():
+            parameter.data.normal_(0, 0.02)
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to("cuda")
+        self._model = model.eval()
+
+    @property
+    def scale(self) -> float:
+        return self._shape.num_layers / self._shape.timed_layers
+
+    @torch.no_grad()
+    def prefill_ms(self, num_tokens: int) -> float:
+        ids = torch.randint(0, 128256, (1, num_tokens), device="cuda")
+        once = lambda: self._model(ids, use_cache=True, logits_to_keep=1)  # noqa: E731
+        return self.scale * cuda_ms(once, repeat=3, warmup=1)
+
+    @torch.no_grad()
+    def step_ms(self, cache: KVCache) -> float:
+        """One more token after a context whose cache is at hand."""
+        from transformers import DynamicCache
+
+        past = DynamicCache()
+        for layer in range(self._shape.timed_layers):
+            sides = (
+                x[layer].transpose(0, 1)[None].contiguous() for x in (cache.keys, cache.values)
+            )
+            past.update(*sides, layer)
+        ids = torch.randint(0, 128256, (1, 1), device="cuda")
+
+        def once() -> None:
+            self._model(ids, past_key_values=past, use_cache=True, logits_to_keep=1)
+
+        return self.scale * cuda_ms(replayed(once), repeat=5, warmup=2)
+
+
+def replayed(fn: Callable[[], object]) -> Callable[[], None]:
+    """The same as a CUDA graph: launches cost the host nothing."""
+    make: Any = torch.cuda.Stream
+    side = make()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        fn()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    replay: Callable[[], None] = graph.replay
+    return replay

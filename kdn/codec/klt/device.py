@@ -1,0 +1,141 @@
+"""What a GPU does of coding: all that it can, where the cache lies on one and Triton is there.
+
+The kernels know chunks of up to 256 tokens, every level but the last, and caches whose tokens' rows
+lie whole. The rest, and chunks in which they found something wrong, is for the reference: it is the
+one that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kdn.cache.keys import CHUNK_TOKENS, Chunk
+from kdn.cache.spec import ModelSpec
+from kdn.cache.tensors import KVCache
+from kdn.codec.format import Bitstream
+from kdn.codec.klt import symbols
+from kdn.codec.klt.gpu_tables import MAX_SINKS
+from kdn.codec.klt.profile import Profile
+from kdn.codec.outputs import output_cache
+from kdn.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from kdn.codec.klt.decoder_triton import Decoder
+    from kdn.codec.klt.encoder_triton import Encoded, Encoder
+
+
+class GpuDecoding:
+    """A codec's decoders, one for each device, made when first used."""
+
+    def __init__(self, spec: ModelSpec, profile: Profile) -> None:
+        self._spec, self._profile = spec, profile
+        self._lock = threading.Lock()  # guards what follows, and the decoders' streams
+        self._decoders: dict[torch.device, Decoder] = {}
+
+    def decode(
+        self,
+        streams: Sequence[Bitstream],
+        chunks: Sequence[Chunk],
+        levels: Sequence[int],
+        out: KVCache,
+    ) -> list[int]:
+        """Decodes what it can, each chunk into its place in `out`; returns which are left to do."""
+        if not self._suits(out):
+            return list(range(len(chunks)))
+        left = [i for i, n in enumerate(levels) if not self._can(chunks[i], n)]
+        with self._lock:
+            decoder = self._decoder(out.keys.device)
+            for count in sorted(set(levels)):
+                todo = [i for i, n in enumerate(levels) if n == count and i not in left]
+                if todo:
+                    failed = self._run(decoder, streams, chunks, todo, count, out)
+                    left += failed
+        for i in set(range(len(chunks))) - set(left):
+            # Zeroes what layers do not hold.
+            output_cache(streams[i].info, out.slice(chunks[i].start, chunks[i].end), out.dtype)
+        return sorted(left)
+
+    def _suits(self, out: KVCache) -> bool:
+        plain = all(side.stride()[2:] == (out.head_dim, 1) for side in (out.keys, out.values))
+        known = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+        on_gpu = out.keys.is_cuda and find_spec("triton") is not None
+        return on_gpu and plain and out.dtype in known and out.head_dim % 2 == 0
+
+    def _can(self, chunk: Chunk, levels: int) -> bool:
+        few = self._profile.num_sinks <= MAX_SINKS
+        return few and chunk.num_tokens <= CHUNK_TOKENS and levels < self._profile.num_levels
+
+    def _decoder(self, device: torch.device) -> Decoder:
+        from kdn.codec.klt.decoder_triton import Decoder
+
+        if device not in self._decoders:
+            self._decoders[device] = Decoder(self._spec, self._profile, device)
+        return self._decoders[device]
+
+    @staticmethod
+    def _run(
+        decoder: Decoder,
+        streams: Sequence[Bitstream],
+        chunks: Sequence[Chunk],
+        todo: Sequence[int],
+        levels: int,
+        out: KVCache,
+    ) -> list[int]:
+        from kdn.codec.klt.decoder_triton import Target
+
+        target = Target.of_cache(out, [chunks[i] for i in todo])
+        slots = [np.arange(chunks[i].start, chunks[i].end) - out.start for i in todo]
+        failed = decoder.decode(
+            [streams[i] for i in todo], [chunks[i] for i in todo], levels, target, slots
+        )
+        return [todo[i] for i in failed]
+
+
+class GpuEncoding:
+    """A codec's encoders, one for each device, made when first used."""
+
+    def __init__(self, spec: ModelSpec, profile: Profile) -> None:
+        self._spec, self._profile = spec, profile
+        self._lock = threading.Lock()  # guards what follows
+        self._encoders: dict[torch.device, Encoder] = {}
+
+    def suits(self, chunks: Sequence[Chunk], cache: KVCache) -> bool:
+        """Whether chunks follow one another in a whole cache, and layers and groups are alike."""
+        if not cache.keys.is_cuda or find_spec("triton") is None or not chunks:
+            return False
+        ropes = set(self._spec.ropes)
+        rope = next(iter(ropes))
+        alike = len(ropes) == 1 and rope is not None and not rope.interleaved
+        whole = rope is not None and rope.rotary_dim == self._spec.head_dim
+        follow = all(a.end == b.start for a, b in pairwise(chunks))
+        full = all(chunk.num_tokens == CHUNK_TOKENS for chunk in chunks[:-1])
+        last = chunks[-1].num_tokens <= CHUNK_TOKENS
+        same = len({(g.fine.shape, g.basis.shape) for g in self._profile.groups}) == 1
+        return alike and whole and follow and full and last and same and cache.is_complete
+
+    def encode(self, chunks: Sequence[Chunk], cache: KVCache) -> list[Encoded]:
+        """Of chunks and a cache that suit."""
+        from kdn.codec.klt.encoder_triton import Encoder
+
+        device = cache.keys.device
+        with self._lock:
+            if device not in self._encoders:
+                self._encoders[device] = Encoder(self._spec, self._profile, device)
+            found = self._encoders[device].encode(chunks, cache)
+            for one in found:
+                if not np.isfinite(float(one.total)):
+                    raise UnsupportedError(
+                        "klt codes finite values only; found NaN or infinity in the cache"
+                    )
+                if not float(one.largest) <= symbols.MAX_BASE:
+                    raise UnsupportedError(
+                        "values too far from all that the profile was calibrated on"
+                    )
+            return found

@@ -1,0 +1,158 @@
+"""From integers to the finished cache as Triton kernels: one matrix product does it all.
+
+    values = (A B) * column scale + bias, then RoPE, then the write
+
+A `[tokens, k]` holds, in 16-bit floats, what the token ids predict (all groups share it) and the
+components of the groups at hand. B `[columns, k]`, made once from the profile, holds the rows that
+belong to them. Sums are float32; rounding A and B adds about 3e-4 of a value. B's columns are
+ordered so that the two channels that RoPE turns together are neighbours, which one thread holds:
+the turn costs no exchange. A tile of columns lies within one layer's keys or values, so that it has
+one destination.
+"""
+
+# Kernels are in Triton's language, which has no types.
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ROW = tl.constexpr(256)
+BLOCK_TILES = tl.constexpr(32)
+
+
+@triton.jit
+def pack_components(
+    low, high, scales, row_factor, centroids, classes, class_factor, counts, skipped, out, status,
+    first_group, num_groups, num_rows, num_scales, wide, level_factor, width, latents,
+    BR: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Integers of rows [BR] and tokens [BT] of a (group, chunk) to components, turned into A."""
+    part, block = tl.program_id(0), tl.program_id(1)
+    in_batch = tl.program_id(2) % num_groups
+    chunk, group = tl.program_id(2) // num_groups, first_group + in_batch
+    total_groups = tl.load(counts)
+    count = tl.load(counts + 1 + group)
+    row, spot = part * BR + tl.arange(0, BR), block * BT + tl.arange(0, BT)
+    # A plane holds four of a lane's tokens side by side.
+    token = (spot // 128 * 4 + spot % 4) * 32 + spot % 128 // 4
+    known = (row < count)[:, None] & (spot >= 0)[None, :]
+    section = (chunk * total_groups + group).to(tl.int64)
+    place = row[:, None] * ROW + spot[None, :]
+    q = tl.load(low + section * num_rows * ROW + place, mask=known, other=0).to(tl.int32)
+    if part * BR < wide:
+        has_high = known & (row < wide)[:, None]
+        upper = tl.load(high + section * wide * ROW + place, mask=has_high, other=0).to(tl.int32)
+        q = tl.where((row < wide)[:, None], (upper << 8) | (q & 0xFF), q)
+    own = tl.load(classes + chunk * ROW + token).to(tl.int32)
+    scale = tl.load(scales + group * num_scales + row, mask=row < count, other=0).to(tl.int32)
+    kind = tl.minimum(tl.maximum(scale[:, None] + 2 * (own - 2)[None, :], 0), 63)
+    size = tl.abs(q)
+    offset = tl.load(centroids + kind * 4 + tl.minimum(size, 3))
+    factor = tl.load(row_factor + group * num_scales + row, mask=row < count, other=0.0)
+    steps = tl.load(class_factor + own) * level_factor
+    steps = tl.where(token < tl.load(skipped + chunk), 0.0, steps)
+    value = (size.to(tl.float32) + offset) * factor[:, None] * steps[None, :]
+    value = tl.trans(tl.where(q < 0, -value, value))
+    if tl.max(tl.max(tl.abs(value), 1), 0) > 65000.0:
+        tl.atomic_or(status + chunk, 1)
+    line = out + (chunk * ROW + token).to(tl.int64)[:, None] * width
+    tl.store(line + latents + in_batch * num_rows + row[None, :], value.to(tl.float16))
+
+
+@triton.jit
+def _write(
+    sums, column, pair, token, is_value, sinks, sink_width, column_scale, bias, frequency, cos, sin,
+    num_frequencies, line, slot, first_channel, second_channel, EXACT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Sums [tokens, columns] of one layer's keys or values to where they belong."""
+    BM: tl.constexpr = sums.shape[0]
+    HALF: tl.constexpr = sums.shape[1] // 2
+    sums = sums * tl.load(column_scale + column)[None, :] + tl.load(bias + column)[None, :]
+    if sink_width > 0:
+        more = sinks + token[:, None] * sink_width + column[None, :]
+        sums += tl.load(more, mask=(token < 16)[:, None], other=0.0)
+    even, odd = tl.split(tl.reshape(sums, (BM, HALF, 2)))
+    if is_value == 0:
+        turn = tl.load(frequency + pair)
+        if EXACT:
+            turn = tl.max_contiguous(tl.multiple_of(turn, 8), 8)
+            angle = token[:, None] * num_frequencies + turn[None, :]
+            cosine = tl.load(cos + angle).to(tl.float32)
+            sine = tl.load(sin + angle).to(tl.float32)
+        else:
+            angle = token[:, None] * num_frequencies + turn[None, :]
+            cosine = tl.load(cos + angle, mask=(turn >= 0)[None, :], other=1.0).to(tl.float32)
+            sine = tl.load(sin + angle, mask=(turn >= 0)[None, :], other=0.0).to(tl.float32)
+        turned = even * cosine - odd * sine
+        odd = odd * cosine + even * sine
+        even = turned
+    one, two = tl.load(first_channel + pair), tl.load(second_channel + pair)
+    if EXACT:
+        one = tl.max_contiguous(tl.multiple_of(one, 8), 8)
+        two = tl.max_contiguous(tl.multiple_of(two, 8), 8)
+        wanted = (slot >= 0)[:, None] & (tl.arange(0, HALF) >= 0)[None, :]
+    else:
+        wanted = (slot >= 0)[:, None] & (one >= 0)[None, :]
+    tl.store(line + one[None, :], even.to(DTYPE), mask=wanted)
+    tl.store(line + two[None, :], odd.to(DTYPE), mask=wanted)
+
+
+@triton.jit
+def restore(
+    a_matrix, b_matrix, tiles, first_tile, num_tiles, blocks_of, latents, group_width, first_group,
+    column_scale, bias, first_channel, second_channel, frequency, cos, sin, num_frequencies,
+    slots, pointers, key_stride, value_stride, sinks, sink_width, num_token_tiles, num_pairs,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
+    DTYPE: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """Tiles of tokens and columns, one after the other. `tiles` [tile, 4]: group, layer, whether
+    values, and with which of a layer's pairs it begins; `pointers` [layers, 2]: where each layer's
+    keys and values are; `slots` [tokens]: each token's place there, or -1. EXACT says that pairs
+    come in whole runs of eight neighbours, all of them turned."""
+    latent_blocks = latents // BK
+    for item in tl.range(tl.program_id(0), num_tiles * num_token_tiles, tl.num_programs(0),
+                         flatten=FLATTEN):  # fmt: skip
+        # Blocks of tokens whose A stays in the nearest cache while all columns are done.
+        block_tiles = num_tiles * BLOCK_TILES
+        token_block = item // block_tiles * BLOCK_TILES
+        height = tl.minimum(num_token_tiles - token_block, BLOCK_TILES)
+        token_tile = token_block + item % block_tiles % height
+        tile = first_tile + item % block_tiles // height
+        group, layer = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
+        is_value, first_pair = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
+        begin = latents + (group - first_group) * group_width
+        sums = tl.zeros((BM, BN), tl.float32)
+        for block in range(latent_blocks + tl.load(blocks_of + group)):
+            own = begin + (block - latent_blocks) * BK
+            place = tl.where(block < latent_blocks, block * BK, own)
+            a = a_matrix.load([token_tile * BM, place])
+            b = b_matrix.load([tile * BN, block * BK])
+            sums = tl.dot(a, b.T, sums)
+        token = token_tile * BM + tl.arange(0, BM)
+        slot = tl.load(slots + token)
+        base = tl.load(pointers + layer * 2 + is_value).to(tl.pointer_type(DTYPE))
+        stride = tl.where(is_value == 0, key_stride, value_stride)
+        line = base + slot[:, None] * stride
+        if EXACT:
+            line = tl.multiple_of(line, (16, 16))
+        pair = layer * num_pairs + first_pair
+        own_sinks = tl.where(token_tile == 0, sink_width, 0)
+        if HALVES:
+            HALF: tl.constexpr = BN // 2
+            left, right = tl.split(tl.permute(tl.reshape(sums, (BM, 2, HALF)), (0, 2, 1)))
+            _write(left, tile * BN + tl.arange(0, HALF), pair + tl.arange(0, HALF // 2), token,
+                   is_value, sinks, own_sinks, column_scale, bias, frequency, cos, sin,
+                   num_frequencies, line, slot, first_channel, second_channel, EXACT, DTYPE,
+                   )  # fmt: skip
+            _write(right, tile * BN + HALF + tl.arange(0, HALF),
+                   pair + HALF // 2 + tl.arange(0, HALF // 2), token,
+                   is_value, sinks, own_sinks, column_scale, bias, frequency, cos, sin,
+                   num_frequencies, line, slot, first_channel, second_channel, EXACT, DTYPE,
+                   )  # fmt: skip
+        else:
+            _write(sums, tile * BN + tl.arange(0, BN), pair + tl.arange(0, BN // 2), token,
+                   is_value, sinks, own_sinks, column_scale, bias, frequency, cos, sin,
+                   num_frequencies, line, slot, first_channel, second_channel, EXACT, DTYPE,
+                   )  # fmt: skip

@@ -1,0 +1,95 @@
+"""What a klt stream decodes to, in float64 and without any rounding on the way: the yardstick for
+decoders that round differently."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kdn.cache.keys import Chunk
+from kdn.cache.tensors import KVCache
+from kdn.codec import rope
+from kdn.codec.format import Bitstream
+from kdn.codec.klt import KltCodec, symbols_numba
+from kdn.codec.klt.codec import KIND_DIGITS, KIND_ENTERING, KIND_SINKS, KIND_TOKENS
+from kdn.codec.klt.profile import NUM_CLASSES
+
+Ints = npt.NDArray[np.int32]
+
+
+def integers(codec: KltCodec, stream: Bitstream, chunk: Chunk, group: int, levels: int) -> Ints:
+    """A group's components after so many levels."""
+    classes = codec._decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
+    values = np.zeros((0, chunk.num_tokens), np.int32)
+    for level, kind, _ in codec.parts(group):
+        if level >= levels or kind not in (KIND_DIGITS, KIND_ENTERING):
+            break
+        model = codec.model(level, kind, group, classes)
+        data = stream.section(level, group, kind)
+        if kind == KIND_DIGITS:
+            values = symbols_numba.decode(model, data, values)
+        else:
+            values = np.concatenate([values, symbols_numba.decode(model, data, None)])
+    return values
+
+
+def decode(codec: KltCodec, stream: Bitstream, chunk: Chunk, levels: int) -> KVCache:
+    """Levels without the correction."""
+    spec, profile = codec.spec, codec.profile
+    t = profile.tensors
+    classes = codec._decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
+    latent = codec._predict(chunk)
+    shape = (spec.num_layers, chunk.num_tokens, spec.num_kv_heads, spec.head_dim)
+    out = KVCache(torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64))
+    for index, group in enumerate(profile.groups):
+        fine = latent.fine.numpy().astype(np.float64).T @ t["predict.fine"][:, group.columns]
+        coarse = latent.codes.numpy().astype(np.float64).T @ t["predict.out"][:, group.columns]
+        values = t["predict.bias"][group.columns] + fine
+        values = values + coarse * latent.unit[:, None] * t["predict.out_scale"][group.columns]
+        values += components(codec, integers(codec, stream, chunk, index, levels), index, levels,
+                             classes)  # fmt: skip
+        if chunk.start == 0:
+            count = min(profile.num_sinks, chunk.num_tokens)
+            data = stream.section(0, index, KIND_SINKS)
+            values[:count] = codec._sinks[index].decode(data, count).numpy()
+        (first, last), width = group.layers, values.shape[1] // 2
+        for side, part in ((out.keys, values[:, :width]), (out.values, values[:, width:])):
+            rows = part.reshape(chunk.num_tokens, last - first, *shape[2:]).swapaxes(0, 1)
+            side[first:last] = torch.from_numpy(np.ascontiguousarray(rows))
+    keys = turn(codec, out.keys, chunk.start)
+    return KVCache(keys, out.values, 0)
+
+
+def components(
+    codec: KltCodec, q: Ints, index: int, levels: int, classes: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.float64]:
+    group = codec.profile.groups[index]
+    halvings = classes.astype(np.int64) - NUM_CLASSES // 2
+    kind = np.clip(group.scale[: len(q)].astype(np.int64)[:, None] + 2 * halvings, 0, 63)
+    offsets = np.pad(
+        codec.profile.levels[levels - 1].centroids.astype(np.float64), ((0, 0), (1, 0))
+    )
+    size = np.abs(q) + offsets[kind, np.minimum(np.abs(q), 3)]
+    step = codec.profile.finest_step * 3.0 ** (codec.num_levels - 1 - levels)
+    sizes = np.sign(q) * size * step * 2.0 ** (-halvings / 2)
+    rows = np.concatenate([
+        group.fine.astype(np.float64), group.basis * group.basis_scale.astype(np.float64)[:, None]
+    ])  # fmt: skip
+    return (sizes.T @ rows[: len(q)]) / group.weight
+
+
+def turn(codec: KltCodec, keys: torch.Tensor, start: int) -> torch.Tensor:
+    """RoPE in float64."""
+    out = keys.clone()
+    for layer, found in enumerate(codec.spec.ropes):
+        if found is None:
+            continue
+        positions = torch.arange(start, start + keys.shape[1], dtype=torch.float64)
+        angles = positions[:, None] * torch.tensor(found.inv_freq, dtype=torch.float64)
+        cos, sin = angles.cos()[:, None] * found.amplitude, angles.sin()[:, None] * found.amplitude
+        first, second = rope._pair_channels(found)
+        a, b = keys[layer, ..., first], keys[layer, ..., second]
+        out[layer, ..., first] = a * cos - b * sin
+        out[layer, ..., second] = b * cos + a * sin
+    return out

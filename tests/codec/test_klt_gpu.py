@@ -1,0 +1,161 @@
+"""What surrounds the Triton kernels and needs none of them: the same on any machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from kdn.bench.gpu import overlapped
+from kdn.cache.keys import Namespace, cut
+from kdn.cache.spec import ModelSpec, RopeSpec
+from kdn.codec.klt import KltCodec
+from kdn.codec.klt.gpu_input import Words, split_slabs, token_rows
+from kdn.codec.klt.gpu_tables import (
+    NEVER,
+    Coding,
+    Pairs,
+    Synthesis,
+    base_bounds,
+    base_intervals,
+    digit_bounds,
+    padded_thresholds,
+)
+from kdn.codec.klt.latents import Latents
+from kdn.codec.klt.transform import GroupTransform
+from kdn.errors import FormatError, MismatchError
+from tests.codec.klt_profile import make_profile
+
+CPU = torch.device("cpu")
+PLAIN = RopeSpec(tuple(10000.0 ** (-i / 8) for i in range(8)))
+NEIGHBOURS = RopeSpec(PLAIN.inv_freq, 1.3, True)
+PARTIAL = RopeSpec((1.0, 0.3, 0.05))
+
+
+def spec_of(*ropes: RopeSpec | None) -> ModelSpec:
+    return ModelSpec(len(ropes), 4, 16, 1000, ropes, (None,) * len(ropes), bytes(16))
+
+
+@pytest.fixture(scope="module")
+def codec() -> KltCodec:
+    spec = spec_of(PLAIN, None, NEIGHBOURS, PARTIAL)
+    return KltCodec(spec, make_profile(spec))
+
+
+def test_packed_bounds_find_every_slots_symbol(codec: KltCodec) -> None:
+    """As the kernel does: a difference's bits 15 and 31 say whether a bound is reached."""
+    cdf = codec.profile.levels[0].entering.cdf[:40]
+    bounds, intervals = base_bounds(cdf), base_intervals(cdf).view(np.uint32)
+    slots = np.random.default_rng(0).integers(0, 1 << 14, 500).astype(np.uint32)
+    for table in range(len(cdf)):
+        words = bounds[:, table].view(np.uint32)[:, None]
+        twice = slots * np.uint32(0x10001) | np.uint32(0x80008000)
+        reached = ((twice - words) >> np.uint32(15)) & np.uint32(0x10001)
+        symbol = (reached & 1).sum(axis=0) + (reached >> np.uint32(16)).sum(axis=0)
+        wanted = np.searchsorted(cdf[table], slots, side="right") - 1
+        assert np.array_equal(symbol, wanted)
+        found = intervals[wanted, table]
+        assert np.array_equal(found & 0xFFFF, cdf[table][wanted])
+        assert np.array_equal(found >> 16, cdf[table][wanted + 1] - cdf[table][wanted])
+
+
+def test_digit_bounds_and_thresholds(codec: KltCodec) -> None:
+    tables = codec.profile.levels[1].digits
+    assert tables is not None
+    packed = digit_bounds(tables.cdf).view(np.uint32)
+    assert np.array_equal(packed & 0xFFFF, tables.cdf[:, 1])
+    assert np.array_equal(packed >> 16, tables.cdf[:, 2])
+    padded = padded_thresholds([np.ones((2, 7), np.int32), np.full((3, 7), 5, np.int32)])
+    assert padded.shape == (2, 3, 8)
+    assert np.all(padded[0, 2] == NEVER)
+    assert np.all(padded[:, :, 7] == NEVER)
+
+
+@pytest.mark.parametrize("rope", [None, PLAIN, NEIGHBOURS, PARTIAL])
+def test_pairs_hold_every_channel_once(rope: RopeSpec | None) -> None:
+    pairs = Pairs.of(spec_of(rope, rope), 4, 64)
+    both = np.concatenate([pairs.first[1], pairs.second[1]])
+    assert np.array_equal(np.sort(both), np.arange(64))
+    turned = pairs.frequency[1] >= 0
+    assert turned.sum() == 4 * (len(rope.inv_freq) if rope else 0)
+    if rope is not None:
+        apart = 1 if rope.interleaved else len(rope.inv_freq)
+        assert np.all(pairs.second[1][turned] - pairs.first[1][turned] == apart)
+    assert pairs.contiguous == (rope is PLAIN)
+
+
+def test_pairs_are_padded_to_whole_tiles() -> None:
+    pairs = Pairs.of(spec_of(PLAIN), 3, 64)
+    assert pairs.first.shape == (1, 32)
+    assert np.all(pairs.first[0, 24:] == -1)
+    assert not pairs.contiguous
+
+
+def test_the_product_is_the_references_sum(codec: KltCodec) -> None:
+    """Latents and components times B: prediction and synthesis of `transform.py`."""
+    spec, profile, rng = codec.spec, codec.profile, np.random.default_rng(1)
+    coding = Coding.of(profile, CPU)
+    own = Synthesis.of(spec, profile, CPU, range(4), coding.num_rows)
+    chunk = cut(rng.integers(0, 1000, 32), Namespace(spec.fingerprint, codec.profile_id))[0]
+    latents = Latents(profile, CPU)(torch.from_numpy(token_rows(chunk, spec.vocab_size)))
+    known = codec._predict(chunk)
+    for index, group in enumerate(profile.groups):
+        count = len(group.scale)
+        amounts = rng.normal(size=(32, count)).astype(np.float32) * 5
+        a = torch.zeros((32, own.matrix.shape[1]))
+        a[:, : latents.shape[1]] = latents * own.latent_factor
+        scaled = torch.from_numpy(amounts) * own.row_factor[index, :count]
+        a[:, own.num_latents : own.num_latents + count] = scaled
+        rows = slice(*(n * own.block_columns for n in own.tiles_before[index : index + 2]))
+        found = a @ own.matrix[rows].float().T * own.scale[rows] + own.bias[rows]
+        coarse = group.basis * group.basis_scale[:, None]
+        basis = np.concatenate([group.fine.astype(np.float32), coarse])
+        wanted = (amounts * profile.finest_step) @ basis / group.weight
+        wanted = torch.from_numpy(wanted) + GroupTransform(group, profile).predict(known)
+        source = own.source[rows]
+        assert sorted(source.tolist()) == list(range(group.columns.start, group.columns.stop))
+        wanted = wanted[:, source - group.columns.start]
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-3
+
+
+def test_tokens_know_those_before_them(codec: KltCodec) -> None:
+    chunks = cut(np.arange(300) % 999, Namespace(bytes(16), bytes(16)))
+    first, second = (token_rows(chunk, 1000) for chunk in chunks)
+    assert first[:3].tolist() == [[0, 1000, 1000], [1, 0, 1000], [2, 1, 0]]
+    assert second[0].tolist() == [256, 255, 254]
+    with pytest.raises(MismatchError):
+        token_rows(chunks[1], 200)
+
+
+def test_slabs_begin_where_contexts_do() -> None:
+    chunks = cut(np.arange(1024), Namespace(bytes(16), bytes(16)))
+    assert split_slabs(chunks, 3) == [range(3), range(3, 4)]
+    assert split_slabs([*chunks[:2], *chunks], 4) == [range(2), range(2, 6)]
+
+
+def test_sections_are_whole_words() -> None:
+    words = Words()
+    assert words.add(b"abcd") == (0, 2)
+    assert words.add(b"ef") == (2, 1)
+    with pytest.raises(FormatError):
+        words.add(b"odd")
+    found = words.upload(CPU, 5)
+    assert found.numpy().view(np.uint8)[:6].tobytes() == b"abcdef"
+    assert len(found) == 8
+
+
+def test_decoding_overlaps_arrival() -> None:
+    """A decoder as fast as the link adds one chunk; a slow one is what is waited for."""
+    assert overlapped(10, 1.0, {1: 0.5}) == pytest.approx(10.5)
+    assert overlapped(4, 1.0, {1: 3.0}) == pytest.approx(13.0)
+    assert overlapped(4, 1.0, {1: 3.0, 2: 3.0}) == pytest.approx(10.0)
+
+
+def test_a_cpu_machine_never_imports_triton() -> None:
+    imports = "import sys, kdn.codec.klt, kdn.codec.klt.device, kdn.bench.gpu"
+    code = f"{imports}; print('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,343 @@
+"""The GPU decoder against the reference: symbols bit by bit, values within 1e-3 of float64.
+
+Needs a CUDA device; where there is none, Triton's interpreter can run a small case on the CPU:
+`TRITON_INTERPRET=1 pytest -m gpu tests/codec/test_klt_triton.py` (minutes).
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+
+from kdn.cache.keys import Chunk, Namespace, cut
+from kdn.cache.spec import ModelSpec, RopeSpec
+from kdn.cache.tensors import KVCache
+from kdn.codec.format import Bitstream
+from kdn.codec.klt import KltCodec, Profile
+from kdn.codec.klt.codec import KIND_CORRECTION, KIND_DIGITS, KIND_ENTERING
+from kdn.errors import KdnError, UnsupportedError
+from tests.codec import klt_reference
+from tests.codec.klt_profile import parts
+
+HAS_TRITON = find_spec("triton") is not None
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (HAS_TRITON and (torch.cuda.is_available() or INTERPRETED)),
+        reason="needs a CUDA device and Triton",
+    ),
+]
+PLAIN = RopeSpec(tuple(10000.0 ** (-i / 8) for i in range(8)))
+MIXED = (
+    PLAIN,
+    None,
+    RopeSpec(tuple(10000.0 ** (-i / 8) for i in range(8)), 1.3, True),
+    RopeSpec((1.0, 0.3, 0.05)),
+)
+BOUND = 1e-3
+"""Relative to float64, in the Euclidean norm."""
+
+
+def spec_of(ropes: tuple[RopeSpec | None, ...], heads: int = 4) -> ModelSpec:
+    count = len(ropes)
+    return ModelSpec(count, heads, 16, 1000, ropes, (None,) * count, bytes(range(16)))
+
+
+class Case:
+    """A context of a model that never ran, its streams, and their exact decoding."""
+
+    def __init__(self, spec: ModelSpec, num_tokens: int, step: float = 0.5) -> None:
+        self.spec = spec
+        meta, tensors = parts(spec)
+        self.codec = KltCodec(spec, Profile.build(meta | {"finest_step": step}, tensors))
+        rng = np.random.default_rng(num_tokens)
+        names = Namespace(spec.fingerprint, self.codec.profile_id)
+        self.chunks = cut(rng.integers(0, spec.vocab_size, num_tokens), names)
+        shape = (spec.num_layers, num_tokens, spec.num_kv_heads, spec.head_dim)
+        keys, values = (torch.from_numpy(rng.normal(size=shape)).float() for _ in range(2))
+        self.cache = KVCache(keys, values)
+        self.data = self.codec.encode_all(self.chunks, self.cache)
+        self.streams = [Bitstream.parse(data) for data in self.data]
+
+    def reference(self, levels: int) -> KVCache:
+        parts = [
+            klt_reference.decode(self.codec, stream, chunk, levels)
+            for stream, chunk in zip(self.streams, self.chunks, strict=True)
+        ]
+        keys, values = (torch.cat(side, 1) for side in zip(*((p.keys, p.values) for p in parts),
+                                                           strict=True))  # fmt: skip
+        return KVCache(keys, values)
+
+    def poisoned(self, dtype: torch.dtype = torch.float32) -> KVCache:
+        sides = (torch.full(self.cache.keys.shape, 7e4).to(dtype).to(DEVICE) for _ in range(2))
+        return KVCache(*sides)
+
+
+def error(found: KVCache, expected: KVCache) -> float:
+    wrong, size = 0.0, 0.0
+    for a, b in ((found.keys, expected.keys), (found.values, expected.values)):
+        assert torch.isfinite(a.float()).all()
+        wrong += float((a.cpu().double() - b).square().sum())
+        size += float(b.square().sum())
+    return float(np.sqrt(wrong / size))
+
+
+def decoder_of(case: Case, heads: range | None = None):  # type: ignore[no-untyped-def]
+    from kdn.codec.klt.decoder_triton import Decoder
+
+    return Decoder(case.spec, case.codec.profile, DEVICE, heads)
+
+
+def slots_of(chunks: list[Chunk]) -> list[np.ndarray]:
+    return [np.arange(chunk.start, chunk.end) for chunk in chunks]
+
+
+def decode(case: Case, decoder, out: KVCache, levels: int) -> list[int]:  # type: ignore[no-untyped-def]
+    from kdn.codec.klt.decoder_triton import Target
+
+    target = Target.of_cache(out, case.chunks)
+    failed: list[int] = decoder.decode(
+        case.streams, case.chunks, levels, target, slots_of(case.chunks)
+    )
+    return failed
+
+
+@pytest.mark.parametrize("num_tokens", [16] if INTERPRETED else [16, 48, 304, 1024 + 240])
+@pytest.mark.parametrize("ropes", [(PLAIN,) * 4, MIXED], ids=["plain", "mixed"])
+def test_values_are_close_to_float64(num_tokens: int, ropes: tuple[RopeSpec | None, ...]) -> None:
+    case = Case(spec_of(ropes), num_tokens)
+    decoder = decoder_of(case)
+    for levels in (3,) if INTERPRETED else (1, 2, 3):
+        out = case.poisoned()
+        assert decode(case, decoder, out, levels) == []
+        assert error(out, case.reference(levels)) < BOUND
+
+
+@pytest.mark.parametrize("num_tokens", [16] if INTERPRETED else [48, 256, 304])
+def test_integers_are_those_of_the_reference(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(spec_of((PLAIN,) * 4), num_tokens)
+    decoder, kept = decoder_of(case), []
+    planes = decoder.planes
+    monkeypatch.setattr(decoder, "planes", lambda *a: kept.append(planes(*a)) or kept[-1])
+    monkeypatch.setattr(decoder, "_borrowed", lambda *_: None)
+    assert decode(case, decoder, case.poisoned(), 3) == []
+    done = 0
+    for low, high in kept:
+        low, high = (_unpacked(plane) for plane in (low, high))
+        for c in range(len(low)):
+            chunk, stream = case.chunks[done], case.streams[done]
+            done += 1
+            for g in range(low.shape[1]):
+                wanted = klt_reference.integers(case.codec, stream, chunk, g, 3)
+                wide, count = high.shape[2], chunk.num_tokens
+                found = low[c, g, : len(wanted), :count].astype(np.int32)
+                upper = high[c, g, : len(wanted), :count].astype(np.int32)
+                found[:wide] = upper * 256 + (found[:wide] & 255)
+                assert np.array_equal(found, wanted)
+    assert done == len(case.chunks)
+
+
+def _unpacked(plane: torch.Tensor) -> np.ndarray:
+    """[chunk, group, row, token] of a plane's bytes."""
+    raw = plane.cpu().numpy().view(np.int8)
+    halves = raw.reshape(*raw.shape[:3], 2, 32, 4)
+    return halves.transpose(0, 1, 2, 3, 5, 4).reshape(*raw.shape[:3], 256)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="slow")
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    [(torch.bfloat16, 3e-3), (torch.float16, 7e-4), (torch.float8_e4m3fn, 4e-2)],
+)
+def test_other_dtypes(dtype: torch.dtype, bound: float) -> None:
+    case = Case(spec_of((PLAIN,) * 4), 304)
+    out = case.poisoned(torch.float32 if dtype == torch.float8_e4m3fn else dtype)
+    out = KVCache(out.keys.to(dtype), out.values.to(dtype))
+    assert decode(case, decoder_of(case), out, 3) == []
+    assert error(KVCache(out.keys.float(), out.values.float()), case.reference(3)) < bound
+
+
+@pytest.mark.skipif(INTERPRETED, reason="slow")
+def test_pages_hold_what_a_plain_cache_does() -> None:
+    """A token's slot may be anywhere; what no slot names stays as it was."""
+    from kdn.codec.klt.decoder_triton import Target
+
+    case = Case(spec_of((PLAIN,) * 4), 304)
+    plain = case.poisoned()
+    decoder = decoder_of(case)
+    assert decode(case, decoder, plain, 3) == []
+    rng, heads, size = np.random.default_rng(3), case.spec.num_kv_heads, case.spec.head_dim
+    places = rng.permutation(1000)[:304]
+    pages = [torch.full((1000, 2, heads, size), 5.0, device=DEVICE) for _ in case.spec.ropes]
+    target = Target.of([p[:, 0] for p in pages], [p[:, 1] for p in pages])
+    slots = [places[chunk.start : chunk.end].copy() for chunk in case.chunks]
+    slots[1][7] = -1
+    assert decoder.decode(case.streams, case.chunks, 3, target, slots) == []
+    dropped = case.chunks[1].start + 7
+    for layer, page in enumerate(pages):
+        for t in range(304):
+            found = page[places[t]]
+            if t == dropped:
+                assert torch.all(found == 5.0)
+            else:
+                assert torch.equal(found[0], plain.keys[layer, t])
+                assert torch.equal(found[1], plain.values[layer, t])
+        untouched = np.setdiff1d(np.arange(1000), places)
+        assert torch.all(page[torch.from_numpy(untouched).to(DEVICE)] == 5.0)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="slow")
+def test_a_share_of_heads_is_that_part_of_all() -> None:
+    case = Case(spec_of((PLAIN,) * 4), 304)
+    whole = case.poisoned()
+    assert decode(case, decoder_of(case), whole, 2) == []
+    for heads in (range(2), range(3, 4)):
+        shape = (4, 304, len(heads), 16)
+        share = KVCache(*(torch.full(shape, 7e4, device=DEVICE) for _ in range(2)))
+        assert decode(case, decoder_of(case, heads), share, 2) == []
+        own = slice(heads.start, heads.stop)
+        assert torch.allclose(share.keys, whole.keys[:, :, own], atol=1e-4)
+        assert torch.allclose(share.values, whole.values[:, :, own], atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_codec_decodes_on_the_device_of_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(spec_of((PLAIN,) * 4), 304)
+    monkeypatch.setattr(case.codec, "_assemble", None)  # the reference's last step
+    out = case.poisoned(torch.bfloat16)
+    case.codec.decode_all(case.streams, case.chunks, out, levels=2)
+    assert error(out, case.reference(2)) < 3e-3
+    one = case.codec.decode(
+        case.streams[1], case.chunks[1], levels=2, out=case.poisoned().slice(256, 304)
+    )
+    assert torch.allclose(one.keys, out.keys[:, 256:].float(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_kernels_cannot_do_is_left_to_the_reference() -> None:
+    """All levels, and values that fit in no byte."""
+    case = Case(spec_of((PLAIN,) * 4), 48, step=0.01)
+    decoder, out = decoder_of(case), case.poisoned()
+    assert decode(case, decoder, out, 3) == [0]
+    for levels in (3, 4):
+        out = case.poisoned()
+        case.codec.decode_all(case.streams, case.chunks, out, levels=levels)
+        cpu = KVCache(torch.empty_like(case.cache.keys), torch.empty_like(case.cache.values))
+        case.codec.decode_all(case.streams, case.chunks, cpu, levels=levels)
+        assert torch.equal(out.keys.cpu(), cpu.keys)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_damage_is_found_and_named() -> None:
+    """Words changed behind the checksums' back: the kernels notice, the reference says what."""
+    case = Case(spec_of((PLAIN,) * 4), 304)
+    decoder = decoder_of(case)
+    rng, noticed, sound = np.random.default_rng(0), 0, 0
+    for _ in range(20):
+        streams = [Bitstream.parse(data) for data in case.data]
+        victim = streams[1]
+        index = int(rng.integers(0, sum(e.level < 3 for e in victim.header.entries)))
+        spoilt = bytearray(victim._parts[index])
+        spoilt[int(rng.integers(0, len(spoilt)))] ^= 1 << int(rng.integers(0, 8))
+        victim._parts[index] = memoryview(bytes(spoilt))
+        victim._verified.add(index)
+        broken = Case.__new__(Case)
+        broken.__dict__ = {**case.__dict__, "streams": streams}
+        failed = decode(broken, decoder, case.poisoned(), 3)
+        assert failed in ([], [1])
+        noticed += bool(failed)
+        # A changed escape is a sound stream with another value: only its size may be noticed.
+        with suppress(KdnError):
+            case.codec.decode(victim, case.chunks[1], levels=3)
+            sound += 1
+            continue
+        assert failed == [1]
+    assert noticed > 10
+    assert sound < 10
+
+
+def encoder_of(case: Case):  # type: ignore[no-untyped-def]
+    from kdn.codec.klt.encoder_triton import Encoder
+
+    return Encoder(case.spec, case.codec.profile, DEVICE)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="slow")
+@pytest.mark.parametrize("num_tokens", [48, 304])
+@pytest.mark.parametrize("step", [0.5, 0.01])
+def test_equal_integers_give_the_references_bytes(num_tokens: int, step: float) -> None:
+    """Of every level and kind; the finer step has escapes."""
+    from kdn.codec.klt.gpu_output import to_host
+
+    case = Case(spec_of((PLAIN,) * 4), num_tokens, step)
+    encoder, codec = encoder_of(case), case.codec
+    chunk, index = case.chunks[-1], len(case.chunks) - 1
+    analysis = codec.analyse(chunk, case.cache.slice(chunk.start, chunk.end))
+    levels = [codec._quantise(g, analysis) for g in range(len(codec.profile.groups))]
+    count = chunk.num_tokens
+    tokens_of = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+    classes = torch.full((256,), 2, dtype=torch.uint8, device=DEVICE)
+    classes[:count] = torch.from_numpy(analysis.classes).to(DEVICE)
+
+    def on_device(level: int, rows: int) -> torch.Tensor:
+        out = torch.zeros((1, len(levels), rows, 256), dtype=torch.int16)
+        for g, own in enumerate(levels):
+            out[0, g, : len(own[level]), :count] = torch.from_numpy(own[level].astype(np.int16))
+        return out.to(DEVICE)
+
+    arrays = [on_device(k, encoder.coding.num_rows) for k in range(3)]
+    checked = 0
+    for part in encoder.coding.parts:
+        before = arrays[part.level - 1] if part.is_digits else arrays[part.level]
+        own = (arrays[part.level], before, encoder.coding.scales)
+        kind = KIND_DIGITS if part.is_digits else KIND_ENTERING
+        found = to_host(encoder._push(part, own, classes, tokens_of, shifted=1))
+        for g, data in enumerate(found[0]):
+            assert data == bytes(case.streams[index].section(part.level, g, kind))
+            checked += 1
+    errors = on_device(3, max(encoder._correction.sizes))
+    own = (errors, errors, encoder._fix_scales)
+    found = to_host(encoder._push(encoder._correction, own, classes, tokens_of, shifted=0))
+    for g, data in enumerate(found[0]):
+        assert data == bytes(case.streams[index].section(3, g, KIND_CORRECTION))
+        checked += 1
+    assert checked == 12
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num_tokens", [48, 1024 + 240])
+def test_streams_of_the_gpu_are_as_good_as_the_references(num_tokens: int) -> None:
+    """At every level, decoded by the reference: no larger an error, and hardly more bytes."""
+    case = Case(spec_of((PLAIN,) * 4), num_tokens)
+    cache = KVCache(case.cache.keys.to(DEVICE), case.cache.values.to(DEVICE))
+    data = case.codec.encode_all(case.chunks, cache)
+    assert sum(map(len, data)) < 1.02 * sum(map(len, case.data))
+    exact = KVCache(case.cache.keys.double(), case.cache.values.double())
+    for levels in (1, 2, 3, 4):
+        errors = []
+        for streams in (case.data, data):
+            out = KVCache(torch.empty_like(case.cache.keys), torch.empty_like(case.cache.values))
+            parsed = [Bitstream.parse(one) for one in streams]
+            case.codec.decode_all(parsed, case.chunks, out, levels=levels)
+            errors.append(error(out, exact))
+        assert errors[1] < 1.03 * errors[0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("value", "message"), [(float("nan"), "finite"), (1e6, "too far")])
+def test_what_cannot_be_coded_is_refused(value: float, message: str) -> None:
+    case = Case(spec_of((PLAIN,) * 4), 48)
+    keys = case.cache.keys.clone()
+    keys[2, 30, 1, 3] = value
+    cache = KVCache(keys.to(DEVICE), case.cache.values.to(DEVICE))
+    with pytest.raises(UnsupportedError, match=message):
+        case.codec.encode_all(case.chunks, cache)
