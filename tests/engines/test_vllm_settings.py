@@ -12,7 +12,7 @@ from kdn.errors import UnsupportedError
 
 def test_defaults_and_kinds() -> None:
     settings = Settings.parse({"url": "http://a", "deadline_s": 2, "secret": "s3"})
-    assert (settings.codec, settings.quality, settings.load_failure) == ("klt", 0.002, "recompute")
+    assert (settings.codec, settings.quality, settings.load_failure) == ("klt", 0.0035, "recompute")
     assert (settings.deadline_s, settings.secret) == (2.0, b"s3")
     assert Settings.parse({"url": ["http://a", "/b"]}).url == ("http://a", "/b")
 

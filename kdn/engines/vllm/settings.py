@@ -31,9 +31,8 @@ class Settings:
     codec: str = "klt"
     profile: str | None = None
     """A profile's file, if not the one that was shipped or calibrated here."""
-    quality: float = 0.002
-    """Mean KL divergence in nats that is good enough; levels beyond it are not fetched. Finer than
-    where a cache serves one answer: blocks stay in vLLM's prefix cache for all."""
+    quality: float = 0.0035
+    """Mean KL divergence in nats that is good enough; levels beyond it are not fetched."""
     deadline_s: float = 5.0
     """For a load; what has not arrived by then is computed."""
     lookup_s: float = 0.5
