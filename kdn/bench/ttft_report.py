@@ -117,8 +117,8 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
     panel.set_yscale("log")
     panel.set_ylabel("seconds to the first token")
     panel.set_xticks(range(len(links)), [name.replace("_", "\n", 2) for name in links], fontsize=8)
-    panel.legend(frameon=False, ncols=len(ways), fontsize=8)
-    panel.set_title("Hatched: stopped, it would have taken longer", fontsize=8)
+    title = "hatched: stopped, it would have taken longer"
+    figure.legend(loc="outside upper center", ncols=len(ways), fontsize=8, title=title)
     panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

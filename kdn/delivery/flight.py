@@ -26,7 +26,8 @@ class ThroughputEstimator(Protocol):
 class Limits:
     max_window_bytes: int = 32 << 20
     window_s: float = 0.1
-    """In flight is what arrives in this time, or in two round trips if that is more."""
+    """In flight is what arrives in this time, or in three round trips if that is more: connections
+    that begin, or begin again, need some before they are fast."""
     first_window_bytes: int = 48 << 10
     """And at first so much, and four times what has arrived."""
     min_request_bytes: int = 24 << 10

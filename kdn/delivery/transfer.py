@@ -90,7 +90,7 @@ class Transfer:
 
     def window_bytes(self) -> int:
         link, limits = self.link(), self._limits
-        window_s = max(2 * link.latency_s, limits.window_s)
+        window_s = max(3 * link.latency_s, limits.window_s)
         proven = limits.first_window_bytes + 4 * self.fetched_bytes
         wanted = min(link.rate * window_s, max(proven, link.low_rate * window_s))
         return int(min(wanted, limits.max_window_bytes))
