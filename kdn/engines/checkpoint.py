@@ -81,6 +81,7 @@ def _hollow(config: PreTrainedConfig) -> PreTrainedModel:
 
 def _hollow_cache(hollow: PreTrainedModel) -> Cache:
     try:
+        # What a model does that needs values raises one of these on tensors that have none.
         return run_one_token(hollow, 0)
     except (RuntimeError, NotImplementedError) as error:
         raise UnsupportedError(

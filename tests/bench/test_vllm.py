@@ -156,7 +156,7 @@ for line in sys.stdin:
     if mode == "die":
         sys.exit("worn out")
     if mode == "hang":
-        time.sleep(60)
+        time.sleep(60)  # longer than any limit of a test: who asked gives up and kills it
     if mode == "refuse":
         print(json.dumps({"error": "no token came back"}), flush=True)
         continue
