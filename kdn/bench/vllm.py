@@ -42,7 +42,7 @@ from kdn.calibrate.corpus import Text, default_texts, load_text, window_starts
 from kdn.errors import FormatError, UnsupportedError
 
 INSTALL_LMCACHE = "pip install --no-deps lmcache==0.5.6, and the packages it asks for"
-SYSTEMS = ("none", "example", "lmcache", "kdn")
+SYSTEMS = ("none", "example", "lmcache", "kdn", "kdn-decoding")
 QUESTION = "\n\nQuestion: What is the most important statement of this text?\nAnswer:"
 WARM_UP = "The quick brown fox jumps over the lazy dog. "
 SETTLED_S = 3.0
@@ -146,6 +146,9 @@ def choose(
         "example": Example(python),
         "lmcache": LMCache(lmcache_python),
         "kdn": Kdn(python, extra=extra),
+        "kdn-decoding": Kdn(
+            python, name="kdn, decoding", links=(LOOPBACK,), shares_memory=False, extra=extra
+        ),
     }
     notes = []
     if "lmcache" in names:

@@ -22,12 +22,15 @@ RAW = ("ExampleConnector", "LMCache")
 """Systems that store what the engine holds: in a 16-bit engine, half of it."""
 _COLOURS = {
     "no cache": "#6c757d", "ExampleConnector": "#3f7d20", "LMCache": "#2e6f95", "kdn": "#d1495b",
+    "kdn, decoding": "#edae49",
 }  # fmt: skip
 _NOTES = (
     "Time to first token: median (least to most) over the documents, each read once by a fresh "
     "engine. Known: tokens of the prompt that were not computed. Stored, moved: bytes a document.",
     "LMCache on loopback: its server's RAM through shared memory; over links: a fresh server that "
-    "reads from Redis behind a shaping proxy. kdn: a node with an egress limit.",
+    "reads from Redis behind a shaping proxy. kdn on loopback: what the first engine left in the "
+    "host's shared memory, next to nothing from the node; over links: a fresh host and a node with "
+    "an egress limit. kdn, decoding: on one host without shared memory.",
     "= : computed, not measured. ExampleConnector has files, no link: its loopback time and its "
     "bytes over the link's rate. At 16 bit: half of a raw cache's bytes and of their time on the "
     "link.",
@@ -172,14 +175,21 @@ def passes(figures: dict[tuple[str, str], dict[str, Any]], task: dict[str, Any])
                 own["ttft_s"] < other["ttft_16bit_s"]
             )
         if own and other:
-            for what in ("moved", "stored"):
-                name = f"{what}_16bit_bytes"
-                told[f"{link}: {BYTES_BAR:g} times fewer bytes {what}, LMCache at 16 bit"] = (
-                    own[name] * BYTES_BAR <= other[name]
-                )
+            told |= _bytes_bars(link, own, other)
     for (system, link), one in figures.items():
         if system != "no cache" and not one["computed"]:
             told[f"{system}, {link}: known"] = one["hit_tokens"] >= HIT_BAR * task["context"]
+    return told
+
+
+def _bytes_bars(link: str, own: dict[str, Any], other: dict[str, Any]) -> dict[str, bool]:
+    """Of what moves on loopback, kdn counts only what its node sends: that says nothing."""
+    told = {}
+    for what in ("stored",) if link == LOOPBACK else ("stored", "moved"):
+        for name, how in ((f"{what}_bytes", ""), (f"{what}_16bit_bytes", ", LMCache at 16 bit")):
+            told[f"{link}: {BYTES_BAR:g} times fewer bytes {what}{how}"] = (
+                own[name] * BYTES_BAR <= other[name]
+            )
     return told
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -27,6 +28,7 @@ from kdn.bench.node_servers import (
 )
 from kdn.bench.node_wire import Nginx, Redis, call, redis_command
 
+SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 LOOPBACK = "loopback"
 LINKS: dict[str, float | None] = {LOOPBACK: None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 """Name to bits per second."""
@@ -196,18 +198,32 @@ def _lmcache_transfer(port: int) -> Transfer:
 
 @dataclass(frozen=True)
 class Kdn:
-    """A node over HTTP, held to the link's rate by its own egress limit."""
+    """A node over HTTP, held to the link's rate by its own egress limit. Loopback: the engines are
+    on one host and share what is decoded, in its memory. Other links: another host, which has
+    decoded nothing yet."""
 
     python: str
     name: str = "kdn"
-    lasts: bool = True
+    lasts: bool = False
     links: tuple[str, ...] = tuple(LINKS)
+    shares_memory: bool = True
     extra: tuple[tuple[str, Any], ...] = ()
     """More of the connector's settings."""
 
     @contextmanager
     def open(self, folder: Path) -> Iterator[Store]:
-        yield _Node(self, folder)
+        with _host(self.shares_memory) as host:
+            yield _Node(self, folder, host)
+
+
+@contextmanager
+def _host(shares_memory: bool) -> Iterator[Transfer]:
+    """The memory of one host, as the connector's settings."""
+    if not shares_memory:
+        yield {"host_bytes": 0}
+        return
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="kdn-bench-") as folder:
+        yield {"host_folder": folder}
 
 
 @dataclass(frozen=True)
@@ -216,14 +232,19 @@ class _Node:
 
     system: Kdn
     folder: Path
+    host: Transfer
 
     @contextmanager
     def route(self, link: str) -> Iterator[Route]:
         limit = LINKS[link]
         settings = {} if limit is None else {"egress_bits_per_s": int(limit)}
-        with start_kdn(self.folder, settings) as node:
+        with start_kdn(self.folder, settings) as node, ExitStack() as stack:
+            host = self.host
+            if limit is not None:
+                host = stack.enter_context(_host(self.system.shares_memory))
             url = f"http://{node.address[0]}:{node.address[1]}"
-            transfer = _transfer("KdnConnector", {"url": url, **dict(self.system.extra)})
+            extra = {"url": url, **host, **dict(self.system.extra)}
+            transfer = _transfer("KdnConnector", extra)
             transfer["kv_connector_module_path"] = "kdn.engines.vllm"
             yield Route(
                 transfer,

@@ -25,12 +25,16 @@ class World:
     def __init__(self, **settings: Any) -> None:
         self.now_s = 100.0
         self.lookups: list[Future[Known]] = []
+        self.limits_s: list[float] = []
         self.side = SchedulerSide(
             Settings.parse({"url": "x", **settings}), Identity(SPACE), self.look_up, BLOCK,
             clock=lambda: self.now_s,
         )  # fmt: skip
 
-    def look_up(self, tokens: Any, namespace: Namespace) -> Future[Known]:
+    def look_up(
+        self, tokens: Any, namespace: Namespace, quality: float, limit_s: float
+    ) -> Future[Known]:
+        self.limits_s.append(limit_s)
         self.lookups.append(Future())
         return self.lookups[-1]
 
@@ -119,16 +123,18 @@ def test_a_lookup_is_never_waited_for() -> None:
 
 
 def test_nobody_is_asked_for_a_while_after_a_late_answer() -> None:
-    world = World()
-    world.side.arrived(late := request("late", 1000))
-    world.lookups[0].set_result(Known(late=True))
-    assert world.side.matched(late, 0) == (0, False)
-    world.arrive(second := request("second", 1000), 768)
-    assert len(world.lookups) == 1
-    assert world.side.matched(second, 0) == (0, False)
+    """But what this host holds is known all the time."""
+    world = World(lookup_s=0.5)
+    world.arrive(late := request("late", 1000), None)
+    world.lookups[0].set_result(Known(tuple(cut(late.prompt_token_ids[:256], SPACE)), late=True))
+    assert world.side.matched(late, 0) == (256, True)
+    assert world.side.matched(late, 0) == (256, True)
+    assert world.side.counts["late"] == 1
+    world.arrive(second := request("second", 1000), 512)
+    assert world.side.matched(second, 0) == (512, True)
     world.now_s += AWAY_S
-    world.arrive(third := request("third", 1000), 768)
-    assert world.side.matched(third, 0) == (768, True)
+    world.arrive(request("third", 1000), 768)
+    assert world.limits_s == [0.5, 0.0, 0.5]
 
 
 def test_a_failing_lookup_is_a_miss() -> None:

@@ -31,7 +31,7 @@ TOKENS = list(range(3, 603))  # two full chunks and a tail of 80
 
 @pytest.fixture
 def runtime(tmp_path: Path) -> Iterator[Runtime]:
-    settings = Settings.parse({"url": str(tmp_path / "folder"), "codec": "exact"})
+    settings = Settings.parse({"url": str(tmp_path / "folder"), "codec": "exact", "host_bytes": 0})
     runtime = Runtime.acquire(settings, SPEC.fingerprint, lambda: ExactCodec(SPEC))
     yield runtime
     runtime.release()
@@ -65,11 +65,13 @@ def publish(runtime: Runtime) -> KVCache:
     return cache
 
 
-def load(worker: WorkerSide, start: int, end: int, deadline_s: float = 30.0) -> Any:
+def load(
+    worker: WorkerSide, start: int, end: int, deadline_s: float = 30.0, enough_kld: float = 0.0
+) -> Any:
     """What comes of it: failed blocks, and up to where it is exact."""
     chunks = tuple(c for c in cut(TOKENS, SPACE) if c.start < end and c.end > start)
     blocks = tuple(range(30))
-    worker.begin(Step(loads=(Load("r", chunks, start, end, blocks, deadline_s, 0.0),)))
+    worker.begin(Step(loads=(Load("r", chunks, start, end, blocks, deadline_s, enough_kld),)))
     worker.start_loads()
     until_s = time.monotonic() + 60
     while not (done := worker.take_finished()):
@@ -130,7 +132,7 @@ def test_an_error_is_a_failed_load(runtime: Runtime, monkeypatch: pytest.MonkeyP
 
 
 def test_after_a_load_that_nobody_answered_others_fail_at_once(tmp_path: Path) -> None:
-    settings = Settings.parse({"url": "http://127.0.0.1:9", "codec": "exact"})
+    settings = Settings.parse({"url": "http://127.0.0.1:9", "codec": "exact", "host_bytes": 0})
     runtime = Runtime.acquire(settings, SPEC.fingerprint, lambda: ExactCodec(SPEC))
     try:
         worker, _ = make_worker(runtime)
@@ -188,7 +190,7 @@ def test_the_longest_known_prefix(
 
 
 def test_nobody_answers(tmp_path: Path) -> None:
-    settings = Settings.parse({"url": "http://127.0.0.1:9", "codec": "exact"})
+    settings = Settings.parse({"url": "http://127.0.0.1:9", "codec": "exact", "host_bytes": 0})
     runtime = Runtime.acquire(settings, SPEC.fingerprint, lambda: ExactCodec(SPEC))
     try:
         asked = longest_known(
@@ -201,7 +203,7 @@ def test_nobody_answers(tmp_path: Path) -> None:
 
 
 def test_a_runtime_is_shared_and_closed(tmp_path: Path) -> None:
-    settings = Settings.parse({"url": str(tmp_path / "folder"), "codec": "exact"})
+    settings = Settings.parse({"url": str(tmp_path / "folder"), "codec": "exact", "host_bytes": 0})
     first = Runtime.acquire(settings, b"a", lambda: ExactCodec(SPEC))
     assert Runtime.acquire(settings, b"a", lambda: ExactCodec(SPEC)) is first
     first.release()
@@ -210,3 +212,92 @@ def test_a_runtime_is_shared_and_closed(tmp_path: Path) -> None:
     assert not first._thread.is_alive()
     # The folder is free again.
     Runtime.acquire(settings, b"a", lambda: ExactCodec(SPEC)).release()
+
+
+@pytest.fixture
+def host_runtime(tmp_path: Path) -> Iterator[Runtime]:
+    """Beside a node that is away, with decoded chunks in a folder."""
+    given = {"url": "http://127.0.0.1:9", "codec": "exact", "host_folder": str(tmp_path / "host")}
+    runtime = Runtime.acquire(Settings.parse(given), SPEC.fingerprint, lambda: ExactCodec(SPEC))
+    yield runtime
+    runtime.release()
+
+
+def hold(runtime: Runtime, kld: float, exact: bool, last: int = 3) -> KVCache:
+    assert runtime.host is not None
+    cache = values(600)
+    for chunk in cut(TOKENS, SPACE)[:last]:
+        assert runtime.host.put(chunk, cache.slice(chunk.start, chunk.end), kld, exact=exact)
+    return cache
+
+
+def known(runtime: Runtime, limit_s: float = 0.2) -> tuple[int, bool]:
+    host = runtime.host
+    assert host is not None
+    asked = longest_known(
+        TOKENS, SPACE, runtime.codec, runtime.places.endpoints, block_tokens=32, limit_s=limit_s,
+        is_held=lambda chunk: host.has(chunk, 0.0),
+    )  # fmt: skip
+    found = runtime.submit(asked).result(5)
+    return found.end, found.late
+
+
+def test_what_the_host_holds_needs_no_node(host_runtime: Runtime) -> None:
+    cache = hold(host_runtime, 0.0, exact=True)
+    assert known(host_runtime) == (592, False)
+    worker, paged = make_worker(host_runtime)
+    assert load(worker, 64, 576) == (set(), 576)
+    found = paged.read(64, 576, range(30))
+    assert torch.equal(found.keys, cache.keys[:, 64:576])
+    assert torch.equal(found.values, cache.values[:, 64:576])
+    assert (worker.counts["host_tokens"], worker.counts["fetched_bytes"]) == (512, 0)
+
+
+def test_a_part_that_the_host_holds(host_runtime: Runtime) -> None:
+    """Nobody has the rest: it is reported."""
+    cache = hold(host_runtime, 0.0, exact=True, last=1)
+    assert known(host_runtime) == (256, True)
+    assert known(host_runtime, limit_s=0.0) == (256, False)
+    worker, paged = make_worker(host_runtime)
+    assert load(worker, 0, 512, deadline_s=0.3) == (set(range(8, 16)), 256)
+    assert torch.equal(paged.read(0, 256, range(30)).keys, cache.keys[:, :256])
+
+
+def test_what_the_host_holds_with_losses(host_runtime: Runtime) -> None:
+    hold(host_runtime, 0.01, exact=False)
+    assert known(host_runtime) == (0, True)
+    worker, _ = make_worker(host_runtime)
+    assert load(worker, 0, 512, deadline_s=0.3) == (set(range(16)), 0)
+    worker, _ = make_worker(host_runtime)
+    assert load(worker, 0, 512, enough_kld=0.01) == (set(), 0)  # there, and not exact
+
+
+@pytest.mark.parametrize("publishing", [True, False])
+def test_what_was_computed_or_loaded_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publishing: bool
+) -> None:
+    monkeypatch.setattr(worker_module, "KEEP_AFTER_S", 0.0)
+    folders = [str(tmp_path / "writer"), str(tmp_path / "reader")]
+    both = [
+        Settings.parse({"url": str(tmp_path / "data"), "codec": "exact", "host_folder": one})
+        for one in folders
+    ]
+    runtime = Runtime.acquire(both[0], SPEC.fingerprint, lambda: ExactCodec(SPEC))
+    cache = publish(runtime)
+    if not publishing:
+        runtime.release()
+        runtime = Runtime.acquire(both[1], SPEC.fingerprint, lambda: ExactCodec(SPEC))
+        worker, _ = make_worker(runtime)
+        assert load(worker, 0, 576) == (set(), 576)
+        assert worker.counts["host_tokens"] == 0
+    try:
+        assert runtime.host is not None
+        until_s = time.monotonic() + 10
+        for chunk in cut(TOKENS, SPACE):
+            while (held := runtime.host.get(chunk, 0.0)) is None:
+                assert time.monotonic() < until_s
+                time.sleep(0.01)
+            assert torch.equal(held.cache.keys, cache.keys[:, chunk.start : chunk.end])
+            assert held.exact
+    finally:
+        runtime.release()

@@ -29,12 +29,13 @@ ENVIRONMENT = {
 
 
 def connector(url: str, **settings: Any) -> dict[str, Any]:
-    """As in `--kv-transfer-config`."""
+    """As in `--kv-transfer-config`; what is decoded is not shared with other engines."""
+    defaults = {"deadline_s": 60.0, "lookup_s": 5.0, "host_bytes": 0}
     return {
         "kv_connector": "KdnConnector",
         "kv_connector_module_path": "kdn.engines.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"url": url, "deadline_s": 60.0, "lookup_s": 5.0, **settings},
+        "kv_connector_extra_config": {"url": url, **defaults, **settings},
     }
 
 

@@ -82,11 +82,15 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         namespace = Namespace(self._spec.fingerprint, codec.profile_id, secret=settings.secret)
         return SchedulerSide(settings, Identity(namespace), self._look_up, self._block_tokens)
 
-    def _look_up(self, tokens: Any, namespace: Namespace) -> Future[Known]:
-        runtime, settings = self._runtime, self._settings
+    def _look_up(
+        self, tokens: Any, namespace: Namespace, enough_kld: float, limit_s: float
+    ) -> Future[Known]:
+        runtime = self._runtime
+        host = runtime.host
         asked = longest_known(
             tokens, namespace, runtime.codec, runtime.places.endpoints,
-            block_tokens=self._block_tokens, limit_s=settings.lookup_s,
+            block_tokens=self._block_tokens, limit_s=limit_s,
+            is_held=lambda chunk: host is not None and host.has(chunk, enough_kld),
         )  # fmt: skip
         return runtime.submit(asked)
 

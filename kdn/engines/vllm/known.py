@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from random import Random
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut, tails
@@ -36,49 +37,48 @@ async def longest_known(
     *,
     block_tokens: int,
     limit_s: float,
+    is_held: Callable[[Chunk], bool] = lambda chunk: False,
     clock: Callable[[], float] = time.monotonic,
     rng: Random | None = None,
 ) -> Known:
-    """`block_tokens`: a tail that adds no whole block is not asked for."""
+    """What `is_held` on this host, and what the places know behind it. With no time they are not
+    asked. `block_tokens`: a tail that adds no whole block is not asked for."""
     until_s = clock() + limit_s
     full = [chunk for chunk in cut(tokens, namespace) if chunk.num_tokens == CHUNK_TOKENS]
-    question = Question(full, codec, clock, rng or Random())
-    chunks: list[Chunk] = []
-    if full:
+    chunks = list(takewhile(is_held, full))
+    rest = full[len(chunks) :]
+    question = Question(rest, codec, clock, rng or Random())
+    if rest and limit_s > 0:
         for found in await look_up(question, endpoints, until_s):
             if not is_complete(found.assembly):
                 break
             chunks.append(found.chunk)
-    if not chunks and clock() >= until_s:
-        return Known(late=True)
-    tail = await _tail(tokens, namespace, question, endpoints, chunks, block_tokens, until_s)
+        if len(chunks) + len(rest) == len(full) and clock() >= until_s:
+            return Known(tuple(chunks), late=True)
+    options = _tails(tokens, namespace, chunks[-1] if chunks else None, block_tokens)
+    tail = [one for one in options if is_held(one)][:1]
+    if options and not tail and limit_s > 0:
+        tail = await _known_tail(replace(question, chunks=options), endpoints, until_s)
     return Known((*chunks, *tail))
 
 
-async def _tail(
-    tokens: Sequence[int],
-    namespace: Namespace,
-    question: Question,
-    endpoints: Endpoints,
-    chunks: Sequence[Chunk],
-    block_tokens: int,
-    until_s: float,
+def _tails(
+    tokens: Sequence[int], namespace: Namespace, after: Chunk | None, block_tokens: int
 ) -> list[Chunk]:
-    after = chunks[-1] if chunks else None
     blocks = (after.end if after else 0) // block_tokens
     usable = len(tokens) - 1  # the last token is always computed
-    options = [
+    return [
         tail
         for tail in tails(tokens, namespace, after)
         if min(tail.end, usable) // block_tokens > blocks
     ]
-    if not options:
-        return []
-    question = replace(question, chunks=options)
+
+
+async def _known_tail(question: Question, endpoints: Endpoints, until_s: float) -> list[Chunk]:
     with suppress(TimeoutError):
         async with asyncio.timeout(max(0.0, until_s - question.clock())):
             answers = await ask_again(question, endpoints, until_s)
-            for number, tail in enumerate(options):
+            for number, tail in enumerate(question.chunks):
                 found = adopt(endpoints, answers, number)
                 if found is not None and is_complete(found[0]):
                     return [tail]

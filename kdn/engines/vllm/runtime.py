@@ -12,20 +12,23 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
+from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.expected import expected_kld
 from kdn.codec.format import Bitstream
 from kdn.delivery.estimate import Estimator
 from kdn.delivery.publish import Counts, Publisher
+from kdn.engines.host_tier import HostTier, default_folder
 from kdn.engines.vllm.settings import Settings
-from kdn.errors import StoreError
+from kdn.errors import KdnError, StoreError
 from kdn.places import Places, open_places
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,8 @@ T = TypeVar("T")
 
 OPEN_S = 30.0
 CLOSE_S = 10.0
+KEEPING_CHUNKS = 64
+"""On their way to the host's shared memory; more are not kept there."""
 
 
 class Runtime:
@@ -45,6 +50,9 @@ class Runtime:
         self.settings, self.codec = settings, codec
         self.expected_kld = expected_kld(codec)
         self.estimator = Estimator()
+        self.host = open_host_tier(settings, codec.spec)
+        self._keeper = ThreadPoolExecutor(1, "kdn-host")
+        self._keeping = threading.Semaphore(KEEPING_CHUNKS)
         self.changed = threading.Event()
         """Set when a lookup or a load has ended."""
         self._users = 0
@@ -77,6 +85,7 @@ class Runtime:
                 del self._shared[key]
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(CLOSE_S + 5.0)
+        self._keeper.shutdown(cancel_futures=True)
 
     # for the threads of vLLM
 
@@ -107,6 +116,14 @@ class Runtime:
             publisher.publish(chunk, cache, prefix_exact=True, saved_s=saved_s)
 
         self._loop.call_soon_threadsafe(publish)
+
+    def keep(self, chunk: Chunk, cache: KVCache, kld: float, *, exact: bool) -> None:
+        """For other engines of this host, later; `cache` must not change any more."""
+        host = self.host
+        if host is None or not self._keeping.acquire(blocking=False):
+            return
+        kept = self._keeper.submit(host.put, chunk, cache, kld, exact=exact)
+        kept.add_done_callback(lambda _: self._keeping.release())
 
     # its own thread
 
@@ -159,6 +176,20 @@ class Runtime:
         for task in (tasks := list(self._tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def open_host_tier(settings: Settings, spec: ModelSpec) -> HostTier | None:
+    """A folder that was named must be good; without shared memory there is just no such tier."""
+    folder = Path(settings.host_folder) if settings.host_folder else default_folder()
+    if settings.host_bytes == 0 or folder is None:
+        return None
+    try:
+        return HostTier(folder, spec, settings.host_bytes)
+    except (KdnError, OSError) as error:
+        if settings.host_folder:
+            raise
+        logger.warning("decoded chunks are not shared on this host: %s", error)
+        return None
 
 
 def warm_up(codec: Codec) -> None:

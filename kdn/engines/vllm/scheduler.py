@@ -1,8 +1,8 @@
 """The scheduler's side: which tokens of a request to load, and which chunks to publish.
 
 It never waits. A lookup begins when a request arrives; as long as it is under way vLLM is told to
-ask again, and after its time a request counts as unknown. After a lookup without any answer no
-others are tried for a while: a node that is away costs one request its `lookup_s`, not all.
+ask again, and after its time a request counts as unknown. After a lookup without any answer nodes
+are not asked for a while: one that is away costs one request its `lookup_s`, not all.
 
 **No generation loss.** Blocks that were loaded with losses, or computed on top of such, are known
 by their ids: vLLM's prefix cache may hand them to any request. Nothing behind the first of them is
@@ -18,7 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kdn.cache.keys import CHUNK_TOKENS, TAIL_MULTIPLE, Chunk, Namespace, cut
@@ -31,14 +31,16 @@ from kdn.errors import KdnError
 logger = logging.getLogger(__name__)
 
 AWAY_S = 5.0
-"""No lookups for so long after one that nobody answered."""
+"""Nobody is asked for so long after a lookup that nobody answered."""
 PATIENCE = 2
 """A lookup ends by itself; one that does not, on a busy machine, is given up after so many times
 its own limit."""
 MAX_REMEMBERED = 1 << 16
 NOTHING = Known()
 
-LookUp = Callable[[Sequence[int], Namespace], "Future[Known]"]
+LookUp = Callable[[Sequence[int], Namespace, float, float], "Future[Known]"]
+"""Tokens, whose, the divergence that is good enough, and the seconds for places to answer; with
+none, they are not asked, and only what this host holds is known."""
 
 
 @dataclass
@@ -106,11 +108,13 @@ class SchedulerSide:
         if context.namespace is None or not context.settings.load:
             return
         tokens = list(context.request.all_token_ids)
-        now_s = self._clock()
-        if len(tokens) > self._block_tokens and now_s >= self._away_until_s:
-            self.counts["asked"] += 1
-            context.until_s = now_s + PATIENCE * context.settings.lookup_s
-            context.lookup = self._look_up(tokens, context.namespace)
+        if len(tokens) <= self._block_tokens:
+            return
+        settings, now_s = context.settings, self._clock()
+        limit_s = settings.lookup_s if now_s >= self._away_until_s else 0.0
+        self.counts["asked"] += 1
+        context.until_s = now_s + PATIENCE * settings.lookup_s
+        context.lookup = self._look_up(tokens, context.namespace, settings.quality, limit_s)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after the local ones can be loaded; None: ask again."""
@@ -142,7 +146,9 @@ class SchedulerSide:
         if known.late:  # nobody answered
             self.counts["late"] += 1
             self._away_until_s = self._clock() + AWAY_S
-            context.lookup = None
+            known = replace(known, late=False)  # told once
+            context.lookup = Future()
+            context.lookup.set_result(known)
         return known
 
     def allocated(self, request: Any, block_ids: Sequence[int], num_tokens: int) -> None:

@@ -31,7 +31,7 @@ class Settings:
     codec: str = "klt"
     profile: str | None = None
     """A profile's file, if not the one that was shipped or calibrated here."""
-    quality: float = 0.0035
+    quality: float = 0.001
     """Mean KL divergence in nats that is good enough; levels beyond it are not fetched."""
     deadline_s: float = 5.0
     """For a load; what has not arrived by then is computed."""
@@ -41,6 +41,10 @@ class Settings:
     publish: bool = True
     queue_bytes: int = 1 << 30
     """Copied out of vLLM's memory and not encoded yet; what does not fit is not published."""
+    host_bytes: int = 2 << 30
+    """Of decoded chunks, in memory that all engines of this host share; 0: none."""
+    host_folder: str | None = None
+    """Where they are, if not in the system's shared memory."""
     load_failure: str = "recompute"
     """Sets vLLM's `kv_load_failure_policy`; "fail" fails a request whose load failed."""
 
@@ -54,6 +58,10 @@ class Settings:
         if isinstance(values.get("secret"), str):
             values["secret"] = values["secret"].encode()
         settings = cls(**_checked(cls, values))
+        if settings.queue_bytes == 0:
+            raise UnsupportedError(
+                'queue_bytes: expected more than 0; "publish": false publishes nothing'
+            )
         if settings.codec not in CODECS:
             raise UnsupportedError(f"no codec {settings.codec!r}; there are {', '.join(CODECS)}")
         if settings.load_failure not in ("recompute", "fail"):
@@ -87,7 +95,7 @@ def _fits(value: Any, kind: str) -> bool:
     if kind == "float":
         return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
     if kind == "int":
-        return isinstance(value, int) and not isinstance(value, bool) and value > 0
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if kind == "str | None":
         return value is None or isinstance(value, str)
     return type(value).__name__ == kind

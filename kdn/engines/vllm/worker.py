@@ -1,9 +1,10 @@
 """The worker's side: loads into vLLM's paged memory and copies out of it what is to be published.
 
-A load is delivered into memory of its own by its deadline, then written into the blocks that vLLM
-set aside for it, from its first token on up to the first that did not arrive; the blocks behind are
-reported and vLLM computes them. Blocks are written by one thread and only while their request waits
-for them. Copies out are made between two steps, when nothing writes.
+What this host holds decoded already is written into the blocks that vLLM set aside for a load. The
+rest is delivered into memory of its own by its deadline, then written, up to the first token that
+did not arrive; the blocks behind are reported and vLLM computes them. Blocks are written by one
+thread and only while their request waits for them. Copies out are made between two steps, when
+nothing writes.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
 
+from kdn.cache.keys import Chunk
 from kdn.delivery.client import deliver
 from kdn.delivery.request import Request, Result
 from kdn.engines.vllm.layout import PagedCache
@@ -32,6 +35,12 @@ AWAY_S = 5.0
 """After a load that nobody answered, others fail at once for so long."""
 IDLE_S = 0.005
 """A step without tokens waits so long for something to happen, instead of spinning."""
+
+KEEP_AFTER_S = 1.0
+"""What was loaded is kept for others so much later: first the request gets its first token."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass
@@ -59,6 +68,7 @@ class WorkerSide:
         self._jobs: dict[str, Job] = {}
         self._ended: deque[Ended] = deque()  # filled by the event loop, emptied by vLLM's thread
         self._turn = asyncio.Semaphore(LOADS_AT_ONCE)
+        self._keeping: asyncio.Task[None] | None = None
         self._away_until_s = 0.0
         self._failed_blocks: set[int] = set()
         self._report = Loaded()
@@ -136,28 +146,63 @@ class WorkerSide:
     async def _load(self, job: Job) -> None:
         """Always ends with an entry in `_ended`: vLLM waits for it."""
         load, began_s = job.load, self._clock()
-        good_until = exact_until = load.start
+        ended = Ended(load, load.start, load.start)
         try:
             async with self._turn:
-                result = await self._deliver(job)
-                if result is not None and not job.given_up:
-                    good_until, exact_until = self._usable(load, result)
-                    job.writing = True
-                    await asyncio.to_thread(
-                        self._paged.write, result.cache, load.start, good_until, load.block_ids
-                    )
+                ended = await self._held_then_delivered(job)
         except Exception:
             logger.exception("the load of request %s failed", load.request_id)
-            good_until = exact_until = load.start
         finally:
             self.counts["load_ms"] += int(1000 * (self._clock() - began_s))
-            self._ended.append(Ended(load, good_until, exact_until))
+            self._ended.append(ended)
 
-    async def _deliver(self, job: Job) -> Result | None:
+    async def _held_then_delivered(self, job: Job) -> Ended:
+        load = job.load
+        ended = Ended(load, load.start, load.start)
+        if self._runtime.host is not None:
+            ended = await self._write(job, self._write_held, load)
+        good, exact = ended.good_until, ended.exact_until
+        rest = replace(load, start=good, chunks=tuple(c for c in load.chunks if c.end > good))
+        result = await self._deliver(job, rest) if rest.start < rest.end else None
+        if result is None or job.given_up:
+            return ended
+        good_until, exact_until = self._usable(rest, result)
+        await self._write(
+            job, self._paged.write, result.cache, rest.start, good_until, load.block_ids
+        )
+        self._keep(rest.chunks, result)
+        return Ended(load, good_until, exact_until if exact == good else exact)
+
+    async def _write(self, job: Job, write: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+        """Blocks that are being written cannot be given up."""
+        job.writing = True
+        try:
+            return await asyncio.to_thread(write, *given, **named)
+        finally:
+            job.writing = False
+
+    def _write_held(self, load: Load) -> Ended:
+        """From the host's shared memory, as far as it goes without a gap."""
+        host, size = self._runtime.host, self._paged.block_tokens
+        assert host is not None
+        good = exact = load.start
+        for chunk in load.chunks:
+            held = host.get(chunk, load.enough_kld)
+            if held is None or (chunk.end % size and chunk.end < load.end):
+                break  # a block with tokens of two chunks is not written in two halves
+            end = min(chunk.end, load.end) // size * size
+            self._paged.write(held.cache, max(chunk.start, load.start), end, load.block_ids)
+            exact = end if held.exact and exact == good else exact
+            good = end
+        host.used([chunk for chunk in load.chunks if chunk.start < good])
+        self.counts["host_tokens"] += good - load.start
+        return Ended(load, good, exact)
+
+    async def _deliver(self, job: Job, load: Load) -> Result | None:
         left_s = job.until_s - self._clock()
         if left_s <= 0 or self._clock() < self._away_until_s:
             return None
-        runtime, load = self._runtime, job.load
+        runtime = self._runtime
         request = Request(
             load.chunks, runtime.codec, runtime.expected_kld, deadline_s=left_s,
             enough_kld=load.enough_kld, dtype=self._paged.dtype,
@@ -183,7 +228,24 @@ class WorkerSide:
         exact_until = chunks[exact].start if exact < len(chunks) else load.end
         return good, min(exact_until, good)
 
-    # publishing
+    # for others
+
+    def _keep(self, chunks: Sequence[Chunk], result: Result) -> None:
+        """What was decoded, for other engines of this host; one load at a time, to bound memory."""
+        if self._runtime.host is not None and self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep_later(chunks, result))
+
+    async def _keep_later(self, chunks: Sequence[Chunk], result: Result) -> None:
+        try:
+            await asyncio.sleep(KEEP_AFTER_S)
+            for number, chunk in enumerate(chunks):
+                levels = result.levels[number]
+                if levels:
+                    part = result.cache.slice(chunk.start, chunk.end)
+                    kld = self._runtime.expected_kld[levels - 1]
+                    self._runtime.keep(chunk, part, kld, exact=levels == result.num_levels)
+        finally:
+            self._keeping = None
 
     def _save(self, save: Save) -> None:
         took_s = self._clock() - self._began_s
@@ -194,4 +256,5 @@ class WorkerSide:
             cache = self._paged.read(chunk.start, chunk.end, save.block_ids)
             saved_s = took_s * chunk.num_tokens / max(self._step.num_tokens, chunk.num_tokens)
             self._runtime.publish(chunk, cache, saved_s)
+            self._runtime.keep(chunk, cache, 0.0, exact=True)
             self.counts["published_chunks"] += 1
