@@ -141,10 +141,13 @@ class NodeNames(Names):
             async with self._session.request(
                 method, self._url + path, data=data, headers=headers, allow_redirects=False
             ) as answer:
-                if (answer.content_length or 0) > MAX_MANIFEST_BYTES:
-                    raise StoreError(f"{self._url}: expected at most {MAX_MANIFEST_BYTES} bytes")
+                body = bytearray()
+                async for part in answer.content.iter_any():
+                    body += part
+                    if len(body) > MAX_MANIFEST_BYTES:
+                        raise StoreError(f"{self._url}: over {MAX_MANIFEST_BYTES} bytes")
                 told = {key: answer.headers.get(key, "") for key in ("ETag", "Kdn-Version")}
-                return Answer(answer.status, await answer.read()), told
+                return Answer(answer.status, bytes(body)), told
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise StoreError(f"{self._url}: {method} failed: {error!r}") from error
 

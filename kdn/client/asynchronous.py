@@ -25,7 +25,6 @@ from kdn.client.engine import Context, Engine, ModelSource, load_pair
 from kdn.client.learning import FLUSH_S, Learner
 from kdn.client.loading import Loader, usable_chunks
 from kdn.client.options import Options
-from kdn.client.profiles import codec_for, share_profile
 from kdn.client.quality import Quality, enough_kld
 from kdn.delivery.publish import Publisher
 from kdn.delivery.request import OnProgress, Result
@@ -37,6 +36,7 @@ from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import from_dynamic_cache, spec_of
 from kdn.errors import FormatError, MismatchError, StoreError
 from kdn.places import Places, Where, open_places
+from kdn.shared_profiles import codec_for, share_profile
 
 
 class AsyncClient:

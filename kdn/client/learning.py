@@ -40,8 +40,8 @@ class Learner:
         refused = self.publisher.counts.refused
         context = await self._context(chunks[:known], tokens)
         computed = chunks[-1].end - context.num_tokens
-        await self.read(context, tokens, chunks)
-        if not await self.publisher.flush(FLUSH_S):
+        stored = await self.read(context, tokens, chunks, wait_s=FLUSH_S)
+        if not stored or not await self.publisher.flush(FLUSH_S):
             raise StoreError(f"{self.places.publish_to.name} takes too long to store what is new")
         if lost := self.publisher.counts.refused - refused:
             raise StoreError(f"{self.places.publish_to.name} refused {lost} chunks: is it full?")
@@ -55,24 +55,41 @@ class Learner:
                 return self.engine.context_of(result.cache, tokens, exact=True)
         return self.engine.new_context()
 
-    async def read(self, context: Context, tokens: Sequence[int], chunks: Sequence[Chunk]) -> None:
-        """Up to the end of the last chunk, publishing each as soon as it is read."""
+    async def read(
+        self,
+        context: Context,
+        tokens: Sequence[int],
+        chunks: Sequence[Chunk],
+        wait_s: float = 0.0,
+    ) -> bool:
+        """Up to the end of the last chunk, publishing each as soon as it is read; what finds no
+        room for so long is not published, and False returned."""
+        stored = True
         by_end = {chunk.end: chunk for chunk in chunks}
         for start, end in pieces(context.num_tokens, chunks[-1].end):
             began_s = self.clock()
             await self.engine.read(context, tokens[start:end])
             if (chunk := by_end.get(end)) is not None:
-                await self.publish(context, chunk, self.clock() - began_s)
+                took_s = self.clock() - began_s
+                stored &= await self.publish(context, chunk, took_s, wait_s=wait_s)
+        return stored
 
-    async def publish(self, context: Context, chunk: Chunk, saved_s: float = 0.0) -> None:
-        """A chunk that the model has just read, unless what it builds on has losses."""
+    async def publish(
+        self, context: Context, chunk: Chunk, saved_s: float = 0.0, wait_s: float = 0.0
+    ) -> bool:
+        """A chunk that the model has just read, unless what it builds on has losses. False if the
+        publisher has had no room for it all the time."""
         if not context.exact:
-            return
+            return True
         values = self.engine.values_of(context, chunk)
+        until_s = self.clock() + wait_s
         while self.publisher.publish(chunk, values, prefix_exact=True, saved_s=saved_s) is (
             Answer.FULL
         ):
+            if self.clock() >= until_s:
+                return False
             await asyncio.sleep(WAIT_S)
+        return True
 
     def publish_given(self, chunks: Sequence[Chunk], values: KVCache, exact: bool) -> int:
         """Those of `chunks` that `values` holds: how many are on their way."""

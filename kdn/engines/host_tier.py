@@ -3,7 +3,8 @@
 Beside an engine that read a text, or that loaded it, another need not decode it again: it maps
 what that one left. A chunk is a file of raw values, named by its key, with a header that tells its
 shape, how far it is from what the model itself computed, and a checksum. Files appear whole, by
-renaming, and never change; the least recently used go first when there is no room.
+renaming, and are never written to again. When there is no room the least recently used go first,
+and of one prompt its end before its beginning, without which the rest is of no use.
 
 The folder belongs to one user and nobody else may look into it; keys name the model, the tokens and
 the tenant's secret, as everywhere. It lies in memory: it outlives engines, not the machine.
@@ -17,7 +18,8 @@ import mmap
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +38,9 @@ from kdn.errors import ChecksumError, FormatError, UnsupportedError
 SHARED_MEMORY = Path("/dev/shm")
 HEADER_BYTES = 512
 """Padded with spaces: so that values begin at a multiple of any element's size."""
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+TOKEN_AGE_NS = 10_000_000
+"""A chunk counts as used so much earlier for each token before it."""
 MAX_SHARE = 0.5
 """Of the file system: others keep things in shared memory, too."""
 
@@ -55,9 +59,20 @@ class Held:
 class HostTier:
     """Of one model on this host. Any thread and any process of its user may use it."""
 
-    def __init__(self, folder: Path, spec: ModelSpec, max_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        max_bytes: int,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """`dtype`: the engine's; values that one of another dtype has rounded are not its own."""
+        if dtype not in DTYPES:
+            raise UnsupportedError(f"decoded chunks of {dtype}")
         _own(folder)
-        self._folder, self._spec, self._max_bytes = folder, spec, max_bytes
+        self._folder, self._spec, self._dtype = folder, spec, dtype
+        self._max_bytes, self._clock_ns = max_bytes, clock_ns
 
     def has(self, chunk: Chunk, worst_kld: float) -> bool:
         """Whether it is held well enough; `get` may still find it gone or damaged."""
@@ -82,11 +97,16 @@ class HostTier:
         """Keep a copy, unless one as good is there or there is no room."""
         if not self._takes(chunk, cache):
             return False
-        if self.has(chunk, kld) or not self._make_room(HEADER_BYTES + cache.size_bytes):
-            return False
         try:
+            _own(self._folder)  # it may have been removed, to free the memory
+            used_ns = self._used_ns(chunk)
+            if self.has(chunk, kld) or not self._make_room(
+                HEADER_BYTES + cache.size_bytes, used_ns
+            ):
+                return False
             self._write(chunk, cache, kld, exact)
-        except OSError:  # others have filled the memory meanwhile
+            os.utime(self._path(chunk), ns=(used_ns, used_ns))
+        except OSError:  # no memory left, or the folder goes just now
             return False
         return True
 
@@ -95,18 +115,20 @@ class HostTier:
             cache.is_complete
             and cache.start == chunk.start
             and tuple(cache.keys.shape) == self._shape(chunk)
-            and cache.dtype in DTYPES.values()
+            and cache.dtype == self._dtype
         )
 
     def used(self, chunks: Sequence[Chunk]) -> None:
-        """The chunks of one prompt, from the front on. The first goes last: without it the others
-        are of no use."""
-        for chunk in reversed(chunks):
+        """These were of use just now."""
+        for chunk in chunks:
             with suppress(FileNotFoundError):
-                os.utime(self._path(chunk))
+                os.utime(self._path(chunk), ns=(self._used_ns(chunk),) * 2)
+
+    def _used_ns(self, chunk: Chunk) -> int:
+        return self._clock_ns() - TOKEN_AGE_NS * chunk.start
 
     def _path(self, chunk: Chunk) -> Path:
-        return self._folder / chunk.key.hex()
+        return self._folder / f"{chunk.key.hex()}.{DTYPES[self._dtype]}"
 
     # files
 
@@ -119,15 +141,14 @@ class HostTier:
 
     def _parse(self, chunk: Chunk, data: mmap.mmap) -> Held:
         header = _parse_header(data[:HEADER_BYTES])
-        dtype = DTYPES[header["dtype"]]
         shape = self._shape(chunk)
-        size = 2 * math.prod(shape) * dtype.itemsize
+        size = 2 * math.prod(shape) * self._dtype.itemsize
         if len(data) != HEADER_BYTES + size:
             raise FormatError(f"a decoded chunk of {len(data)} bytes, expected {size} of values")
         values = np.frombuffer(data, np.uint8, offset=HEADER_BYTES)
-        if _digest(chunk, header, values) != header["xxh3"]:
+        if self._digest(chunk, header, values) != header["xxh3"]:
             raise ChecksumError("a decoded chunk is damaged")
-        keys, values = torch.from_numpy(values).view(dtype).view(2, *shape)
+        keys, values = torch.from_numpy(values).view(self._dtype).view(2, *shape)
         return Held(KVCache(keys, values, chunk.start), header["kld"], header["exact"])
 
     def _shape(self, chunk: Chunk) -> tuple[int, int, int, int]:
@@ -135,10 +156,9 @@ class HostTier:
         return (spec.num_layers, chunk.num_tokens, spec.num_kv_heads, spec.head_dim)
 
     def _write(self, chunk: Chunk, cache: KVCache, kld: float, exact: bool) -> None:
-        name = next(name for name, dtype in DTYPES.items() if dtype == cache.dtype)
-        header = {"dtype": name, "kld": float(kld), "exact": exact}
+        header = {"dtype": DTYPES[self._dtype], "kld": float(kld), "exact": exact}
         parts = [_bytes_of(cache.keys), _bytes_of(cache.values)]
-        header["xxh3"] = _digest(chunk, header, *parts)
+        header["xxh3"] = self._digest(chunk, header, *parts)
         handle, half_written = tempfile.mkstemp(dir=self._folder, prefix=".")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -150,30 +170,42 @@ class HostTier:
             os.unlink(half_written)
             raise
 
+    def _digest(self, chunk: Chunk, header: dict[str, Any], *values: npt.NDArray[np.uint8]) -> str:
+        """Of everything: values of another chunk, dtype or quality do not pass for these."""
+        told = (chunk.key.hex(), DTYPES[self._dtype], header["kld"], header["exact"])
+        digest = xxh3_64(repr(told).encode())
+        for part in values:
+            digest.update(part.data)
+        return digest.hexdigest()
+
     # room
 
-    def _make_room(self, size: int) -> bool:
-        """Two who do this at once may keep a little more than allowed, or less."""
+    def _make_room(self, size: int, used_ns: int) -> bool:
+        """By removing what was of use before that, if it is enough. Two who do this at once may
+        keep a little more than allowed, or less."""
         disk = os.statvfs(self._folder)
         allowed = min(self._max_bytes, int(MAX_SHARE * disk.f_blocks * disk.f_frsize))
         if size > allowed:
             return False
         files = sorted(self._files())
         excess = sum(held for _, held, _ in files) + size - allowed
-        for _, held, path in files:
+        older = [one for one in files if one[0] < used_ns]
+        if excess > sum(held for _, held, _ in older):
+            return False
+        for _, held, path in older:
             if excess <= 0:
                 break
             path.unlink(missing_ok=True)
             excess -= held
         return True
 
-    def _files(self) -> Iterator[tuple[float, int, Path]]:
+    def _files(self) -> Iterator[tuple[int, int, Path]]:
         """Time of last use, size, path; what a process left half-written counts, too."""
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
                     about = entry.stat(follow_symlinks=False)
-                    yield about.st_mtime, about.st_size, Path(entry.path)
+                    yield about.st_mtime_ns, about.st_size, Path(entry.path)
 
 
 def default_folder() -> Path | None:
@@ -197,15 +229,6 @@ def _bytes_of(values: torch.Tensor) -> npt.NDArray[np.uint8]:
     return values.cpu().contiguous().view(torch.uint8).numpy().reshape(-1)
 
 
-def _digest(chunk: Chunk, header: dict[str, Any], *values: npt.NDArray[np.uint8]) -> str:
-    """Of everything: values of another chunk, or of another quality, do not pass for these."""
-    told = (chunk.key.hex(), header["dtype"], header["kld"], header["exact"])
-    digest = xxh3_64(repr(told).encode())
-    for part in values:
-        digest.update(part.data)
-    return digest.hexdigest()
-
-
 def _parse_header(data: bytes) -> dict[str, Any]:
     try:
         header = json.loads(data)
@@ -216,6 +239,6 @@ def _parse_header(data: bytes) -> dict[str, Any]:
         not isinstance(header.get(name), kind) for name, kind in kinds.items()
     ):
         raise FormatError("a decoded chunk has a header of another kind")
-    if header["dtype"] not in DTYPES or not header["kld"] >= 0:
+    if header["dtype"] not in DTYPES.values() or not header["kld"] >= 0:
         raise FormatError(f"a decoded chunk of {header['dtype']} with {header['kld']} nats")
     return header

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -35,21 +35,20 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tier(folder: Path) -> HostTier:
-    return HostTier(folder, SPEC, 3 * CHUNK_BYTES)
+    return HostTier(folder, SPEC, torch.float32, 3 * CHUNK_BYTES)
 
 
 def path(folder: Path, chunk: Chunk) -> Path:
-    return folder / chunk.key.hex()
+    return folder / f"{chunk.key.hex()}.float32"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_another_process_finds_what_one_keeps(
-    tier: HostTier, folder: Path, dtype: torch.dtype
-) -> None:
+def test_another_process_finds_what_one_keeps(folder: Path, dtype: torch.dtype) -> None:
     chunk = CHUNKS[1]
     cache = values(chunk, dtype)
+    tier = HostTier(folder, SPEC, dtype, CHUNK_BYTES)
     assert tier.put(chunk, cache, 0.25, exact=False)
-    held = HostTier(folder, SPEC, CHUNK_BYTES).get(chunk, 0.25)
+    held = HostTier(folder, SPEC, dtype, CHUNK_BYTES).get(chunk, 0.25)
     assert held is not None
     assert torch.equal(held.cache.keys, cache.keys)
     assert torch.equal(held.cache.values, cache.values)
@@ -80,25 +79,65 @@ def test_what_is_held_does_not_change_by_writing_to_it(tier: HostTier) -> None:
     assert torch.equal(again.cache.keys, values(CHUNKS[0]).keys)
 
 
-def test_the_least_recently_used_goes(tier: HostTier, folder: Path) -> None:
-    for number in range(3):
-        tier.put(CHUNKS[number], values(CHUNKS[number]), 0.0, exact=True)
-        os.utime(path(folder, CHUNKS[number]), (number, number))
-    tier.used(CHUNKS[:1])
-    assert tier.put(CHUNKS[3], values(CHUNKS[3]), 0.0, exact=True)
-    assert [tier.has(chunk, 0.0) for chunk in CHUNKS[:4]] == [True, False, True, True]
+def test_values_of_another_dtype_are_others(tier: HostTier, folder: Path) -> None:
+    half = HostTier(folder, SPEC, torch.bfloat16, 3 * CHUNK_BYTES)
+    assert half.put(CHUNKS[0], values(CHUNKS[0], torch.bfloat16), 0.0, exact=True)
+    assert tier.get(CHUNKS[0], 1.0) is None
+    assert not tier.put(CHUNKS[0], values(CHUNKS[0], torch.bfloat16), 0.0, exact=True)
+    assert tier.put(CHUNKS[0], values(CHUNKS[0]), 0.0, exact=True)
+    path(folder, CHUNKS[0]).rename(folder / f"{CHUNKS[0].key.hex()}.bfloat16")
+    assert half.get(CHUNKS[0], 1.0) is None
+
+
+class Clock:
+    now_ns = 10**18
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+def first_chunks(number: int) -> list[Chunk]:
+    """Of as many prompts."""
+    space = Namespace(SPEC.fingerprint, bytes(16))
+    return [cut([at, *range(300)], space)[0] for at in range(number)]
+
+
+def test_the_least_recently_used_goes(folder: Path) -> None:
+    clock = Clock()
+    tier = HostTier(folder, SPEC, torch.float32, 3 * CHUNK_BYTES, clock)
+    chunks = first_chunks(4)
+    for chunk in chunks[:3]:
+        tier.put(chunk, values(chunk), 0.0, exact=True)
+        clock.now_ns += 10**9
+    tier.used(chunks[:1])
+    clock.now_ns += 10**9
+    assert tier.put(chunks[3], values(chunks[3]), 0.0, exact=True)
+    assert [tier.has(chunk, 0.0) for chunk in chunks] == [True, False, True, True]
 
 
 def test_of_one_prompt_the_end_goes_first(tier: HostTier, folder: Path) -> None:
-    for chunk in CHUNKS[:3]:
-        tier.put(chunk, values(chunk), 0.0, exact=True)
-    tier.used(CHUNKS[:3])
+    """Also while it is read, and when it does not fit: its beginning stays."""
+    taken = [tier.put(chunk, values(chunk), 0.0, exact=True) for chunk in CHUNKS]
+    assert taken == [True] * 3 + [False] * 2
+    assert [tier.has(chunk, 0.0) for chunk in CHUNKS] == [True] * 3 + [False] * 2
+    tier.used(CHUNKS)
     times = [path(folder, chunk).stat().st_mtime_ns for chunk in CHUNKS[:3]]
-    assert times == sorted(times, reverse=True)
+    assert times[0] > times[1] > times[2]
+    other = first_chunks(1)[0]
+    assert tier.put(other, values(other), 0.0, exact=True)
+    assert [tier.has(chunk, 0.0) for chunk in CHUNKS] == [True] * 2 + [False] * 3
+
+
+def test_a_folder_that_was_removed_comes_back(tier: HostTier, folder: Path) -> None:
+    tier.put(CHUNKS[0], values(CHUNKS[0]), 0.0, exact=True)
+    shutil.rmtree(folder)
+    assert tier.get(CHUNKS[0], 0.0) is None
+    assert tier.put(CHUNKS[0], values(CHUNKS[0]), 0.0, exact=True)
+    assert tier.has(CHUNKS[0], 0.0)
 
 
 def test_without_room_nothing_is_kept_or_lost(folder: Path) -> None:
-    tier = HostTier(folder, SPEC, CHUNK_BYTES - 1)
+    tier = HostTier(folder, SPEC, torch.float32, CHUNK_BYTES - 1)
     assert not tier.put(CHUNKS[0], values(CHUNKS[0]), 0.0, exact=True)
     assert list(folder.iterdir()) == []
 
@@ -150,4 +189,4 @@ def test_a_folder_that_others_can_open_is_refused(tmp_path: Path) -> None:
     link.symlink_to(tmp_path)
     for folder in (open_folder, link):
         with pytest.raises(UnsupportedError, match="only this user"):
-            HostTier(folder, SPEC, CHUNK_BYTES)
+            HostTier(folder, SPEC, torch.float32, CHUNK_BYTES)

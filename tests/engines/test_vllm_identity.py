@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from kdn.cache.keys import Namespace
-from kdn.engines.vllm.checks import check_config, layers_in_order
+from kdn.engines.vllm.checks import (
+    cache_dtype,
+    check_blocks,
+    check_config,
+    check_weights,
+    layers_in_order,
+)
 from kdn.engines.vllm.identity import Identity
 from kdn.engines.vllm.settings import Settings
 from kdn.errors import UnsupportedError
@@ -42,6 +49,9 @@ def test_salt_and_adapter(tmp_path: Path) -> None:
     other = identity.of(request(lora_request=adapter(tmp_path / "other", 2.0))).root
     assert one == same
     assert len({plain, one, other}) == 3
+    trained_on = adapter(tmp_path / "one", 3.0)
+    os.utime(tmp_path / "one" / "adapter_model.safetensors", (1, 1))
+    assert identity.of(request(lora_request=trained_on)).root not in (plain, one, other)
 
 
 def test_what_has_no_name_is_refused(tmp_path: Path) -> None:
@@ -99,3 +109,51 @@ def test_layers_are_put_in_order() -> None:
     ):
         with pytest.raises(UnsupportedError):
             layers_in_order(wrong)
+
+
+def weights(load_format: str = "auto", quantization: str | None = None, **stored: Any) -> Any:
+    return SimpleNamespace(
+        load_config=SimpleNamespace(load_format=load_format),
+        model_config=SimpleNamespace(
+            quantization=quantization, hf_config=SimpleNamespace(**stored), dtype=torch.float16
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+
+
+def test_weights_must_be_those_of_the_checkpoint() -> None:
+    check_weights(weights())
+    check_weights(weights(quantization="awq", quantization_config={}))
+    with pytest.raises(UnsupportedError, match="dummy"):
+        check_weights(weights("dummy"))
+    with pytest.raises(UnsupportedError, match="fp8"):
+        check_weights(weights(quantization="fp8"))
+
+
+def test_the_dtype_of_the_cache() -> None:
+    config = weights()
+    assert cache_dtype(config) == torch.float16
+    config.cache_config.cache_dtype = "bfloat16"
+    assert cache_dtype(config) == torch.bfloat16
+    config.cache_config.cache_dtype = "fp8_e5m2"
+    with pytest.raises(UnsupportedError, match="fp8_e5m2"):
+        cache_dtype(config)
+
+
+class FullAttentionSpec:
+    pass
+
+
+class SlidingWindowSpec:
+    pass
+
+
+def test_blocks_must_hold_all_tokens() -> None:
+    def managed(*specs: Any) -> Any:
+        groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+        return SimpleNamespace(kv_cache_groups=groups)
+
+    check_blocks(managed(FullAttentionSpec()))
+    for specs in [(SlidingWindowSpec(),), (FullAttentionSpec(), SlidingWindowSpec())]:
+        with pytest.raises(UnsupportedError, match="SlidingWindowSpec"):
+            check_blocks(managed(*specs))

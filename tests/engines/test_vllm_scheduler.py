@@ -335,3 +335,26 @@ def test_a_preempted_request_begins_again() -> None:
     asked.all_token_ids = asked.prompt_token_ids + [5] * 100
     assert world.step(resumed=[(asked, [10, 11, 12, 13, *range(40, 45)], 588)]).saves == ()
     assert world.side.counts["lossy"] == 1
+
+
+def test_a_lookup_may_wait_in_its_queue() -> None:
+    """Its patience begins when vLLM asks, not when the request arrives."""
+    world = World(lookup_s=0.5)
+    world.arrive(waiting := request("r", 1000), None)
+    world.now_s += 100
+    assert world.side.matched(waiting, 0) == (None, False)
+    world.now_s += 0.9
+    assert world.side.matched(waiting, 0) == (None, False)
+    world.now_s += 0.2
+    assert world.side.matched(waiting, 0) == (0, False)
+
+
+def test_after_a_reset_nothing_is_loaded_or_published() -> None:
+    world = World()
+    world.arrive(before := request("before", 1000), 768)
+    world.side.stop()
+    assert world.side.matched(before, 0) == (0, False)
+    world.arrive(after := request("after", 1000), 768)
+    assert world.side.matched(after, 0) == (0, False)
+    assert len(world.lookups) == 1
+    assert world.step(new=[(after, list(range(8)), 0, 1000)]).saves == ()

@@ -12,7 +12,7 @@ from kdn.errors import UnsupportedError
 
 def test_defaults_and_kinds() -> None:
     settings = Settings.parse({"url": "http://a", "deadline_s": 2, "secret": "s3"})
-    assert (settings.codec, settings.quality, settings.load_failure) == ("klt", 0.0035, "recompute")
+    assert (settings.codec, settings.quality, settings.load_failure) == ("klt", 0.001, "recompute")
     assert (settings.deadline_s, settings.secret) == (2.0, b"s3")
     assert Settings.parse({"url": ["http://a", "/b"]}).url == ("http://a", "/b")
 
@@ -27,6 +27,8 @@ def test_defaults_and_kinds() -> None:
         ({"url": "x", "urll": 1}, "no setting 'urll'"),
         ({"url": "x", "deadline_s": "soon"}, "deadline_s"),
         ({"url": "x", "deadline_s": -1}, "deadline_s"),
+        ({"url": "x", "deadline_s": float("inf")}, "deadline_s"),
+        ({"url": "x", "quality": float("nan")}, "quality"),
         ({"url": "x", "publish": 1}, "publish"),
         ({"url": "x", "queue_bytes": 0}, "queue_bytes"),
         ({"url": "x", "queue_bytes": True}, "queue_bytes"),
@@ -51,6 +53,12 @@ def test_of_a_request() -> None:
     assert settings.for_request({"other": 1}) is settings
     own = settings.for_request({"kdn": {"deadline_s": 1, "quality": 0.1, "publish": False}})
     assert (own.deadline_s, own.quality, own.publish, own.load) == (1.0, 0.1, False, True)
-    for wrong in ({"url": "http://evil"}, {"deadline_s": "x"}, {"secret": "x"}, 5):
+    for wrong in ({"url": "http://evil"}, {"deadline_s": 1e9}, {"secret": "x"}, 5):
         with pytest.raises(UnsupportedError):
             settings.for_request({"kdn": wrong})
+
+
+def test_a_request_turns_nothing_on() -> None:
+    settings = Settings.parse({"url": "x", "load": False, "publish": False})
+    own = settings.for_request({"kdn": {"load": True, "publish": True}})
+    assert (own.load, own.publish) == (False, False)

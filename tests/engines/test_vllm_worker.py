@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,6 @@ import torch
 from kdn.cache.keys import Namespace, cut
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
-from kdn.codec.exact import ExactCodec
 from kdn.engines.vllm import worker as worker_module
 from kdn.engines.vllm.known import longest_known
 from kdn.engines.vllm.layout import Heads, PagedCache
@@ -32,7 +33,7 @@ TOKENS = list(range(3, 603))  # two full chunks and a tail of 80
 @pytest.fixture
 def runtime(tmp_path: Path) -> Iterator[Runtime]:
     settings = Settings.parse({"url": str(tmp_path / "folder"), "codec": "exact", "host_bytes": 0})
-    runtime = Runtime.acquire(settings, SPEC.fingerprint, lambda: ExactCodec(SPEC))
+    runtime = Runtime.acquire(settings, SPEC, torch.float32)
     yield runtime
     runtime.release()
 
@@ -133,10 +134,12 @@ def test_an_error_is_a_failed_load(runtime: Runtime, monkeypatch: pytest.MonkeyP
 
 def test_after_a_load_that_nobody_answered_others_fail_at_once(tmp_path: Path) -> None:
     settings = Settings.parse({"url": "http://127.0.0.1:9", "codec": "exact", "host_bytes": 0})
-    runtime = Runtime.acquire(settings, SPEC.fingerprint, lambda: ExactCodec(SPEC))
+    runtime = Runtime.acquire(settings, SPEC, torch.float32)
     try:
         worker, _ = make_worker(runtime)
         assert load(worker, 0, 512, deadline_s=0.2) == (set(range(16)), 0)
+        assert worker._away_until_s == 0.0  # in so little time nobody can be expected to answer
+        assert load(worker, 0, 512, deadline_s=0.6) == (set(range(16)), 0)
         began_s = time.monotonic()
         assert load(worker, 0, 512, deadline_s=30.0) == (set(range(16)), 0)
         assert time.monotonic() - began_s < 2.0
@@ -153,7 +156,47 @@ def test_a_load_that_never_ends_is_given_up(
     monkeypatch.setattr(worker_module, "deliver", endless)
     monkeypatch.setattr(worker_module, "GRACE_S", 0.1)
     worker, _ = make_worker(runtime)
-    assert load(worker, 0, 512, deadline_s=0.1) == (set(range(16)), 0)
+    for _ in range(worker_module.LOADS_AT_ONCE + 1):  # each makes room for the next
+        assert load(worker, 0, 512, deadline_s=0.1) == (set(range(16)), 0)
+
+
+def test_what_was_given_up_is_not_written(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A delivery that ends too late, and cannot be stopped: its blocks are others' by then."""
+    cache = publish(runtime)
+    real, late = worker_module.deliver, threading.Event()
+
+    async def stubborn(*given: Any, **named: Any) -> Any:
+        result = await real(*given, **named)
+        while not late.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+        return result
+
+    monkeypatch.setattr(worker_module, "deliver", stubborn)
+    monkeypatch.setattr(worker_module, "GRACE_S", 0.1)
+    worker, paged = make_worker(runtime)
+    assert load(worker, 0, 512, deadline_s=0.5) == (set(range(16)), 0)
+    late.set()
+    until_s = time.monotonic() + 10
+    while len(worker._ended) < 1:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    assert worker.take_finished() == set()
+    assert not paged.read(0, 512, range(30)).keys.any()
+    monkeypatch.setattr(worker_module, "GRACE_S", 30.0)
+    assert load(worker, 0, 512) == (set(), 512)
+    assert torch.equal(paged.read(0, 512, range(30)).keys, cache.keys[:, :512])
+
+
+def test_blocks_that_are_being_written_are_not_given_up() -> None:
+    job = worker_module.Job(Load("r", (), 0, 512, (), 1.0, 0.0), 0.0)
+    with job.writing():
+        assert not job.give_up()
+    assert job.give_up()
+    with pytest.raises(worker_module.GivenUp), job.writing():
+        raise AssertionError("not to be reached")
 
 
 def test_a_full_queue_publishes_nothing(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,36 +232,51 @@ def test_the_longest_known_prefix(
     assert not known.late
 
 
+def test_exact_values_of_another_dtype_are_not_known(runtime: Runtime) -> None:
+    publish(runtime)
+    for dtype, expected in ((torch.float32, 592), (torch.bfloat16, 0)):
+        asked = longest_known(
+            TOKENS, SPACE, runtime.codec, runtime.places.endpoints, block_tokens=16, limit_s=5.0,
+            dtype=dtype,
+        )  # fmt: skip
+        assert runtime.submit(asked).result(5).end == expected
+
+
 def test_nobody_answers(tmp_path: Path) -> None:
     settings = Settings.parse({"url": "http://127.0.0.1:9", "codec": "exact", "host_bytes": 0})
-    runtime = Runtime.acquire(settings, SPEC.fingerprint, lambda: ExactCodec(SPEC))
+    runtime = Runtime.acquire(settings, SPEC, torch.float32)
     try:
         asked = longest_known(
             TOKENS, SPACE, runtime.codec, runtime.places.endpoints, block_tokens=16, limit_s=0.2
         )
         known = runtime.submit(asked).result(5)
         assert (known.end, known.late) == (0, True)
+        asked = longest_known(
+            TOKENS[:200], SPACE, runtime.codec, runtime.places.endpoints, block_tokens=16,
+            limit_s=0.2,
+        )  # fmt: skip
+        assert runtime.submit(asked).result(5).late  # with a tail only, too
     finally:
         runtime.release()
 
 
 def test_a_runtime_is_shared_and_closed(tmp_path: Path) -> None:
     settings = Settings.parse({"url": str(tmp_path / "folder"), "codec": "exact", "host_bytes": 0})
-    first = Runtime.acquire(settings, b"a", lambda: ExactCodec(SPEC))
-    assert Runtime.acquire(settings, b"a", lambda: ExactCodec(SPEC)) is first
+    first = Runtime.acquire(settings, SPEC, torch.float32)
+    assert Runtime.acquire(settings, SPEC, torch.float32) is first
     first.release()
     assert first._thread.is_alive()
     first.release()
     assert not first._thread.is_alive()
     # The folder is free again.
-    Runtime.acquire(settings, b"a", lambda: ExactCodec(SPEC)).release()
+    Runtime.acquire(settings, SPEC, torch.float32).release()
 
 
 @pytest.fixture
 def host_runtime(tmp_path: Path) -> Iterator[Runtime]:
     """Beside a node that is away, with decoded chunks in a folder."""
     given = {"url": "http://127.0.0.1:9", "codec": "exact", "host_folder": str(tmp_path / "host")}
-    runtime = Runtime.acquire(Settings.parse(given), SPEC.fingerprint, lambda: ExactCodec(SPEC))
+    runtime = Runtime.acquire(Settings.parse(given), SPEC, torch.float32)
     yield runtime
     runtime.release()
 
@@ -282,11 +340,11 @@ def test_what_was_computed_or_loaded_is_held(
         Settings.parse({"url": str(tmp_path / "data"), "codec": "exact", "host_folder": one})
         for one in folders
     ]
-    runtime = Runtime.acquire(both[0], SPEC.fingerprint, lambda: ExactCodec(SPEC))
+    runtime = Runtime.acquire(both[0], SPEC, torch.float32)
     cache = publish(runtime)
     if not publishing:
         runtime.release()
-        runtime = Runtime.acquire(both[1], SPEC.fingerprint, lambda: ExactCodec(SPEC))
+        runtime = Runtime.acquire(both[1], SPEC, torch.float32)
         worker, _ = make_worker(runtime)
         assert load(worker, 0, 576) == (set(), 576)
         assert worker.counts["host_tokens"] == 0

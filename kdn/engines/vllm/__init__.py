@@ -4,10 +4,12 @@
         "kdn.engines.vllm", "kv_role": "kv_both",
         "kv_connector_extra_config": {"url": "http://127.0.0.1:8470"}}'
 
-`docs/vllm.md` tells what it does. One idea per file, and vLLM itself is seen by two of them only:
+`docs/vllm.md` tells what it does. One idea per file; vLLM itself is seen by `connector.py`,
+`stats.py` and `checks.py` only:
 
 - `connector.py`: vLLM's interface, handed on to `scheduler.py` (what to load and to publish) and
-  `worker.py` (doing it);  `stats.py`: counters for vLLM's log and metrics.
+  `worker.py` (doing it); `stats.py`: counters for vLLM's log and metrics; `checks.py`: what is
+  refused when vLLM starts.
 - `layout.py`: keys and values in vLLM's paged memory.
 - `runtime.py`: the background thread that talks to nodes; `known.py`: the longest known prefix.
 - `identity.py`: which model, and whose keys; `settings.py`; `messages.py`.

@@ -36,6 +36,38 @@ def check_config(config: Any, settings: Settings) -> None:
             raise UnsupportedError(f"kdn does not support {what}")
 
 
+def check_weights(config: Any) -> None:
+    """Chunks are named by the checkpoint's files: the model must be what these say."""
+    model = config.model_config
+    if config.load_config.load_format == "dummy":
+        raise UnsupportedError("kdn does not support random weights (--load-format dummy)")
+    is_stored_so = getattr(model.hf_config, "quantization_config", None) is not None
+    if model.quantization is not None and not is_stored_so:
+        raise UnsupportedError(
+            f"kdn does not support weights that vLLM quantises itself ({model.quantization}): they "
+            "would share chunks with the model as it is stored. Use a quantised checkpoint"
+        )
+
+
+def cache_dtype(config: Any) -> torch.dtype:
+    """Of the values that vLLM keeps."""
+    told = str(config.cache_config.cache_dtype)
+    found = config.model_config.dtype if told == "auto" else getattr(torch, told, None)
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedError(f"kdn does not support a KV cache of {told}")
+    return found
+
+
+def check_blocks(kv_cache_config: Any) -> None:
+    """All layers must keep all tokens, in the same blocks."""
+    groups = [type(one.kv_cache_spec).__name__ for one in kv_cache_config.kv_cache_groups]
+    if groups != ["FullAttentionSpec"]:
+        raise UnsupportedError(
+            f"kdn supports models whose layers all keep all tokens; vLLM manages {groups}. "
+            "Where some layers do, --disable-hybrid-kv-cache-manager helps"
+        )
+
+
 def layers_in_order(kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """By the number in their names, which must be 0, 1, 2, ..."""
     numbered: dict[int, torch.Tensor] = {}

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +17,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kdn.cache.keys import Namespace
-from kdn.codec import open_codec
-from kdn.engines.vllm.checks import check_config, check_cpu_layout, layers_in_order
+from kdn.engines.vllm.checks import (
+    cache_dtype,
+    check_blocks,
+    check_config,
+    check_cpu_layout,
+    check_weights,
+    layers_in_order,
+)
 from kdn.engines.vllm.identity import Identity, spec_of_model
 from kdn.engines.vllm.known import Known, longest_known
 from kdn.engines.vllm.layout import Heads, Layout, PagedCache
@@ -56,13 +61,13 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         self._settings = settings = Settings.parse(transfer.kv_connector_extra_config)
         check_config(vllm_config, settings)
+        check_weights(vllm_config)
+        check_blocks(kv_cache_config)
         # A cache that is away must not fail requests. vLLM reads this after making its connector.
         transfer.kv_load_failure_policy = settings.load_failure
         self._spec = spec = spec_of_model(vllm_config.model_config)
-        profile = Path(settings.profile) if settings.profile else None
-        self._runtime = Runtime.acquire(
-            settings, spec.fingerprint, lambda: open_codec(settings.codec, spec, profile)
-        )
+        self._dtype = cache_dtype(vllm_config)
+        self._runtime = Runtime.acquire(settings, spec, self._dtype)
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._taken = Taken()
         self._scheduler: SchedulerSide | None = None
@@ -87,12 +92,16 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> Future[Known]:
         runtime = self._runtime
         host = runtime.host
-        asked = longest_known(
-            tokens, namespace, runtime.codec, runtime.places.endpoints,
-            block_tokens=self._block_tokens, limit_s=limit_s,
-            is_held=lambda chunk: host is not None and host.has(chunk, enough_kld),
-        )  # fmt: skip
-        return runtime.submit(asked)
+
+        async def ask() -> Known:
+            async with runtime.asking:
+                return await longest_known(
+                    tokens, namespace, runtime.codec, runtime.places.endpoints,
+                    block_tokens=self._block_tokens, limit_s=limit_s, dtype=self._dtype,
+                    is_held=lambda chunk: host is not None and host.has(chunk, enough_kld),
+                )  # fmt: skip
+
+        return runtime.submit(ask())
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -133,6 +142,14 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._scheduler is not None
         self._scheduler.finished(request.request_id)
         return False, None
+
+    def reset_cache(self) -> bool | None:
+        """vLLM wants nothing known any more, perhaps because the weights are others now: that they
+        are those of the checkpoint is what the names of chunks rest on."""
+        if self._scheduler is not None:
+            self._scheduler.stop()
+            logger.warning("kdn: reset; from now on this engine neither loads nor publishes")
+        return True
 
     # the worker's side
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class Identity:
 
     def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
-        self._adapters: dict[tuple[str, str], bytes] = {}  # each is read once
+        self._adapters: dict[object, bytes] = {}
 
     def of(self, request: Any) -> Namespace:
         """UnsupportedError where kdn has no name for what changes the values."""
@@ -62,17 +63,24 @@ class Identity:
         return namespace
 
     def _adapter(self, lora: Any) -> bytes:
-        key = (str(lora.lora_name), str(lora.lora_path))
+        """Read again when its files have changed: an adapter may be trained on in its place."""
+        files = _files(Path(lora.lora_path))
+        states = [(str(file), (about := file.stat()).st_size, about.st_mtime_ns) for file in files]
+        key = tuple(states)
         if key not in self._adapters:
-            self._adapters[key] = _digest(Path(lora.lora_path))
+            self._adapters[key] = _digest(files)
         return self._adapters[key]
 
 
-def _digest(folder: Path) -> bytes:
-    """Of an adapter's weights and settings. Their paths and names do not count."""
+def _files(folder: Path) -> list[Path]:
     files = [folder / "adapter_config.json", *sorted(folder.glob("*.safetensors"))]
     if len(files) < 2 or not files[0].is_file():
         raise UnsupportedError(f"a LoRA adapter without safetensors files in {folder}")
+    return files
+
+
+def _digest(files: Sequence[Path]) -> bytes:
+    """Of an adapter's weights and settings. Their paths and names do not count."""
     digest = blake2b(digest_size=16, person=b"kdn-lora")
     for path in files:
         with path.open("rb") as file:

@@ -7,11 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from random import Random
 
+import torch
+
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut, tails
 from kdn.codec.base import Codec
+from kdn.codec.format import DType
 from kdn.delivery.assemble import Assembly
 from kdn.delivery.endpoints import Endpoints
 from kdn.delivery.lookup import Question, adopt, ask_again, look_up
@@ -37,12 +41,15 @@ async def longest_known(
     *,
     block_tokens: int,
     limit_s: float,
+    dtype: torch.dtype = torch.float32,
     is_held: Callable[[Chunk], bool] = lambda chunk: False,
     clock: Callable[[], float] = time.monotonic,
     rng: Random | None = None,
 ) -> Known:
     """What `is_held` on this host, and what the places know behind it. With no time they are not
-    asked. `block_tokens`: a tail that adds no whole block is not asked for."""
+    asked. `block_tokens`: a tail that adds no whole block is not asked for. `dtype`: of the engine,
+    which is the only one that exact streams decode to."""
+    is_usable = partial(_is_usable, dtype=dtype if codec.name == "exact" else None)
     until_s = clock() + limit_s
     full = [chunk for chunk in cut(tokens, namespace) if chunk.num_tokens == CHUNK_TOKENS]
     chunks = list(takewhile(is_held, full))
@@ -50,16 +57,18 @@ async def longest_known(
     question = Question(rest, codec, clock, rng or Random())
     if rest and limit_s > 0:
         for found in await look_up(question, endpoints, until_s):
-            if not is_complete(found.assembly):
+            if not is_usable(found.assembly):
                 break
             chunks.append(found.chunk)
         if len(chunks) + len(rest) == len(full) and clock() >= until_s:
             return Known(tuple(chunks), late=True)
     options = _tails(tokens, namespace, chunks[-1] if chunks else None, block_tokens)
     tail = [one for one in options if is_held(one)][:1]
+    late = False
     if options and not tail and limit_s > 0:
-        tail = await _known_tail(replace(question, chunks=options), endpoints, until_s)
-    return Known((*chunks, *tail))
+        tail = await _known_tail(replace(question, chunks=options), endpoints, until_s, is_usable)
+        late = not tail and clock() >= until_s
+    return Known((*chunks, *tail), late)
 
 
 def _tails(
@@ -74,17 +83,24 @@ def _tails(
     ]
 
 
-async def _known_tail(question: Question, endpoints: Endpoints, until_s: float) -> list[Chunk]:
+async def _known_tail(
+    question: Question,
+    endpoints: Endpoints,
+    until_s: float,
+    is_usable: Callable[[Assembly], bool],
+) -> list[Chunk]:
     with suppress(TimeoutError):
         async with asyncio.timeout(max(0.0, until_s - question.clock())):
             answers = await ask_again(question, endpoints, until_s)
             for number, tail in enumerate(question.chunks):
                 found = adopt(endpoints, answers, number)
-                if found is not None and is_complete(found[0]):
+                if found is not None and is_usable(found[0]):
                     return [tail]
     return []
 
 
-def is_complete(assembly: Assembly) -> bool:
-    """Whether every layer holds every token: vLLM's blocks have no way to say otherwise."""
-    return not any(assembly.header.info.absences)
+def _is_usable(assembly: Assembly, dtype: torch.dtype | None) -> bool:
+    """Whether every layer holds every token (vLLM's blocks have no way to say otherwise), as values
+    of `dtype`, unless it does not matter."""
+    info = assembly.header.info
+    return not any(info.absences) and (dtype is None or info.dtype == DType.of(dtype))

@@ -108,7 +108,6 @@ class PagedCache:
             )
         self._per_block = block_tokens // self.kernel_tokens
         self.dtype = layers[0].dtype
-        self.holds_all_heads = heads.count == spec.num_kv_heads
 
     def write(self, cache: KVCache, start: int, end: int, block_ids: Sequence[int]) -> None:
         """Tokens [start, end) of `cache`, which are whole blocks, to their places."""

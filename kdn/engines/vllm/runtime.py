@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ import torch
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
+from kdn.codec import open_codec
 from kdn.codec.base import Codec
 from kdn.codec.expected import expected_kld
 from kdn.codec.format import Bitstream
@@ -30,12 +31,15 @@ from kdn.engines.host_tier import HostTier, default_folder
 from kdn.engines.vllm.settings import Settings
 from kdn.errors import KdnError, StoreError
 from kdn.places import Places, open_places
+from kdn.shared_profiles import codec_for
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OPEN_S = 30.0
 CLOSE_S = 10.0
+LOOKUPS_AT_ONCE = 8
+"""More would take each other's time."""
 KEEPING_CHUNKS = 64
 """On their way to the host's shared memory; more are not kept there."""
 
@@ -46,11 +50,12 @@ class Runtime:
     _shared: dict[tuple[Settings, bytes], Runtime] = {}  # noqa: RUF012 (shared on purpose)
     _lock = threading.Lock()  # guards _shared and _users
 
-    def __init__(self, settings: Settings, codec: Codec) -> None:
+    def __init__(self, settings: Settings, codec: Codec, dtype: torch.dtype) -> None:
         self.settings, self.codec = settings, codec
         self.expected_kld = expected_kld(codec)
         self.estimator = Estimator()
-        self.host = open_host_tier(settings, codec.spec)
+        self.host = open_host_tier(settings, codec.spec, dtype)
+        self.asking = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._keeper = ThreadPoolExecutor(1, "kdn-host")
         self._keeping = threading.Semaphore(KEEPING_CHUNKS)
         self.changed = threading.Event()
@@ -63,13 +68,13 @@ class Runtime:
         self._thread = threading.Thread(target=self._run, name="kdn", daemon=True)
 
     @classmethod
-    def acquire(cls, settings: Settings, model: bytes, open_codec: Callable[[], Codec]) -> Runtime:
-        """The one of this process for these settings and this model."""
-        key = (settings, model)
+    def acquire(cls, settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> Runtime:
+        """The one of this process for these settings and this model, whose cache is of `dtype`."""
+        key = (settings, spec.fingerprint)
         with cls._lock:
             runtime = cls._shared.get(key)
             if runtime is None:
-                runtime = cls(settings, open_codec())
+                runtime = cls(settings, find_codec(settings, spec), dtype)
                 warm_up(runtime.codec)
                 runtime._start()
                 cls._shared[key] = runtime
@@ -178,13 +183,29 @@ class Runtime:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def open_host_tier(settings: Settings, spec: ModelSpec) -> HostTier | None:
+def find_codec(settings: Settings, spec: ModelSpec) -> Codec:
+    """With the profile that was named, that of this machine, or one that somebody shared."""
+    if settings.profile:
+        return open_codec(settings.codec, spec, Path(settings.profile))
+
+    async def find() -> Codec:
+        async with open_places(
+            settings.url, token=settings.token, client=settings.client
+        ) as places:
+            return await codec_for(settings.codec, spec, places)
+
+    # In a thread of its own: this one may have an event loop that runs.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, find()).result(OPEN_S)
+
+
+def open_host_tier(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> HostTier | None:
     """A folder that was named must be good; without shared memory there is just no such tier."""
     folder = Path(settings.host_folder) if settings.host_folder else default_folder()
     if settings.host_bytes == 0 or folder is None:
         return None
     try:
-        return HostTier(folder, spec, settings.host_bytes)
+        return HostTier(folder, spec, dtype, settings.host_bytes)
     except (KdnError, OSError) as error:
         if settings.host_folder:
             raise

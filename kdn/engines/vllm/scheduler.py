@@ -14,6 +14,7 @@ Everything here runs on the one thread of vLLM's scheduler.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -54,7 +55,8 @@ class Context:
     lookup: Future[Known] | None = None
     asked: int = -1
     """How often it had been preempted when it was looked up."""
-    until_s: float = 0.0
+    until_s: float = math.inf
+    """The lookup is waited for until then, from when vLLM first asks."""
     local_tokens: int = 0
     """In vLLM's own prefix cache, as of the last question."""
     tried: int = -1
@@ -86,6 +88,13 @@ class SchedulerSide:
         self._away_until_s = 0.0
         self.counts = dict.fromkeys(("asked", "hits", "hit_tokens", "late", "refused", "lossy"), 0)
 
+    def stop(self) -> None:
+        """For good: the names of chunks may not fit the model's weights any more."""
+        self._settings = replace(self._settings, load=False, publish=False)
+        for context in self._contexts.values():
+            context.settings = replace(context.settings, load=False, publish=False)
+            context.lookup = None
+
     # requests
 
     def arrived(self, request: Any) -> Context:
@@ -110,10 +119,10 @@ class SchedulerSide:
         tokens = list(context.request.all_token_ids)
         if len(tokens) <= self._block_tokens:
             return
-        settings, now_s = context.settings, self._clock()
-        limit_s = settings.lookup_s if now_s >= self._away_until_s else 0.0
+        settings = context.settings
+        limit_s = settings.lookup_s if self._clock() >= self._away_until_s else 0.0
         self.counts["asked"] += 1
-        context.until_s = now_s + PATIENCE * settings.lookup_s
+        context.until_s = math.inf
         context.lookup = self._look_up(tokens, context.namespace, settings.quality, limit_s)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
@@ -124,7 +133,10 @@ class SchedulerSide:
             self._begin_lookup(context)  # what it had may have been published meanwhile
         if context.lookup is None or context.tried == request.num_preemptions:
             return 0, False
-        if not context.lookup.done() and self._clock() < context.until_s:
+        # It may wait in its queue as long as the request waits in vLLM's.
+        now_s = self._clock()
+        context.until_s = min(context.until_s, now_s + PATIENCE * context.settings.lookup_s)
+        if not context.lookup.done() and now_s < context.until_s:
             return None, False
         known = self._outcome(context)
         end = min(known.end, request.num_tokens - 1) // self._block_tokens * self._block_tokens
@@ -143,6 +155,7 @@ class SchedulerSide:
             known = lookup.result()
         except (Exception, CancelledError):
             logger.exception("a lookup failed")
+            context.lookup = None
         if known.late:  # nobody answered
             self.counts["late"] += 1
             self._away_until_s = self._clock() + AWAY_S

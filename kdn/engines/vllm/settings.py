@@ -16,6 +16,8 @@ from kdn.errors import UnsupportedError
 
 REQUEST_KEY = "kdn"
 """Under which `kv_transfer_params` holds the settings of one request."""
+MAX_FLOAT = 3600.0
+"""An hour to wait, or more nats than any difference: nothing waits for ever."""
 _PER_REQUEST = ("quality", "deadline_s", "load", "publish")
 
 
@@ -69,13 +71,16 @@ class Settings:
         return settings
 
     def for_request(self, params: Mapping[str, Any] | None) -> Settings:
-        """With what one request wants otherwise."""
+        """With what one request wants otherwise. It cannot turn on what the operator did not."""
         own = (params or {}).get(REQUEST_KEY)
         if not own:
             return self
         if not isinstance(own, Mapping) or set(own) - set(_PER_REQUEST):
             raise UnsupportedError(f"a request may set {', '.join(_PER_REQUEST)}: found {own!r}")
-        return replace(self, **_checked(type(self), own))
+        wanted = replace(self, **_checked(type(self), own))
+        return replace(
+            wanted, load=self.load and wanted.load, publish=self.publish and wanted.publish
+        )
 
 
 def _checked(cls: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +98,8 @@ def _fits(value: Any, kind: str) -> bool:
         every = value if isinstance(value, tuple) else (value,)
         return bool(every) and all(isinstance(one, str) and one for one in every)
     if kind == "float":
-        return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and 0 <= value <= MAX_FLOAT
     if kind == "int":
         return isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if kind == "str | None":

@@ -20,7 +20,7 @@ MEANINGS = {
     "lossy": "chunks not published, as they were computed on top of losses",
     "loads": "loads that have ended",
     "loaded_tokens": "tokens that were loaded",
-    "host_tokens": "of these, tokens from the shared memory of the host",
+    "host_tokens": "tokens that were found in the shared memory of the host",
     "failed_tokens": "tokens that were to be loaded and had to be computed",
     "load_ms": "milliseconds that loads took, added up",
     "fetched_bytes": "bytes that came from stores",

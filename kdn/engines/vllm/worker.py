@@ -2,22 +2,25 @@
 
 What this host holds decoded already is written into the blocks that vLLM set aside for a load. The
 rest is delivered into memory of its own by its deadline, then written, up to the first token that
-did not arrive; the blocks behind are reported and vLLM computes them. Blocks are written by one
-thread and only while their request waits for them. Copies out are made between two steps, when
-nothing writes.
+did not arrive; the blocks behind are reported and vLLM computes them. Blocks are written only while
+their request waits for them: who writes and who gives a load up agree on that under a lock. Copies
+out are made between two steps, when nothing writes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from kdn.cache.keys import Chunk
+from kdn.cache.tensors import KVCache
 from kdn.delivery.client import deliver
 from kdn.delivery.request import Request, Result
 from kdn.engines.vllm.layout import PagedCache
@@ -39,16 +42,41 @@ IDLE_S = 0.005
 KEEP_AFTER_S = 1.0
 """What was loaded is kept for others so much later: first the request gets its first token."""
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 
 @dataclass
 class Job:
+    """A load under way. Once given up, its blocks may be anybody's."""
+
     load: Load
     until_s: float
-    given_up: bool = False
-    writing: bool = False
+    future: Future[None] | None = None
+    _given_up: bool = False
+    _writing: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Its blocks are this thread's; GivenUp if they are not any more."""
+        with self._lock:
+            if self._given_up:
+                raise GivenUp
+            self._writing = True
+        try:
+            yield
+        finally:
+            self._writing = False
+
+    def give_up(self) -> bool:
+        """Unless its blocks are being written."""
+        with self._lock:
+            self._given_up = not self._writing
+        if self._given_up and self.future is not None:
+            self.future.cancel()  # another load may have its turn
+        return self._given_up
+
+
+class GivenUp(Exception):
+    """A load took too long."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +112,7 @@ class WorkerSide:
         for load in self._step.loads:
             job = Job(load, self._clock() + load.deadline_s)
             self._jobs[load.request_id] = job
-            self._runtime.submit(self._load(job))
+            job.future = self._runtime.submit(self._load(job))
 
     def save(self) -> None:
         for save in self._step.saves:
@@ -130,8 +158,7 @@ class WorkerSide:
         """What is far beyond its deadline, if its blocks are not being written."""
         now_s = self._clock()
         for job in list(self._jobs.values()):
-            if now_s > job.until_s + GRACE_S and not job.writing and not job.given_up:
-                job.given_up = True
+            if now_s > job.until_s + GRACE_S and job.give_up():
                 logger.error("the load of request %s is given up", job.load.request_id)
                 self._ended.append(Ended(job.load, job.load.start, job.load.start))
 
@@ -150,6 +177,8 @@ class WorkerSide:
         try:
             async with self._turn:
                 ended = await self._held_then_delivered(job)
+        except GivenUp:
+            pass  # reported already
         except Exception:
             logger.exception("the load of request %s failed", load.request_id)
         finally:
@@ -160,30 +189,25 @@ class WorkerSide:
         load = job.load
         ended = Ended(load, load.start, load.start)
         if self._runtime.host is not None:
-            ended = await self._write(job, self._write_held, load)
+            ended = await asyncio.to_thread(self._write_held, job)
+            self.counts["host_tokens"] += ended.good_until - load.start
         good, exact = ended.good_until, ended.exact_until
         rest = replace(load, start=good, chunks=tuple(c for c in load.chunks if c.end > good))
         result = await self._deliver(job, rest) if rest.start < rest.end else None
-        if result is None or job.given_up:
+        if result is None:
             return ended
         good_until, exact_until = self._usable(rest, result)
-        await self._write(
-            job, self._paged.write, result.cache, rest.start, good_until, load.block_ids
-        )
+        await asyncio.to_thread(self._write, job, result.cache, rest.start, good_until)
         self._keep(rest.chunks, result)
         return Ended(load, good_until, exact_until if exact == good else exact)
 
-    async def _write(self, job: Job, write: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-        """Blocks that are being written cannot be given up."""
-        job.writing = True
-        try:
-            return await asyncio.to_thread(write, *given, **named)
-        finally:
-            job.writing = False
+    def _write(self, job: Job, cache: KVCache, start: int, end: int) -> None:
+        with job.writing():
+            self._paged.write(cache, start, end, job.load.block_ids)
 
-    def _write_held(self, load: Load) -> Ended:
+    def _write_held(self, job: Job) -> Ended:
         """From the host's shared memory, as far as it goes without a gap."""
-        host, size = self._runtime.host, self._paged.block_tokens
+        host, load, size = self._runtime.host, job.load, self._paged.block_tokens
         assert host is not None
         good = exact = load.start
         for chunk in load.chunks:
@@ -191,11 +215,10 @@ class WorkerSide:
             if held is None or (chunk.end % size and chunk.end < load.end):
                 break  # a block with tokens of two chunks is not written in two halves
             end = min(chunk.end, load.end) // size * size
-            self._paged.write(held.cache, max(chunk.start, load.start), end, load.block_ids)
+            self._write(job, held.cache, max(chunk.start, load.start), end)
             exact = end if held.exact and exact == good else exact
             good = end
         host.used([chunk for chunk in load.chunks if chunk.start < good])
-        self.counts["host_tokens"] += good - load.start
         return Ended(load, good, exact)
 
     async def _deliver(self, job: Job, load: Load) -> Result | None:
@@ -209,7 +232,8 @@ class WorkerSide:
         )  # fmt: skip
         result = await deliver(request, runtime.places.endpoints, estimator=runtime.estimator)
         self.counts["fetched_bytes"] += result.fetched_bytes
-        if not result.known and self._clock() >= job.until_s:
+        had_time = left_s >= runtime.settings.lookup_s
+        if not result.known and had_time and self._clock() >= job.until_s:
             self._away_until_s = self._clock() + AWAY_S
         for trouble in result.troubles:
             logger.warning("loading request %s: %s", load.request_id, trouble)

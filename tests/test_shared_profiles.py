@@ -9,12 +9,12 @@ import pytest
 
 from kdn.cache.spec import ModelSpec
 from kdn.client.asynchronous import AsyncClient
-from kdn.client.profiles import codec_for, share_profile
 from kdn.codec.klt import Profile
 from kdn.codec.profiles import local_profile
 from kdn.engines.transformers import spec_of
 from kdn.errors import ChecksumError, UnsupportedError
 from kdn.places import open_places
+from kdn.shared_profiles import codec_for, share_profile
 from tests.client.letters import Letters
 from tests.client.test_asynchronous import TEXT
 from tests.codec.klt_profile import LEVELS, parts
