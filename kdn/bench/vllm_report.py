@@ -269,10 +269,11 @@ def plot(path: Path, results: dict[str, Any]) -> None:
 
 
 def _plot_times(panel: Any, figures: Sequence[dict[str, Any]]) -> None:
+    plain = next((one for one in figures if one["system"] == "no cache"), None)
+    figures = [one for one in figures if one is not plain]
     systems = [name for name in _COLOURS if any(one["system"] == name for one in figures)]
     links = [link for link in LINKS if any(one["link"] == link for one in figures)]
-    plain = next((one for one in figures if one["system"] == "no cache"), None)
-    width = 0.8 / len(systems)
+    width = 0.8 / max(1, len(systems))
     for number, system in enumerate(systems):
         rows = [one for one in figures if one["system"] == system]
         at = [links.index(one["link"]) + number * width for one in rows]
@@ -282,26 +283,35 @@ def _plot_times(panel: Any, figures: Sequence[dict[str, Any]]) -> None:
             [one["ttft_max_s"] - one["ttft_s"] for one in rows],
         ]
         hatch = ["//" if one["computed"] else "" for one in rows]
-        panel.bar(
+        bars = panel.bar(
             at, middle, width, yerr=spread, hatch=hatch, edgecolor="white", capsize=2,
             color=_COLOURS[system], label=system,
         )  # fmt: skip
+        panel.bar_label(bars, [f"{one:.2g}" for one in middle], fontsize=7, padding=2)
     if plain is not None:
-        panel.axhline(plain["ttft_s"], color="#6c757d", linewidth=0.9, linestyle=(0, (4, 3)))
+        panel.axhline(
+            plain["ttft_s"], color=_COLOURS["no cache"], linewidth=0.9, linestyle=(0, (4, 3)),
+            label=f"no cache: {plain['ttft_s']:.2g} s",
+        )  # fmt: skip
     panel.set_xticks([place + width * (len(systems) - 1) / 2 for place in range(len(links))], links)
     panel.set_yscale("log")
+    panel.set_yticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
+    panel.minorticks_off()
+    panel.set_ylim(0.4, 40)
     panel.set_ylabel("s to the first token")
     panel.set_title("A fresh vLLM engine (hatched: computed)", fontsize=10, loc="left")
-    panel.legend(frameon=False, fontsize=8)
+    panel.legend(frameon=False, fontsize=8, ncols=3, loc="upper left")
     panel.spines[["top", "right"]].set_visible(False)
 
 
 def _plot_bytes(panel: Any, figures: Sequence[dict[str, Any]]) -> None:
-    rows = {one["system"]: one for one in figures if one["moved_16bit_bytes"]}
-    for number, (system, one) in enumerate(rows.items()):
-        panel.bar(number, one["moved_16bit_bytes"] / 1e6, 0.6, color=_COLOURS[system])
-    panel.set_xticks(range(len(rows)), list(rows), fontsize=8)
-    panel.set_yscale("log")
-    panel.set_ylabel("MB a document, as 16 bit")
+    rows = {one["system"]: one for one in figures if one["moved_16bit_bytes"] > 0}
+    sizes = [one["moved_16bit_bytes"] / 1e6 for one in rows.values()]
+    bars = panel.barh(range(len(rows)), sizes, 0.6, color=[_COLOURS[name] for name in rows])
+    panel.bar_label(bars, [f"{size:.1f}" for size in sizes], fontsize=8, padding=3)
+    panel.set_yticks(range(len(rows)), list(rows), fontsize=8)
+    panel.invert_yaxis()
+    panel.margins(x=0.15)
+    panel.set_xlabel("MB a document, were the cache of 16 bit")
     panel.set_title("Bytes moved", fontsize=10, loc="left")
     panel.spines[["top", "right"]].set_visible(False)
