@@ -3,7 +3,8 @@
 The models never ran: Llama-3.1's shapes with random weights, and a synthetic profile
 (`gpu_model.py`). Links are virtual: a chunk arrives when its bytes have passed at the link's rate;
 decoding, measured for as many chunks as had arrived by then, overlaps the arrival of the next; then
-the model runs one token, as a CUDA graph. A context is made of a few encoded chunks, over and over.
+the model runs one token (`gpu_prefill.py`), the same for all. A context is made of a few encoded
+chunks, over and over.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def run(
     """Decode and prefill milliseconds on this GPU, and time to first token over links."""
     if not torch.cuda.is_available():
         raise UnsupportedError("kdn bench gpu needs a CUDA device; there is none")
-    from kdn.bench.gpu_measure import SHAPES, Ceilings
+    from kdn.bench.gpu_measure import Ceilings
+    from kdn.bench.gpu_prefill import SHAPES
 
     ceilings = Ceilings.measure()
     lengths = [int(one) for one in contexts.split(",")]
@@ -50,8 +52,9 @@ def run(
         "torch": torch.__version__,
         "copy_tb_per_s": ceilings.bytes_per_s / 1e12,
         "product_tflop_per_s": ceilings.flops / 1e12,
-        "note": "synthetic profile after SmolLM2's spectrum; random weights; 70b: prefill and step "
-        "timed on 8 layers and scaled by 10",
+        "note": "synthetic profile after SmolLM2's spectrum; random weights; step: one token after "
+        "the context, its cache written in place, as a CUDA graph; 70b: prefill and step timed on "
+        "8 layers and scaled by 10",
         "shapes": {},
     }
     for name in shapes.split(","):
@@ -65,8 +68,9 @@ def run(
 def _shape(
     shape: Any, lengths: list[int], ceilings: Any, options: tuple[int, int, int]
 ) -> dict[str, Any]:
-    from kdn.bench.gpu_measure import DecodeBench, PrefillBench
+    from kdn.bench.gpu_measure import DecodeBench
     from kdn.bench.gpu_model import Synthetic, encode_many, llama_spec
+    from kdn.bench.gpu_prefill import PrefillBench
 
     group_layers, num_chunks, seed = options
     log = Console(stderr=True)
@@ -83,11 +87,12 @@ def _shape(
         log.print(f"{shape.name}: {tokens} tokens")
         decoded = {levels: bench.measure(tokens, levels) for levels in (top, top - 1)}
         prefill_ms = prefill.prefill_ms(tokens)
-        step_ms = prefill.step_ms(bench.cache(tokens))
+        step_ms, step_error = prefill.step(tokens)
         rows[str(tokens)] = {
             "decode": {str(levels): one.as_row() for levels, one in decoded.items()},
             "prefill_ms": prefill_ms,
             "step_ms": step_ms,
+            "step_error": step_error,
             "encode_ms": bench.encode_ms(tokens) if tokens <= MOST_ENCODED else None,
         }
     bits = {

@@ -1,8 +1,8 @@
-"""What `kdn bench gpu` measures on a device: ceilings, decoding stage by stage, and prefill."""
+"""What `kdn bench gpu` measures of the codec on a device: ceilings, decoding stage by stage,
+encoding."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,29 +12,12 @@ import numpy as np
 import torch
 
 from kdn.bench.gpu_model import Synthetic
+from kdn.bench.gpu_timing import cuda_event, cuda_ms, replayed
 from kdn.cache.keys import CHUNK_TOKENS
 from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream
 from kdn.codec.klt.decoder_triton import Decoder, Target
 from kdn.codec.klt.gpu_input import Slab
-
-
-def cuda_ms(fn: Callable[[], object], repeat: int = 7, warmup: int = 2) -> float:
-    """Median of event times."""
-    for _ in range(warmup):
-        fn()
-    marks = [[_event() for _ in range(2)] for _ in range(repeat)]
-    for begin, end in marks:
-        begin.record()
-        fn()
-        end.record()
-    torch.cuda.synchronize()
-    return float(statistics.median(begin.elapsed_time(end) for begin, end in marks))
-
-
-def _event() -> Any:
-    event: Any = torch.cuda.Event
-    return event(enable_timing=True)
 
 
 @dataclass(frozen=True)
@@ -160,7 +143,7 @@ def _stages(decode: Callable[[Callable[[str], None]], None]) -> dict[str, float]
     marks: list[tuple[str, Any]] = []
 
     def stage(name: str) -> None:
-        marks.append((name, _event()))
+        marks.append((name, cuda_event()))
         marks[-1][1].record()
 
     stage("")
@@ -170,87 +153,3 @@ def _stages(decode: Callable[[Callable[[str], None]], None]) -> dict[str, float]
     for (_, begin), (name, end) in pairwise(marks):
         found[name] = found.get(name, 0.0) + begin.elapsed_time(end)
     return found
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Llama's shape; `timed_layers` of it are run, and the time scaled."""
-
-    name: str
-    num_layers: int
-    hidden: int
-    inner: int
-    heads: int
-    timed_layers: int
-
-
-SHAPES = {
-    "8b": Shape("Llama-3.1-8B", 32, 4096, 14336, 32, 32),
-    "70b": Shape("Llama-3.1-70B", 80, 8192, 28672, 64, 8),
-}
-
-
-class PrefillBench:
-    """A model of random weights: how long reading takes, and the first token after a context."""
-
-    def __init__(self, shape: Shape) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        self._shape = shape
-        config = LlamaConfig(
-            hidden_size=shape.hidden, intermediate_size=shape.inner, vocab_size=128256,
-            num_hidden_layers=shape.timed_layers, num_attention_heads=shape.heads,
-            num_key_value_heads=8, max_position_embeddings=131072, rope_theta=500000.0,
-            attn_implementation="sdpa", dtype=torch.bfloat16,
-        )  # fmt: skip
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config)
-        model = model.to(torch.bfloat16).to_empty(device="cuda")
-        for parameter in model.parameters():
-            parameter.data.normal_(0, 0.02)
-        model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to("cuda")
-        self._model = model.eval()
-
-    @property
-    def scale(self) -> float:
-        return self._shape.num_layers / self._shape.timed_layers
-
-    @torch.no_grad()
-    def prefill_ms(self, num_tokens: int) -> float:
-        ids = torch.randint(0, 128256, (1, num_tokens), device="cuda")
-        once = lambda: self._model(ids, use_cache=True, logits_to_keep=1)  # noqa: E731
-        return self.scale * cuda_ms(once, repeat=3, warmup=1)
-
-    @torch.no_grad()
-    def step_ms(self, cache: KVCache) -> float:
-        """One more token after a context whose cache is at hand."""
-        from transformers import DynamicCache
-
-        past = DynamicCache()
-        for layer in range(self._shape.timed_layers):
-            sides = (
-                x[layer].transpose(0, 1)[None].contiguous() for x in (cache.keys, cache.values)
-            )
-            past.update(*sides, layer)
-        ids = torch.randint(0, 128256, (1, 1), device="cuda")
-
-        def once() -> None:
-            self._model(ids, past_key_values=past, use_cache=True, logits_to_keep=1)
-
-        return self.scale * cuda_ms(replayed(once), repeat=5, warmup=2)
-
-
-def replayed(fn: Callable[[], object]) -> Callable[[], None]:
-    """The same as a CUDA graph: launches cost the host nothing."""
-    make: Any = torch.cuda.Stream
-    side = make()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        fn()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        fn()
-    replay: Callable[[], None] = graph.replay
-    return replay

@@ -46,15 +46,13 @@ def codec() -> KltCodec:
 
 
 def test_packed_bounds_find_every_slots_symbol(codec: KltCodec) -> None:
-    """As the kernel does: a difference's bits 15 and 31 say whether a bound is reached."""
+    """As the kernel does: in each half, `slot + 1 - bound` is above zero if a bound is reached."""
     cdf = codec.profile.levels[0].entering.cdf[:40]
     bounds, intervals = base_bounds(cdf), base_intervals(cdf).view(np.uint32)
     slots = np.random.default_rng(0).integers(0, 1 << 14, 500).astype(np.uint32)
     for table in range(len(cdf)):
-        words = bounds[:, table].view(np.uint32)[:, None]
-        twice = slots * np.uint32(0x10001) | np.uint32(0x80008000)
-        reached = ((twice - words) >> np.uint32(15)) & np.uint32(0x10001)
-        symbol = (reached & 1).sum(axis=0) + (reached >> np.uint32(16)).sum(axis=0)
+        halves = bounds[:, table].copy().view("<i2")[:, None]
+        symbol = (slots.astype(np.int16) + halves > 0).sum(axis=0)
         wanted = np.searchsorted(cdf[table], slots, side="right") - 1
         assert np.array_equal(symbol, wanted)
         found = intervals[wanted, table]

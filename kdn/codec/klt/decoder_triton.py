@@ -11,6 +11,7 @@ not do (damaged, or with values beyond all measure) are left to the caller, by n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -107,8 +108,18 @@ class Tiling:
 
     @classmethod
     def of(cls, device: torch.device, block_columns: int) -> Tiling:
-        wide = block_columns == 256
-        return cls(1 << 30, wide, False, 8 if wide else 4, 3)
+        if block_columns < 256:
+            return cls(1 << 30, False, False, 4, 3)
+        # As many programs as fit at once: each fetches its next tile's first blocks in time.
+        programs = torch.cuda.get_device_properties(device).multi_processor_count
+        return cls(programs, True, True, 8, 3)
+
+
+def _launch_order(part: Part) -> tuple[int, bool]:
+    """What enters at a level is decoded beside its digits, which take longer; at level 1, beside
+    level 0, which is short."""
+    is_main = part.is_digits or not part.level
+    return (part.level if is_main or part.level > 1 else 0), is_main
 
 
 class Decoder:
@@ -124,7 +135,7 @@ class Decoder:
         self._latents = Latents(profile, device)
         self._sinks = Sinks(profile, device)
         self._asm = device.type == "cuda"
-        self._streams = Streams(device, profile.num_levels)
+        self._streams = Streams(device, max(profile.num_levels, 2))
         self.tiling = Tiling.of(device, self.synthesis.block_columns)
         shape = [self.synthesis.block_columns, BLOCK_K]
         self._matrix = TensorDescriptor.from_tensor(self.synthesis.matrix, shape)
@@ -274,25 +285,23 @@ class Decoder:
             num_warps=1,
         )  # fmt: skip
         parts = [(part, index) for index, part in enumerate(coding.parts) if part.level < levels]
-        for part, index in parts:
-            if not part.is_digits and part.level:
-                with self._streams.side(part.level):
-                    self._decode_part(part, slab, slab.places[index], classes, planes, status)
-        for part, index in parts:
-            if part.is_digits or not part.level:
-                if part.level > 1:
-                    self._streams.join(part.level - 1)
+        for part, index in sorted(parts, key=lambda one: _launch_order(one[0])):
+            if part.level > 1:
+                self._streams.join(part.level - 1)
+            is_main = part.is_digits or not part.level
+            with nullcontext() if is_main else self._streams.side(part.level):
                 self._decode_part(part, slab, slab.places[index], classes, planes, status)
-        # Many small launches: they come when the long ones run already.
-        with self._streams.side(0, begun):
-            if slab.num_sinks:
+        # Many small launches: they come when the long ones run already. Sinks take long as well.
+        if slab.num_sinks:
+            with self._streams.side(0, begun):
                 sinks = self._sinks.decode(slab, self.synthesis.source, status)
+        with self._streams.side(1, begun):
             for first in range(0, slab.num_tokens, PREDICTED_TOKENS):
                 own = slice(first, first + PREDICTED_TOKENS)
                 self._predict(slab.ids[own], packed[own])
             packed[: slab.num_sinks, : self.synthesis.num_latents] = 0
             turns = self._rope(slab.positions, dtype)
-        for stream in range(max(levels, 1)):
+        for stream in range(0 if slab.num_sinks else 1, max(levels, 2)):
             self._streams.join(stream)
         return classes, sinks, turns
 
@@ -329,12 +338,14 @@ class Decoder:
         coding, synthesis, (first, last) = self.coding, self.synthesis, batch
         factor = 3.0 ** (self.profile.num_levels - 1 - levels)
         rows = max(self.profile.levels[levels - 1].num_components)
-        grid = (-(-rows // 64), CHUNK_TOKENS // 64, (last - first) * slab.num_chunks)
+        # Up to whole blocks of the product: what no component fills is zero.
+        parts = -(-rows // BLOCK_K) * (BLOCK_K // 32)
+        grid = (parts, CHUNK_TOKENS // 128, (last - first) * slab.num_chunks)
         pack_components[grid](
             low.view(torch.int8), high.view(torch.int8), coding.scales, synthesis.row_factor,
             coding.centroids[levels - 1], classes, coding.class_factor, coding.counts[levels - 1],
             slab.skipped, packed, status, first, last - first, coding.num_rows, coding.num_rows,
-            WIDE_ROWS, factor, packed.shape[1], synthesis.num_latents, BR=64, BT=64,
+            WIDE_ROWS, factor, packed.shape[1], synthesis.num_latents, BR=32, BT=128,
         )  # fmt: skip
 
     def _restore(

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from triton import next_power_of_2
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.klt import symbols
+from kdn.codec.klt.columns_triton import take_columns
 from kdn.codec.klt.gpu_input import token_rows
 from kdn.codec.klt.gpu_tables import (
     Coding,
@@ -33,6 +35,7 @@ from kdn.codec.klt.profile import NUM_CLASSES, Group, Profile
 from kdn.codec.klt.push_triton import find_activity, leave, push
 from kdn.codec.klt.streams import Streams
 
+COLUMN_TOKENS = 16
 BATCH_CHUNKS = 32
 """A batch takes about twelve times its cache's memory."""
 
@@ -169,24 +172,20 @@ class Encoder:
 
     def _columns(self, cache: KVCache, padded: int) -> Tensor:
         """[tokens, columns] in float32, RoPE undone; all channels turn, in halves."""
-        spec, count = self.spec, cache.num_tokens
-        groups, half = len(self.profile.groups), spec.head_dim // 2
-        shape = (padded, groups, 2, spec.num_layers // groups, spec.num_kv_heads, 2, half)
-        out = torch.empty(shape, device=self.device)
-        out[count:] = 0
+        spec, half = self.spec, self.spec.head_dim // 2
         own = torch.tensor(self._rope.inv_freq, dtype=torch.float64, device=self.device)
         positions = torch.arange(cache.start, cache.end, dtype=torch.float64, device=self.device)
         angles, scale = positions[:, None] * own, 1.0 / self._rope.amplitude
-        cos = (angles.cos() * scale).float()[:, None, None, None]
-        sin = (angles.sin() * scale).float()[:, None, None, None]
-        keys = cache.keys.float().view(groups, -1, count, spec.num_kv_heads, 2, half)
-        keys = keys.permute(2, 0, 1, 3, 4, 5)
-        a, b = keys[..., 0, :], keys[..., 1, :]
-        out[:count, :, 0, ..., 0, :] = torch.addcmul(a * cos, b, sin)
-        out[:count, :, 0, ..., 1, :] = torch.addcmul(b * cos, a, sin, value=-1)
-        values = cache.values.view(groups, -1, count, spec.num_kv_heads, 2, half)
-        out[:count, :, 1] = values.permute(2, 0, 1, 3, 4, 5)
-        return out.view(padded, -1)
+        turn = (angles.cos() * scale).float(), (angles.sin() * scale).float()
+        width, pairs = spec.values_per_token, spec.num_kv_heads * half
+        out = torch.empty((padded, width), device=self.device)
+        for index, side in enumerate((cache.keys, cache.values)):
+            take_columns[(padded // COLUMN_TOKENS, spec.num_layers)](
+                side, *turn, out, cache.num_tokens, width,
+                spec.num_layers // len(self.profile.groups), pairs, *side.stride(),
+                IS_VALUE=bool(index), HALF=half, BT=COLUMN_TOKENS, BP=next_power_of_2(pairs),
+            )  # fmt: skip
+        return out
 
 
 class _Transform:

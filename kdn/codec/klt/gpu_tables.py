@@ -123,8 +123,9 @@ def padded_thresholds(thresholds: Sequence[npt.NDArray[np.int32]]) -> npt.NDArra
 
 
 def base_bounds(cdf: npt.NDArray[np.uint16]) -> npt.NDArray[np.int32]:
-    """[8, tables] of the 15 inner bounds, two to a word; the last is beyond every slot."""
-    pairs = np.ascontiguousarray(cdf[:, 1:17].astype("<u2"))
+    """[8, tables] of `1 - bound` (16 bits) of the 15 inner bounds, two to a word; the last is
+    beyond every slot."""
+    pairs = np.ascontiguousarray((1 - cdf[:, 1:17].astype(np.int32)).astype("<i2"))
     return np.ascontiguousarray(pairs.view("<i4").astype(np.int32).T)
 
 

@@ -13,9 +13,10 @@ follows it, as far as two words a token and row: the buffer of words is so much 
 
 **Speed.** What waits is the chain from one state to the next: so what does not depend on the state
 (bounds of tables, the level before) is loaded before it, nothing is stored until a row is done, and
-a symbol is found by comparing with all bounds at once, two of them in each 32-bit word. Rows of a
-block that have the same scale class share what was loaded. Tables are stored bound by bound: what
-the lanes of a warp read then lies in a few lines.
+a symbol is found by comparing with all bounds at once, two of them in each 32-bit word and
+instruction. What a row needs is asked for a row ahead, words too: one that is missing holds up all
+lanes. Rows of a block that have the same scale class share what was loaded. Tables are stored bound
+by bound: what the lanes of a warp read then lies in a few lines.
 """
 
 # Kernels are in Triton's language, which has no types, and of Python no `*tuple`.
@@ -25,9 +26,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 LANES = tl.constexpr(32)
 CHUNK = tl.constexpr(256)
+AHEAD_WORDS = tl.constexpr(64)
 
 
 @triton.jit
@@ -115,6 +118,42 @@ def _prefetch(place, ASM: tl.constexpr):
             is_pure=False,
             pack=1,
         )
+
+
+@triton.jit
+def _search(slot, pairs, FIRST: tl.constexpr, ASM: tl.constexpr):
+    """How many of the bounds in eight words each slot reaches; a word holds `1 - bound` twice."""
+    if ASM & cuda_capability_geq(9, 0):
+        # Of each half: min(slot + 1 - bound, 1), or 0 if that is negative. One instruction each.
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 s, one, a, b, c, d;
+            mov.b32 one, 65537;
+            prmt.b32 s, $1, 0, 0x1010;
+            add.s16x2 a, s, $2; min.s16x2.relu a, a, one;
+            add.s16x2 b, s, $3; min.s16x2.relu b, b, one;
+            add.s16x2 c, s, $4; min.s16x2.relu c, c, one;
+            add.s16x2 d, s, $5; min.s16x2.relu d, d, one;
+            add.u32 a, a, b; add.u32 c, c, d;
+            add.s16x2 b, s, $6; min.s16x2.relu b, b, one;
+            add.s16x2 d, s, $7; min.s16x2.relu d, d, one;
+            add.u32 a, a, b; add.u32 c, c, d;
+            add.s16x2 b, s, $8; min.s16x2.relu b, b, one;
+            add.s16x2 d, s, $9; min.s16x2.relu d, d, one;
+            add.u32 a, a, b; add.u32 c, c, d; add.u32 a, a, c;
+            dp4a.u32.u32 $0, a, 0x01010101, 0; }""",
+            "=r,r,r,r,r,r,r,r,r,r",
+            [slot, pairs[FIRST], pairs[FIRST + 1], pairs[FIRST + 2], pairs[FIRST + 3],
+             pairs[FIRST + 4], pairs[FIRST + 5], pairs[FIRST + 6], pairs[FIRST + 7]],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    found = tl.zeros_like(slot)
+    for k in tl.static_range(8):
+        for shift in tl.static_range(0, 32, 16):
+            below = slot + (pairs[FIRST + k] >> shift) - 1
+            found += 1 - ((below >> 15) & 1)
+    return found.to(tl.int32)
 
 
 @triton.jit
@@ -243,27 +282,24 @@ def decode_entering(
     shifts = _shifts(classes + chunk * CHUNK, lane, STEPS)
     sums = _repeat(zero, STEPS)
     sizes = _repeat(zero, STEPS)
+    scale = tl.load(scales, mask=rows > 0, other=0).to(tl.int32)
     for block in range((rows + 7) // 8):
         sums, activity = _enter_block(sums, sizes, thresholds + block * 8, STEPS)
         sizes = _repeat(zero, STEPS)
-        last_scale = tl.load(scales + block * 8).to(tl.int32)
-        tables, pairs = _load_tables(last_scale, shifts, activity, bounds, intervals, STEPS)
+        last_scale = scale
+        tables, pairs = _load_tables(scale, shifts, activity, bounds, intervals, STEPS)
         for row in range(block * 8, tl.minimum(block * 8 + 8, rows)):
-            scale = tl.load(scales + row).to(tl.int32)
             if scale != last_scale:
                 tables, pairs = _load_tables(scale, shifts, activity, bounds, intervals, STEPS)
                 last_scale = scale
+            scale = tl.load(scales + tl.minimum(row + 1, rows - 1)).to(tl.int32)
+            _prefetch(own + at + AHEAD_WORDS + 2 * lane, ASM)
             new_sizes = ()
             values = ()
             for j in tl.static_range(STEPS):
                 live = in_lane & (j * 32 + lane < num_tokens)
                 slot = x & 16383
-                twice = (slot * 65537) | 0x80008000
-                # Bit 15 or 31 of a difference says that the slot reaches that bound.
-                reached = ((twice - pairs[j * 8]) >> 15) & 0x00010001
-                for k in tl.static_range(1, 8):
-                    reached += ((twice - pairs[j * 8 + k]) >> 15) & 0x00010001
-                symbol = ((reached & 0xFFFF) + (reached >> 16)).to(tl.int32)
+                symbol = _search(slot, pairs, j * 8, ASM)
                 interval = tl.load(tables[j] + symbol * 512)
                 interval = interval.to(tl.uint32, bitcast=True)
                 stepped = (interval >> 16) * (x >> 14) + slot - (interval & 0xFFFF)
@@ -311,14 +347,35 @@ def _load_row(low, high, is_wide, STEPS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _digit_tables(coarse, masks, scale, shifts, activity, bounds, STEPS: tl.constexpr):
+def _near(before, own, after, lane, ASM: tl.constexpr):
+    """How many of the two tokens beside each lane's are marked in masks of 32 tokens each."""
+    if ASM:
+        bit = (1 << lane).to(tl.uint32, bitcast=True)
+        sides = (bit << 1) | (bit >> 1)
+        first = tl.where(lane == 0, 0x80000000, 0).to(tl.uint32)
+        last = (lane == 31).to(tl.uint32)
+        return tl.inline_asm_elementwise(
+            "popc.b32 $0, $1;",
+            "=r,r",
+            [(own & sides) | (before & first) | (after & last)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    left = (own << 1) | (before >> 31)
+    right = (own >> 1) | (after << 31)
+    return (((left >> lane) & 1) + ((right >> lane) & 1)).to(tl.int32)
+
+
+@triton.jit
+def _digit_tables(
+    coarse, masks, scale, shifts, activity, bounds, STEPS: tl.constexpr, ASM: tl.constexpr
+):
     """Both bounds of every token's table, given the level before."""
     lane = tl.arange(0, 32)
     pairs = ()
     for j in tl.static_range(STEPS):
-        before = (masks[j + 1] << 1) | (masks[j] >> 31)
-        after = (masks[j + 1] >> 1) | (masks[j + 2] << 31)
-        near = (((before >> lane) & 1) + ((after >> lane) & 1)).to(tl.int32)
+        near = _near(masks[j], masks[j + 1], masks[j + 2], lane, ASM)
         kind = tl.minimum(tl.maximum(scale + shifts[j], 0), 63)
         if_zero = (kind * 8 + activity[j]) * 3 + near
         if_more = 1536 + kind * 2 + (tl.abs(coarse[j]) > 1).to(tl.int32)
@@ -354,13 +411,15 @@ def decode_digits(
     sums = _repeat(zero, STEPS)
     sizes = _repeat(zero, STEPS)
     coarse, masks = _load_row(low, high, wide > 0, STEPS, ASM)
+    scale = tl.load(scales, mask=rows > 0, other=0).to(tl.int32)
     for block in range((rows + 7) // 8):
         sums, activity = _enter_block(sums, sizes, thresholds + block * 8, STEPS)
         sizes = _repeat(zero, STEPS)
         for row in range(block * 8, tl.minimum(block * 8 + 8, rows)):
-            scale = tl.load(scales + row).to(tl.int32)
             _prefetch(low + tl.minimum(row + 2, rows - 1) * ROW + 2 * lane, ASM)
-            pairs = _digit_tables(coarse, masks, scale, shifts, activity, bounds, STEPS)
+            _prefetch(own + at + AHEAD_WORDS + 2 * lane, ASM)
+            pairs = _digit_tables(coarse, masks, scale, shifts, activity, bounds, STEPS, ASM)
+            scale = tl.load(scales + tl.minimum(row + 1, rows - 1)).to(tl.int32)
             new_sizes = ()
             values = ()
             for j in tl.static_range(STEPS):
