@@ -22,6 +22,9 @@ TAIL_TOKENS = 256
 """Half of what a coarse cache costs a continuation is due to its last tokens: with those one level
 finer, `kdn bench codec` finds half the divergence (`klt` beside `klt-tail`)."""
 
+TAIL_KLD, BODY_KLD = 0.25, 1.75
+"""Of what is enough in the mean, what the last tokens and those before them may each diverge by."""
+
 Compute = Callable[[int, int], Awaitable[KVCache]]
 """Reads chunks [first, end) with the model, returns their values. Called from the front on, once
 at a time; may be cancelled. It writes nothing itself: so a cache never holds half of a chunk."""
@@ -70,6 +73,13 @@ class Request:
         tail = max(1.0, (border - start) / (end - border))
         shares = [min(1.0, max(0, one.end - border) / one.num_tokens) for one in self.chunks]
         return [1 + share * (tail - 1) for share in shares]
+
+
+def worst_kld(chunk: Chunk, end: int | None, enough_kld: float) -> float:
+    """How far off one chunk of a context up to `end` may be: if all keep to that, the mean in which
+    the last tokens count half is `enough_kld`. None: the end is not known yet, and far away."""
+    is_tail = end is not None and chunk.end > end - TAIL_TOKENS
+    return enough_kld * (TAIL_KLD if is_tail else BODY_KLD)
 
 
 @dataclass(frozen=True)

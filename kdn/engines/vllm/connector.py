@@ -16,7 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kdn.cache.keys import Namespace
+from kdn.cache.keys import Chunk, Namespace
+from kdn.delivery.request import worst_kld
 from kdn.engines.vllm.checks import (
     cache_dtype,
     check_blocks,
@@ -91,14 +92,17 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, tokens: Any, namespace: Namespace, enough_kld: float, limit_s: float
     ) -> Future[Known]:
         runtime = self._runtime
-        host = runtime.host
+
+        def is_held(chunk: Chunk) -> bool:
+            host = runtime.host
+            return host is not None and host.has(chunk, worst_kld(chunk, None, enough_kld))
 
         async def ask() -> Known:
             async with runtime.asking:
                 return await longest_known(
                     tokens, namespace, runtime.codec, runtime.places.endpoints,
                     block_tokens=self._block_tokens, limit_s=limit_s, dtype=self._dtype,
-                    is_held=lambda chunk: host is not None and host.has(chunk, enough_kld),
+                    is_held=is_held,
                 )  # fmt: skip
 
         return runtime.submit(ask())

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.delivery.client import deliver
-from kdn.delivery.request import Request, Result
+from kdn.delivery.request import Request, Result, worst_kld
 from kdn.engines.vllm.layout import PagedCache
 from kdn.engines.vllm.messages import Load, Loaded, Save, Step
 from kdn.engines.vllm.runtime import Runtime
@@ -96,7 +96,7 @@ class WorkerSide:
         self._jobs: dict[str, Job] = {}
         self._ended: deque[Ended] = deque()  # filled by the event loop, emptied by vLLM's thread
         self._turn = asyncio.Semaphore(LOADS_AT_ONCE)
-        self._keeping: asyncio.Task[None] | None = None
+        self._keeping: Future[None] | None = None
         self._away_until_s = 0.0
         self._failed_blocks: set[int] = set()
         self._report = Loaded()
@@ -211,7 +211,7 @@ class WorkerSide:
         assert host is not None
         good = exact = load.start
         for chunk in load.chunks:
-            held = host.get(chunk, load.enough_kld)
+            held = host.get(chunk, worst_kld(chunk, load.end, load.enough_kld))
             if held is None or (chunk.end % size and chunk.end < load.end):
                 break  # a block with tokens of two chunks is not written in two halves
             end = min(chunk.end, load.end) // size * size
@@ -257,7 +257,7 @@ class WorkerSide:
     def _keep(self, chunks: Sequence[Chunk], result: Result) -> None:
         """What was decoded, for other engines of this host; one load at a time, to bound memory."""
         if self._runtime.host is not None and self._keeping is None:
-            self._keeping = asyncio.create_task(self._keep_later(chunks, result))
+            self._keeping = self._runtime.submit(self._keep_later(chunks, result))
 
     async def _keep_later(self, chunks: Sequence[Chunk], result: Result) -> None:
         try:
