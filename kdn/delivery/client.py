@@ -135,9 +135,13 @@ class Delivery:
         self.decoder = Decoder(
             self.request.codec, self.cache, self.gauge, self.transfer.changed, self.question.clock
         )
+        # Not `self.now_s`: a delivery that is part of a cycle keeps its buffers until a collection,
+        # which engines put off.
+        clock, began_s = self.question.clock, self.began_s
         self.front = Front(
-            self.request, self.known, self.cache, self.decoder, self.transfer.changed, self.now_s
-        )
+            self.request, self.known, self.cache, self.decoder, self.transfer.changed,
+            lambda: clock() - began_s,
+        )  # fmt: skip
         try:
             await self._look_up(until_s)
             if self.known:
