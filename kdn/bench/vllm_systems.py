@@ -12,7 +12,7 @@ import os
 import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +27,8 @@ from kdn.bench.node_servers import (
     start_server,
 )
 from kdn.bench.node_wire import Nginx, Redis, call, redis_command
+from kdn.engines.host_tier import SHARED_MEMORY
 
-SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 LOOPBACK = "loopback"
 LINKS: dict[str, float | None] = {LOOPBACK: None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 """Name to bits per second."""
@@ -222,7 +222,8 @@ def _host(shares_memory: bool) -> Iterator[Transfer]:
     if not shares_memory:
         yield {"host_bytes": 0}
         return
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="kdn-bench-") as folder:
+    memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(dir=memory, prefix="kdn-bench-") as folder:
         yield {"host_folder": folder}
 
 
@@ -238,10 +239,8 @@ class _Node:
     def route(self, link: str) -> Iterator[Route]:
         limit = LINKS[link]
         settings = {} if limit is None else {"egress_bits_per_s": int(limit)}
-        with start_kdn(self.folder, settings) as node, ExitStack() as stack:
-            host = self.host
-            if limit is not None:
-                host = stack.enter_context(_host(self.system.shares_memory))
+        own = nullcontext(self.host) if limit is None else _host(self.system.shares_memory)
+        with start_kdn(self.folder, settings) as node, own as host:
             url = f"http://{node.address[0]}:{node.address[1]}"
             extra = {"url": url, **host, **dict(self.system.extra)}
             transfer = _transfer("KdnConnector", extra)
