@@ -21,6 +21,10 @@ class ChecksumError(FormatError):
     """Bytes differ from those that were written."""
 
 
+class AuthenticityError(FormatError):
+    """Nobody who holds the namespace's secret wrote these bytes."""
+
+
 class LimitError(FormatError):
     """A declared size is beyond what this reader accepts; nothing was allocated for it."""
 

@@ -41,7 +41,8 @@ class Packed(Codec):
             chunk, self.spec, codec=CodecId.EXACT, dtype=DType.FLOAT16, num_levels=1,
             profile=self.profile_id,
         )  # fmt: skip
-        return write(info, [Section(0, KIND_KEYS, 0, self._pack(chunk, cache))])
+        section = Section(0, KIND_KEYS, 0, self._pack(chunk, cache))
+        return write(info, [section], chunk.seal_key)
 
     def decode(
         self,

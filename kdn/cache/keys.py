@@ -2,13 +2,15 @@
 
 A context is cut into chunks of `CHUNK_TOKENS`; each is named by a keyed BLAKE2b over its parent's
 key and its token ids, so a key stands for the whole prefix. Keys are equal in every process and
-run, and nobody without the tenant's secret can compute or probe them.
+run, and nobody without the tenant's secret can compute or probe them. From the same secret comes
+the key that streams are sealed with: whoever has it knows which streams another holder wrote.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import blake2b
 
 import numpy as np
@@ -18,13 +20,26 @@ from kdn.errors import MismatchError
 
 CHUNK_TOKENS = 256
 TAIL_MULTIPLE = 16
+FORMAT_VERSION = 2
+"""Of the bitstream (`docs/format.md`). It is part of every key, so that readers and writers of two
+versions never find, let alone replace, each other's streams."""
 KEY_BYTES = 16
+SEAL_KEY_BYTES = 32
 HISTORY_TOKENS = 64
 MAX_SECRET_BYTES = 64
 PUBLIC_SECRET = b"kdn public namespace"
+"""What everybody knows: chunks under it are found and sealed by anybody."""
 
 TokenIds = npt.NDArray[np.uint32]
 Tokens = Sequence[int] | npt.NDArray[np.integer]
+
+
+def seal_key(secret: bytes) -> bytes:
+    """The key of the seals on what is published under this secret."""
+    return blake2b(key=secret, digest_size=SEAL_KEY_BYTES, person=b"kdn-seal-key").digest()
+
+
+PUBLIC_SEAL_KEY = seal_key(PUBLIC_SECRET)
 
 
 @dataclass(frozen=True)
@@ -50,11 +65,17 @@ class Namespace:
         """Shared only among requests that bring the same salt."""
         return replace(self, extra=(*self.extra, b"salt:" + salt))
 
+    @cached_property
+    def seal_key(self) -> bytes:
+        """See `seal_key`."""
+        return seal_key(self.secret)
+
     @property
     def root(self) -> bytes:
         """The parent key of a context's first chunk. The order of `extra` does not count."""
         digest = blake2b(key=self.secret, digest_size=KEY_BYTES, person=b"kdn-root")
-        for part in (self.model, self.profile, *sorted(self.extra)):
+        version = FORMAT_VERSION.to_bytes(2, "little")
+        for part in (version, self.model, self.profile, *sorted(self.extra)):
             digest.update(len(part).to_bytes(4, "little"))
             digest.update(part)
         return digest.digest()
@@ -65,7 +86,7 @@ class Chunk:
     """Up to CHUNK_TOKENS consecutive tokens of a context, and where they stand in it.
 
     `history` holds the (at most HISTORY_TOKENS) ids directly before them: a codec may predict from
-    them. It is shorter at the beginning of a context.
+    them. It is shorter at the beginning of a context. Its stream is sealed with `seal_key`.
     """
 
     key: bytes
@@ -73,6 +94,7 @@ class Chunk:
     start: int
     tokens: TokenIds
     history: TokenIds
+    seal_key: bytes = field(repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +144,8 @@ def chunk_key(parent: bytes, tokens: TokenIds, secret: bytes) -> bytes:
 
 def _chunk(ids: TokenIds, start: int, end: int, parent: bytes, namespace: Namespace) -> Chunk:
     key = chunk_key(parent, ids[start:end], namespace.secret)
-    return Chunk(key, parent, start, ids[start:end], ids[max(0, start - HISTORY_TOKENS) : start])
+    history = ids[max(0, start - HISTORY_TOKENS) : start]
+    return Chunk(key, parent, start, ids[start:end], history, namespace.seal_key)
 
 
 def _token_ids(tokens: Tokens) -> TokenIds:

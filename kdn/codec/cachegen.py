@@ -79,7 +79,8 @@ class CacheGenCodec(Codec):
             profile=self.profile_id,
         )
         parts = parallel_map(partial(_encode_group, self.profile, cache), _jobs(info))
-        return write(info, [section for part in parts for section in part])
+        sections = [section for part in parts for section in part]
+        return write(info, sections, chunk.seal_key)
 
     def decode(
         self,

@@ -83,7 +83,8 @@ class ExactCodec(Codec):
             params=_PARAMS.pack(LAYERS_PER_GROUP, LANES),
         )
         jobs = [(g, k) for g in _groups(info, LAYERS_PER_GROUP) for k in (KIND_KEYS, KIND_VALUES)]
-        return write(info, parallel_map(partial(_encode_section, info, cache), jobs))
+        sections = parallel_map(partial(_encode_section, info, cache), jobs)
+        return write(info, sections, chunk.seal_key)
 
     def decode(
         self,

@@ -2,15 +2,16 @@
 
 A stream is a header (see `header.py`) and sections ordered by level, so that a prefix of levels is
 a byte prefix. Readers get a `Bitstream` from a whole stream, a truncated one, or a header and some
-sections fetched apart; a section's checksum is verified when it is first read.
+levels fetched apart. A level is verified when one of its sections is first read; whoever has done
+that already, as a delivery does when bytes arrive, says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from kdn.cache.keys import Chunk
+from kdn.cache.keys import PUBLIC_SEAL_KEY, Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.codec.header import (
     KIND_KEYS,
@@ -25,12 +26,9 @@ from kdn.codec.header import (
     Header,
     StreamInfo,
     build_header,
-    front_of,
     header_size,
-    section_checksum,
-    stream_digest,
 )
-from kdn.errors import ChecksumError, FormatError, MismatchError, TruncatedError
+from kdn.errors import FormatError, MismatchError, TruncatedError
 
 __all__ = [
     "KIND_KEYS",
@@ -61,53 +59,61 @@ class Section:
     data: Buffer
 
 
-def write(info: StreamInfo, sections: Iterable[Section]) -> bytes:
-    """The whole stream. Sections may come in any order and are put into the format's."""
+def write(
+    info: StreamInfo, sections: Iterable[Section], seal_key: bytes = PUBLIC_SEAL_KEY
+) -> bytes:
+    """The whole stream, sealed. Sections may come in any order and are put into the format's."""
     ordered = sorted(sections, key=lambda s: (s.level, s.group, s.kind))
-    header = build_header(info, [(s.level, s.kind, s.group, _bytes_of(s.data)) for s in ordered])
-    return b"".join([header, *(s.data for s in ordered)])
+    parts = [(s.level, s.kind, s.group, _bytes_of(s.data)) for s in ordered]
+    return b"".join([build_header(info, parts, seal_key), *(s.data for s in ordered)])
 
 
 class Bitstream:
-    """A header and those of its sections that are at hand. Nothing is copied."""
+    """A header and those of its levels that are at hand. Nothing is copied."""
 
-    def __init__(self, header: Header, header_bytes: memoryview, parts: dict[int, memoryview]):
+    def __init__(
+        self, header: Header, levels: Mapping[int, memoryview], verified: Collection[int] = ()
+    ) -> None:
+        """`verified` levels are known to be what the header's digests say."""
         self.header = header
-        self._header_bytes = header_bytes
-        self._parts = parts
-        self._index = {(e.level, e.group, e.kind): i for i, e in enumerate(header.entries)}
-        self._verified: set[int] = set()
+        self._levels = levels
+        self._index = {(e.level, e.group, e.kind): e for e in header.entries}
+        self._verified = set(verified)
 
     @classmethod
-    def parse(cls, data: Buffer) -> Bitstream:
+    def parse(cls, data: Buffer, verified: Collection[int] = ()) -> Bitstream:
         """A whole stream, or one that was cut anywhere after the header."""
-        header = Header.parse(data)
+        return cls.of(Header.parse(data), data, verified)
+
+    @classmethod
+    def of(cls, header: Header, data: Buffer, verified: Collection[int] = ()) -> Bitstream:
+        """The same, where the header was parsed before."""
         view = _bytes_of(data)
         if len(view) > header.stream_bytes:
             raise FormatError(f"expected {header.stream_bytes} bytes, found {len(view)}")
-        parts = {
-            index: view[entry.offset : entry.end]
-            for index, entry in enumerate(header.entries)
-            if entry.end <= len(view)
+        ends = [header.level_end(level) for level in range(header.info.num_levels)]
+        starts = [header.size_bytes, *ends]
+        levels = {
+            level: view[starts[level] : end] for level, end in enumerate(ends) if end <= len(view)
         }
-        return cls(header, view[: header.size_bytes], parts)
+        return cls(header, levels, verified)
 
     @classmethod
-    def from_parts(cls, header_bytes: Buffer, sections: Mapping[int, Buffer]) -> Bitstream:
-        """From exactly the header, and sections by their index in its directory."""
+    def from_levels(cls, header_bytes: Buffer, levels: Mapping[int, Buffer]) -> Bitstream:
+        """From exactly the header, and any of its levels."""
         header = Header.parse(header_bytes)
         if len(header_bytes) != header.size_bytes:
             raise FormatError(
                 f"expected a header of {header.size_bytes} bytes, found {len(header_bytes)}"
             )
         parts = {}
-        for index, data in sections.items():
-            if not 0 <= index < len(header.entries):
-                raise FormatError(f"expected a section below {len(header.entries)}, found {index}")
-            view = _bytes_of(data)
-            _check_length(index, header.entries[index].length, len(view))
-            parts[index] = view
-        return cls(header, _bytes_of(header_bytes), parts)
+        for level, data in levels.items():
+            if not 0 <= level < header.info.num_levels:
+                raise FormatError(f"expected a level below {header.info.num_levels}, found {level}")
+            parts[level] = _bytes_of(data)
+            expected = header.level_end(level) - header.level_start(level)
+            _check_length(level, expected, len(parts[level]))
+        return cls(header, parts)
 
     @property
     def info(self) -> StreamInfo:
@@ -120,18 +126,16 @@ class Bitstream:
     @property
     def levels_available(self) -> int:
         """How many of the first levels are wholly here."""
-        missing = [e.level for i, e in enumerate(self.header.entries) if i not in self._parts]
-        return min(missing, default=self.info.num_levels)
+        every = self.info.num_levels
+        return next((level for level in range(every) if level not in self._levels), every)
 
     def has_level(self, level: int) -> bool:
         """Whether this level is wholly here, whichever others are."""
-        return 0 <= level < self.info.num_levels and all(
-            i in self._parts for i, e in enumerate(self.header.entries) if e.level == level
-        )
+        return level in self._levels
 
     def has_section(self, level: int, group: int, kind: int) -> bool:
-        """Whether this section is in the directory and its bytes are here."""
-        return self._index.get((level, group, kind)) in self._parts
+        """Whether this section is in the directory and its level is here."""
+        return (level, group, kind) in self._index and level in self._levels
 
     def level_end(self, level: int) -> int:
         """See Header.level_end."""
@@ -139,36 +143,30 @@ class Bitstream:
 
     def section(self, level: int, group: int, kind: int) -> memoryview:
         """The verified bytes of one section."""
-        index = self._index.get((level, group, kind))
-        if index is None:
+        entry = self._index.get((level, group, kind))
+        if entry is None:
             raise FormatError(f"expected a section (level {level}, group {group}, kind {kind})")
-        if index not in self._parts:
-            raise TruncatedError(
-                f"section (level {level}, group {group}, kind {kind}) is not at hand"
-            )
-        data = self._parts[index]
-        if index not in self._verified:
-            expected = self.header.entries[index].checksum
-            found = section_checksum(self.stream_id, index, data)
-            if found != expected:
-                raise ChecksumError(
-                    f"section {index} checksum: expected {expected:016x}, found {found:016x}"
-                )
-            self._verified.add(index)
+        data = self._verified_level(level)
+        start = entry.offset - self.header.level_start(level)
+        return data[start : start + entry.length]
+
+    def _verified_level(self, level: int) -> memoryview:
+        if level not in self._levels:
+            raise TruncatedError(f"level {level} is not at hand")
+        data = self._levels[level]
+        if level not in self._verified:  # two threads may both do it: once is enough, twice right
+            self.header.check_level(level, data)
+            self._verified.add(level)
         return data
 
     def verify(self) -> None:
-        """Check every byte of a whole stream against its stream id."""
-        for entry in self.header.entries:
-            self.section(entry.level, entry.group, entry.kind)
-        entries = self.header.entries
-        parts = [self._parts[index] for index in range(len(entries))]
-        found = stream_digest(front_of(self._header_bytes, len(entries)), entries, parts)
-        if found != self.stream_id:
-            raise ChecksumError(f"stream id: expected {self.stream_id.hex()}, found {found.hex()}")
+        """Check that all levels are here, every byte of them."""
+        for level in range(self.info.num_levels):
+            self._verified_level(level)
 
     def check_for(self, chunk: Chunk, spec: ModelSpec, profile_id: bytes, codec: CodecId) -> None:
-        """That this is the stream of this chunk, model, profile and codec."""
+        """That this is the stream of this chunk, model, profile and codec, and that a holder of
+        the secret that named the chunk has written it."""
         info = self.info
         wanted = StreamInfo.for_chunk(
             chunk, spec, codec=codec, dtype=info.dtype, num_levels=1, profile=profile_id
@@ -180,17 +178,18 @@ class Bitstream:
             expected, found = getattr(wanted, name), getattr(info, name)
             if expected != found:
                 raise MismatchError(f"{name}: expected {_show(expected)}, found {_show(found)}")
+        self.header.check_seal(chunk.seal_key)
 
 
 def _bytes_of(data: Buffer) -> memoryview:
     return memoryview(data).toreadonly().cast("B")
 
 
-def _check_length(index: int, expected: int, found: int) -> None:
+def _check_length(level: int, expected: int, found: int) -> None:
     if found < expected:
-        raise TruncatedError(f"section {index}: expected {expected} bytes, found {found}")
+        raise TruncatedError(f"level {level}: expected {expected} bytes, found {found}")
     if found > expected:
-        raise FormatError(f"section {index}: expected {expected} bytes, found {found}")
+        raise FormatError(f"level {level}: expected {expected} bytes, found {found}")
 
 
 def _show(value: object) -> str:

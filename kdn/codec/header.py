@@ -1,24 +1,25 @@
 """The header of a stream: `docs/format.md` is the authority, this file follows its order.
 
 Everything a reader learns about a chunk before it reads a section: identity, shape, what is absent,
-and the directory. Every size is checked against a limit before anything is done with it. Planners
-and nodes need no more than this, so it imports neither torch nor a codec.
+the directory, a digest of each level, and the seal, which only holders of the tenant's secret can
+make. Every size is checked against a limit before anything is done with it. Planners and nodes need
+no more than this, so it imports neither torch nor a codec.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
+from hmac import compare_digest
 from itertools import pairwise
 
-import xxhash
-
-from kdn.cache.keys import KEY_BYTES, Chunk
+from kdn.cache.keys import FORMAT_VERSION, KEY_BYTES, Chunk
 from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
 from kdn.errors import (
+    AuthenticityError,
     ChecksumError,
     FormatError,
     LimitError,
@@ -27,8 +28,9 @@ from kdn.errors import (
 )
 
 MAGIC = b"\x89KDN"
-VERSION = 1
 NO_PROFILE = bytes(16)
+LEVEL_DIGEST_BYTES = 16
+SEAL_BYTES = 16
 STREAM_ID_BYTES = 16
 PROFILE_ID_BYTES = 16
 PREFIX_COMPUTED = 255
@@ -49,20 +51,18 @@ MAX_PARAMS_BYTES = 1024
 _PROBE = struct.Struct("<4sHBBI")
 _FIXED = struct.Struct("<4sHBBI16s16s16sQHHHHBBHBH")
 _ENTRY = struct.Struct("<BBHI")
-_CHECKSUM = struct.Struct("<Q")
-_INDEX = struct.Struct("<H")
-_ENTRY_BYTES = _ENTRY.size + _CHECKSUM.size
 
 PROBE_BYTES = _PROBE.size
 """So many first bytes tell the header's size."""
-MIN_HEADER_BYTES = _FIXED.size + STREAM_ID_BYTES + _ENTRY_BYTES + _CHECKSUM.size
+MIN_HEADER_BYTES = _FIXED.size + _ENTRY.size + LEVEL_DIGEST_BYTES + SEAL_BYTES + STREAM_ID_BYTES
 MAX_HEADER_BYTES = (
     _FIXED.size
     + 2 * MAX_LAYERS
     + MAX_PARAMS_BYTES
+    + _ENTRY.size * MAX_SECTIONS
+    + LEVEL_DIGEST_BYTES * MAX_LEVELS
+    + SEAL_BYTES
     + STREAM_ID_BYTES
-    + _ENTRY_BYTES * MAX_SECTIONS
-    + _CHECKSUM.size
 )
 
 Buffer = bytes | bytearray | memoryview
@@ -99,7 +99,6 @@ class Entry:
     group: int
     offset: int
     length: int
-    checksum: int
 
     @property
     def end(self) -> int:
@@ -176,29 +175,48 @@ class Header:
     info: StreamInfo
     stream_id: bytes
     entries: tuple[Entry, ...]
+    level_digests: tuple[bytes, ...]
     size_bytes: int
+    sealed: bytes = field(repr=False)
+    """The header's bytes up to the seal, which covers them."""
+    seal: bytes = field(repr=False)
 
     @property
     def stream_bytes(self) -> int:
         """Size of the whole stream."""
         return self.entries[-1].end
 
+    def level_start(self, level: int) -> int:
+        """Byte offset where this level begins."""
+        return next(entry.offset for entry in self.entries if entry.level == level)
+
     def level_end(self, level: int) -> int:
         """Byte offset where this level ends: so many bytes hold it and all levels before it."""
         assert level >= 0
         return max(entry.end for entry in self.entries if entry.level <= level)
 
+    def check_level(self, level: int, data: Buffer) -> None:
+        """ChecksumError unless these are the bytes of this level."""
+        found, expected = level_digest(data), self.level_digests[level]
+        if found != expected:
+            raise ChecksumError(f"level {level}: expected {expected.hex()}, found {found.hex()}")
+
+    def check_seal(self, seal_key: bytes) -> None:
+        """AuthenticityError unless a holder of this key wrote the header, and with it every byte
+        that its digests name."""
+        if not compare_digest(self.seal, _seal(self.sealed, seal_key)):
+            raise AuthenticityError("no holder of this namespace's secret has sealed the stream")
+
     @classmethod
     def parse(cls, data: Buffer) -> Header:
-        """Read and verify the header at the beginning of `data`."""
+        """Read the header at the beginning of `data` and verify it against its stream id."""
         size = header_size(data)
         view = memoryview(data).cast("B")[:size]
         if len(view) < size:
             raise TruncatedError(f"expected a header of {size} bytes, found {len(view)}")
-        (found,) = _CHECKSUM.unpack_from(view, size - _CHECKSUM.size)
-        expected = xxhash.xxh3_64_intdigest(view[: -_CHECKSUM.size])
+        found, expected = bytes(view[-STREAM_ID_BYTES:]), _stream_id(view[:-STREAM_ID_BYTES])
         if found != expected:
-            raise ChecksumError(f"header checksum: expected {expected:016x}, found {found:016x}")
+            raise ChecksumError(f"stream id: expected {expected.hex()}, found {found.hex()}")
         return _parse_header(view)
 
 
@@ -209,8 +227,8 @@ def header_size(prefix: Buffer) -> int:
     magic, version, _, _, size = _PROBE.unpack_from(prefix)
     if magic != MAGIC:
         raise FormatError(f"expected magic {MAGIC!r}, found {bytes(magic)!r}")
-    if version != VERSION:
-        raise FormatError(f"expected format version {VERSION}, found {version}")
+    if version != FORMAT_VERSION:
+        raise FormatError(f"expected format version {FORMAT_VERSION}, found {version}")
     _check_range("header size", size, MIN_HEADER_BYTES, MAX_HEADER_BYTES)
     return int(size)
 
@@ -230,8 +248,11 @@ def _parse_header(view: memoryview) -> Header:
     _check_range("sections", num_sections, 1, MAX_SECTIONS)
     _check_range("parameter bytes", params_bytes, 0, MAX_PARAMS_BYTES)
     at = _FIXED.size
-    directory_at = at + 2 * layers * absences_follow + params_bytes + STREAM_ID_BYTES
-    expected = directory_at + _ENTRY_BYTES * num_sections + _CHECKSUM.size
+    _check_range("levels", levels, 1, MAX_LEVELS)
+    directory_at = at + 2 * layers * absences_follow + params_bytes
+    digests_at = directory_at + _ENTRY.size * num_sections
+    seal_at = digests_at + LEVEL_DIGEST_BYTES * levels
+    expected = seal_at + SEAL_BYTES + STREAM_ID_BYTES
     if size != expected:
         raise FormatError(f"expected a header of {expected} bytes by its fields, found {size}")
     absences: tuple[int, ...] = (0,) * layers
@@ -257,19 +278,27 @@ def _parse_header(view: memoryview) -> Header:
         prefix_quality=prefix_quality,
     )
     _check_info(info)
-    stream_id = bytes(view[directory_at - STREAM_ID_BYTES : directory_at])
-    entries = _parse_directory(view[directory_at : -_CHECKSUM.size], size)
+    entries = _parse_directory(view[directory_at:digests_at], size)
     _check_directory(entries, levels)
-    return Header(info, stream_id, entries, size)
+    return Header(
+        info=info,
+        stream_id=bytes(view[-STREAM_ID_BYTES:]),
+        entries=entries,
+        level_digests=tuple(
+            bytes(view[at : at + LEVEL_DIGEST_BYTES])
+            for at in range(digests_at, seal_at, LEVEL_DIGEST_BYTES)
+        ),
+        size_bytes=size,
+        sealed=bytes(view[:seal_at]),
+        seal=bytes(view[seal_at : seal_at + SEAL_BYTES]),
+    )
 
 
 def _parse_directory(view: memoryview, first_offset: int) -> tuple[Entry, ...]:
     entries = []
     offset = first_offset
-    for at in range(0, len(view), _ENTRY_BYTES):
-        level, kind, group, length = _ENTRY.unpack_from(view, at)
-        (checksum,) = _CHECKSUM.unpack_from(view, at + _ENTRY.size)
-        entries.append(Entry(level, kind, group, offset, length, checksum))
+    for level, kind, group, length in _ENTRY.iter_unpack(view):
+        entries.append(Entry(level, kind, group, offset, length))
         offset += length
     return tuple(entries)
 
@@ -307,7 +336,9 @@ def _check_range(what: str, found: int, low: int, high: int) -> None:
         raise LimitError(f"{what}: expected {low} to {high}, found {found}")
 
 
-def build_header(info: StreamInfo, sections: Sequence[tuple[int, int, int, Buffer]]) -> bytes:
+def build_header(
+    info: StreamInfo, sections: Sequence[tuple[int, int, int, Buffer]], seal_key: bytes
+) -> bytes:
     """The header bytes for ordered (level, kind, group, data) sections."""
     assert len(info.chunk_key) == KEY_BYTES
     assert len(info.model) == FINGERPRINT_BYTES
@@ -316,18 +347,19 @@ def build_header(info: StreamInfo, sections: Sequence[tuple[int, int, int, Buffe
     _check_info(info)
     front = _front_bytes(info, len(sections))
     entries = []
-    offset = len(front) + STREAM_ID_BYTES + _ENTRY_BYTES * len(sections) + _CHECKSUM.size
+    offset = _FIXED.unpack_from(front)[4]
     for level, kind, group, data in sections:
-        entries.append(Entry(level, kind, group, offset, len(data), 0))
+        entries.append(Entry(level, kind, group, offset, len(data)))
         offset += len(data)
     _check_directory(entries, info.num_levels)
-    stream_id = stream_digest(front, entries, [data for *_, data in sections])
-    parts = [front, stream_id]
-    for index, (entry, (*_, data)) in enumerate(zip(entries, sections, strict=True)):
-        parts.append(_entry_line(entry))
-        parts.append(_CHECKSUM.pack(section_checksum(stream_id, index, data)))
-    header = b"".join(parts)
-    return header + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(header))
+    directory = [_ENTRY.pack(one.level, one.kind, one.group, one.length) for one in entries]
+    digests = [
+        level_digest(*(data for level, _, _, data in sections if level == wanted))
+        for wanted in range(info.num_levels)
+    ]
+    sealed = b"".join([front, *directory, *digests])
+    header = sealed + _seal(sealed, seal_key)
+    return header + _stream_id(header)
 
 
 def _front_bytes(info: StreamInfo, num_sections: int) -> bytes:
@@ -336,39 +368,30 @@ def _front_bytes(info: StreamInfo, num_sections: int) -> bytes:
     if any(info.absences):
         absences = struct.pack(f"<{info.num_layers}H", *info.absences)
     tail = absences + info.params
-    size = _FIXED.size + len(tail) + STREAM_ID_BYTES + _ENTRY_BYTES * num_sections + _CHECKSUM.size
+    size = _FIXED.size + len(tail) + _ENTRY.size * num_sections
+    size += LEVEL_DIGEST_BYTES * info.num_levels + SEAL_BYTES + STREAM_ID_BYTES
     fixed = _FIXED.pack(
-        MAGIC, VERSION, info.codec, info.dtype, size, info.chunk_key, info.model, info.profile,
-        info.start, info.num_tokens, info.num_layers, info.num_kv_heads, info.head_dim,
-        info.prefix_quality, info.num_levels, num_sections, bool(absences), len(info.params),
+        MAGIC, FORMAT_VERSION, info.codec, info.dtype, size, info.chunk_key, info.model,
+        info.profile, info.start, info.num_tokens, info.num_layers, info.num_kv_heads,
+        info.head_dim, info.prefix_quality, info.num_levels, num_sections, bool(absences),
+        len(info.params),
     )  # fmt: skip
     return fixed + tail
 
 
-def front_of(header_bytes: memoryview, num_sections: int) -> memoryview:
-    """Fixed part, absences and parameters of verified header bytes."""
-    end = len(header_bytes) - _CHECKSUM.size - _ENTRY_BYTES * num_sections - STREAM_ID_BYTES
-    return header_bytes[:end]
-
-
-def _entry_line(entry: Entry) -> bytes:
-    """A directory entry without its checksum."""
-    return _ENTRY.pack(entry.level, entry.kind, entry.group, entry.length)
-
-
-def stream_digest(front: Buffer, entries: Iterable[Entry], sections: Iterable[Buffer]) -> bytes:
-    """The stream id."""
-    digest = blake2b(front, digest_size=STREAM_ID_BYTES)
-    for entry in entries:
-        digest.update(_entry_line(entry))
-    for data in sections:
-        digest.update(data)
+def level_digest(*parts: Buffer) -> bytes:
+    """Of the bytes of one level, in their order."""
+    digest = blake2b(digest_size=LEVEL_DIGEST_BYTES, person=b"kdn-level")
+    for part in parts:
+        digest.update(part)
     return digest.digest()
 
 
-def section_checksum(stream_id: bytes, index: int, data: Buffer) -> int:
-    """Covers the stream and the place in it: an intact section elsewhere does not verify."""
-    digest = xxhash.xxh3_64(stream_id)
-    digest.update(_INDEX.pack(index))
-    digest.update(data)
-    return digest.intdigest()
+def _seal(header_bytes: Buffer, seal_key: bytes) -> bytes:
+    """Covers the header up to here, and through its digests every section."""
+    return blake2b(header_bytes, digest_size=SEAL_BYTES, key=seal_key, person=b"kdn-seal").digest()
+
+
+def _stream_id(header_bytes: Buffer) -> bytes:
+    """Covers the seal too: the same values under another seal are another stream."""
+    return blake2b(header_bytes, digest_size=STREAM_ID_BYTES, person=b"kdn-stream").digest()

@@ -1,20 +1,25 @@
-"""The bytes of one stream as they arrive, in any order, verified section by section.
+"""The bytes of one stream as they arrive, in any order, verified level by level.
 
 An assembly belongs to one stream id for ever: bytes of another stream need another assembly. Bytes
 that are there are never written again, so a decoder may read them in its own thread while others
-arrive. A section that does not verify is forgotten and missing again.
+arrive. A level is verified once, when all of it is here, against the digest in the sealed header;
+one that does not verify is forgotten and missing again.
 """
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 
 from kdn.codec.format import Bitstream, Buffer
-from kdn.codec.header import Header, section_checksum
-from kdn.errors import LimitError
+from kdn.codec.header import Header
+from kdn.errors import ChecksumError, LimitError
 
 MAX_STREAM_BYTES = 256 << 20
 """What a delivery is willing to hold of one chunk."""
+IN_LOOP_BYTES = 32 << 10
+"""A level up to this size is verified (in 35 us) faster than another thread would begin with it."""
 
 Interval = tuple[int, int]
 
@@ -63,14 +68,15 @@ class Assembly:
             )
         self.header = header
         self.level_ends = tuple(map(header.level_end, range(header.info.num_levels)))
+        self._level_starts = (header.size_bytes, *self.level_ends)
         self.levels = 0
         """How many of the first levels are here and verified."""
         self.damages = 0
-        """Sections that arrived and did not verify."""
+        """Levels that arrived and did not verify."""
         # Not a bytearray: pages that are never written to take no memory.
         self._bytes = np.empty(header.stream_bytes, dtype=np.uint8).data
         self._have = Intervals()
-        self._verified = 0  # sections, from the first on
+        self._checking = False
         self.add(0, head)
 
     @property
@@ -94,24 +100,52 @@ class Assembly:
             self._bytes[lo:hi] = view[lo - start : hi - start]
             self._have.add(lo, hi)
             new_bytes += hi - lo
-        if new_bytes:
-            self._verify()
         return new_bytes
 
     def stream(self, levels: int) -> Bitstream:
         """The first `levels` levels, to be decoded."""
         assert 1 <= levels <= self.levels
-        return Bitstream.parse(self._bytes[: self.level_ends[levels - 1]])
+        data = self._bytes[: self.level_ends[levels - 1]]
+        return Bitstream.of(self.header, data, verified=range(levels))
 
-    def _verify(self) -> None:
-        entries, arrived = self.header.entries, self.arrived_bytes
-        while self._verified < len(entries) and entries[self._verified].end <= arrived:
-            entry = entries[self._verified]
-            data = self._bytes[entry.offset : entry.end]
-            if section_checksum(self.stream_id, self._verified, data) != entry.checksum:
-                self.damages += 1
-                self._have.remove(entry.offset, entry.end)
-                break
-            self._verified += 1
-        end = entries[self._verified - 1].end if self._verified else self.header.size_bytes
-        self.levels = sum(level_end <= end and self._verified > 0 for level_end in self.level_ends)
+    # verifying
+
+    @property
+    def is_ripe(self) -> bool:
+        """Whether all of the next level is here and nobody verifies it yet."""
+        if self._checking or self.levels == len(self.level_ends):
+            return False
+        return self.arrived_bytes >= self.level_ends[self.levels]
+
+    async def verify(self) -> None:
+        """Verify the levels that are wholly here, large ones in a thread."""
+        while self.is_ripe:
+            level = self.levels
+            self._checking = True
+            try:
+                small = self.level_ends[level] - self._level_starts[level] <= IN_LOOP_BYTES
+                intact = (
+                    self._is_intact(level)
+                    if small
+                    else await asyncio.to_thread(self._is_intact, level)
+                )
+            finally:
+                self._checking = False
+            self._settle(level, intact)
+
+    def _is_intact(self, level: int) -> bool:
+        try:
+            self.header.check_level(level, self._level(level))
+        except ChecksumError:
+            return False
+        return True
+
+    def _level(self, level: int) -> memoryview:
+        return self._bytes[self._level_starts[level] : self.level_ends[level]]
+
+    def _settle(self, level: int, intact: bool) -> None:
+        if intact:
+            self.levels = level + 1
+        else:
+            self.damages += 1
+            self._have.remove(self._level_starts[level], self.level_ends[level])

@@ -3,11 +3,15 @@
 An endpoint that fails rests for a while, longer each time, and is asked again until it works. One
 that was given as a resolver is resolved again after each failure: a node that moved is found at its
 new address. Endpoints outlive deliveries, so that connections and experience are reused.
+
+An endpoint also remembers the streams that were forged or do not decode. They count as misses, and
+whoever computes such a chunk anew may put the right stream in the place of the wrong one.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from random import Random
@@ -18,6 +22,7 @@ from kdn.store.base import Store
 
 FIRST_REST_S = 0.02
 LONGEST_REST_S = 1.0
+MAX_REJECTED = 4096
 
 Resolve = Callable[[], Awaitable[str]]
 Connect = Callable[[str], Store]
@@ -37,6 +42,7 @@ class Endpoint:
         self._failures = 0
         self._failed_s = -1.0
         self._rests_until_s = 0.0
+        self._rejected: OrderedDict[bytes, bytes] = OrderedDict()  # key: etag
 
     @classmethod
     def moving(cls, resolve: Resolve, connect: Connect, *, name: str = "") -> Endpoint:
@@ -79,6 +85,17 @@ class Endpoint:
 
     def worked(self) -> None:
         self._failures = 0
+
+    def reject(self, key: bytes, etag: bytes) -> None:
+        """The stream that it has under this key is not one that a reader can use."""
+        self._rejected[key] = etag
+        self._rejected.move_to_end(key)
+        if len(self._rejected) > MAX_REJECTED:
+            self._rejected.popitem(last=False)
+
+    def rejected(self, key: bytes) -> bytes | None:
+        """The etag of the stream under this key that was rejected last."""
+        return self._rejected.get(key)
 
     async def _disconnect(self) -> None:
         store, self._store = self._store, None

@@ -2,8 +2,8 @@
 
 Local endpoints are asked first. The others are asked at the same time, each again and again until
 it answers; once one has answered, the rest have a little longer, and those that say nothing may
-still serve bytes later. Headers are verified here: a stream that is not what it should be counts as
-not known.
+still serve bytes later. Headers are verified here, seals included: a stream that is not what it
+should be counts as not known, and its endpoint remembers it as one to be replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kdn.codec.format import Bitstream
 from kdn.codec.header import CodecId, header_size
 from kdn.delivery.assemble import Assembly
 from kdn.delivery.endpoints import Endpoint, Endpoints
-from kdn.errors import FormatError, KdnError, MismatchError
+from kdn.errors import FormatError, KdnError, MismatchError, TruncatedError
 from kdn.store.base import Entry, Store
 from kdn.store.streaming import Ask, read_spans
 
@@ -142,7 +142,7 @@ async def _persist(question: Question, endpoint: Endpoint) -> list[Assembly | No
         began_s = question.clock()
         try:
             async with asyncio.timeout(attempt_s):
-                answer = await _ask(question, await endpoint.store())
+                answer = await _ask(question, endpoint)
         except (KdnError, OSError):
             endpoint.failed(began_s, question.clock(), question.rng)
             attempt_s *= 2
@@ -151,14 +151,24 @@ async def _persist(question: Question, endpoint: Endpoint) -> list[Assembly | No
             return answer
 
 
-async def _ask(question: Question, store: Store) -> list[Assembly | None]:
+async def _ask(question: Question, endpoint: Endpoint) -> list[Assembly | None]:
+    store = await endpoint.store()
     keys = [chunk.key for chunk in question.chunks]
     entries = await store.lookup(keys, head_bytes=question.head_bytes)
     entries = await _with_whole_headers(store, entries)
-    return [
-        _read(entry, chunk, question.codec)
-        for entry, chunk in zip(entries, question.chunks, strict=True)
-    ]
+    answer = []
+    for entry, chunk in zip(entries, question.chunks, strict=True):
+        assembly = None
+        if entry is not None and endpoint.rejected(entry.key) != entry.etag:
+            try:
+                assembly = _begin(entry, chunk, question.codec)
+                await assembly.verify()
+            except TruncatedError:
+                pass  # lost while it was looked up: a miss, not a fault
+            except KdnError:
+                endpoint.reject(entry.key, entry.etag)
+        answer.append(assembly)
+    return answer
 
 
 async def _with_whole_headers(store: Store, entries: Sequence[Entry | None]) -> list[Entry | None]:
@@ -189,21 +199,16 @@ def _header_bytes(entry: Entry | None) -> int:
         return 0
 
 
-def _read(entry: Entry | None, chunk: Chunk, codec: Codec) -> Assembly | None:
-    """The beginning of this chunk's stream, or None if it is none that can be used."""
-    if entry is None:
-        return None
-    try:
-        stream = Bitstream.parse(entry.head)
-        stream.check_for(chunk, codec.spec, codec.profile_id, CodecId[codec.name.upper()])
-        header = stream.header
-        if (header.stream_id, header.stream_bytes) != (entry.etag, entry.size_bytes):
-            raise MismatchError("the store's entry is not of this stream")
-        if header.info.num_levels != codec.num_levels:
-            raise MismatchError(f"expected {codec.num_levels} levels")
-        return Assembly(header, entry.head)
-    except KdnError:
-        return None
+def _begin(entry: Entry, chunk: Chunk, codec: Codec) -> Assembly:
+    """The beginning of this chunk's stream; a named error if it is none that can be used."""
+    stream = Bitstream.parse(entry.head)
+    stream.check_for(chunk, codec.spec, codec.profile_id, CodecId[codec.name.upper()])
+    header = stream.header
+    if (header.stream_id, header.stream_bytes) != (entry.etag, entry.size_bytes):
+        raise MismatchError("the store's entry is not of this stream")
+    if header.info.num_levels != codec.num_levels:
+        raise MismatchError(f"expected {codec.num_levels} levels")
+    return Assembly(header, entry.head)
 
 
 async def read_local(known: Sequence[Incoming], endpoints: Endpoints, levels: int) -> None:
@@ -225,6 +230,7 @@ async def read_local(known: Sequence[Incoming], endpoints: Endpoints, levels: in
                         one.lacking.add(endpoint)
                     else:
                         one.assembly.add(piece.start, piece.data)
+            await asyncio.gather(*(one.assembly.verify() for one in here))
         except (KdnError, OSError):
             for one in here:
                 one.lacking.add(endpoint)

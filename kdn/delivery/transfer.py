@@ -61,6 +61,7 @@ class Transfer:
         self._flights: set[Flight] = set()
         self._dropped: set[asyncio.Task[None]] = set()  # cancelled, not yet ended
         self._searches: dict[int, asyncio.Task[None]] = {}
+        self._checks: set[asyncio.Task[None]] = set()
         self._damages: Counter[tuple[Endpoint, int]] = Counter()
         self._latency_s = float("inf")
         self._started_s = 0.0  # when the link became busy, and whether anything came since
@@ -148,6 +149,8 @@ class Transfer:
         for fetch in fetches:
             incoming = self._incoming[fetch.chunk]
             assembly = incoming.assembly
+            if assembly.is_ripe:  # whoever began to verify it was stopped
+                self._verify(incoming, assembly, None)
             if fetch.levels <= assembly.levels or self._num_requests() >= self._limits.requests:
                 continue
             endpoint = self._choose(incoming, tardy.get(fetch.chunk, set()))
@@ -238,16 +241,30 @@ class Transfer:
         self._add(part, piece.start, piece.data, flight.endpoint)
 
     def _add(self, part: Part, start: int, data: bytes | memoryview, endpoint: Endpoint) -> None:
-        assembly = part.assembly
+        part.assembly.add(start, data)
+        if part.assembly.is_ripe:
+            self._verify(part.incoming, part.assembly, endpoint)
+
+    def _verify(self, incoming: Incoming, assembly: Assembly, endpoint: Endpoint | None) -> None:
+        task = asyncio.create_task(self._verified(incoming, assembly, endpoint))
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
+        task.add_done_callback(self._note_crash)
+
+    async def _verified(
+        self, incoming: Incoming, assembly: Assembly, endpoint: Endpoint | None
+    ) -> None:
+        """Beside the transfer. `endpoint`: who brought the last bytes, if that is known."""
         levels, damages = assembly.levels, assembly.damages
-        assembly.add(start, data)
+        await assembly.verify()
         if assembly.levels > levels:
             self.changed.set()
-        if assembly.damages > damages:
-            self._trouble(endpoint, f"chunk {part.incoming.number} arrived damaged")
-            self._damages[endpoint, part.incoming.number] += 1
-            if self._damages[endpoint, part.incoming.number] >= MAX_DAMAGES:
-                self._is_gone(part.incoming, assembly, endpoint)
+        if assembly.damages > damages and endpoint is not None:
+            self._trouble(endpoint, f"chunk {incoming.number} arrived damaged")
+            self._damages[endpoint, incoming.number] += 1
+            if self._damages[endpoint, incoming.number] >= MAX_DAMAGES:
+                endpoint.reject(incoming.chunk.key, assembly.stream_id)
+                self._is_gone(incoming, assembly, endpoint)
 
     # trouble
 
@@ -339,7 +356,7 @@ class Transfer:
     async def close(self) -> None:
         """Every request is cancelled, every connection it held is closed or free again."""
         flying = [flight.task for flight in self._flights if flight.task]
-        tasks = [*flying, *self._dropped, *self._searches.values()]
+        tasks = [*flying, *self._dropped, *self._searches.values(), *self._checks]
         for task in tasks:
             task.cancel()
         if tasks:

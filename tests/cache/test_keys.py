@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ from kdn.cache.keys import (
     CHUNK_TOKENS,
     HISTORY_TOKENS,
     KEY_BYTES,
+    PUBLIC_SEAL_KEY,
     TAIL_MULTIPLE,
     Namespace,
     cut,
@@ -26,11 +28,11 @@ from kdn.errors import MismatchError
 SPACE = Namespace(model=bytes(range(16)), profile=b"profile")
 TOKENS = np.arange(600) * 7 % 1000
 
-GOLDEN_ROOT = "e6d4d1266b8410fe658b6c9aa14a7e88"
+GOLDEN_ROOT = "ee58d92887df7e85db0e32a3517a2e7f"
 GOLDEN_KEYS = [
-    "6eea94094a3f3bc9cbf8323d82ef5fa9",
-    "2b18f83318f8f4195f2270d395b4077a",
-    "f6bcad05e3971278392f33f1b11c1856",
+    "5c98fc8523402026704c08cf4d329bee",
+    "93e199557b2ec04ac01ca63a3b4ace03",
+    "be46fc2a196fd026e505ef221a3e6cc4",
 ]
 
 
@@ -41,6 +43,15 @@ def keys_of(tokens: object, namespace: Namespace = SPACE) -> list[str]:
 def test_golden() -> None:
     assert SPACE.root.hex() == GOLDEN_ROOT
     assert keys_of(TOKENS) == GOLDEN_KEYS
+
+
+def test_the_seal_key_follows_from_the_secret_alone() -> None:
+    tenant = replace(SPACE, secret=b"a tenant's own")
+    keys = {space: cut(TOKENS, space)[0].seal_key for space in (SPACE, tenant)}
+    assert keys[SPACE] == PUBLIC_SEAL_KEY
+    assert keys[tenant] == cut(TOKENS, replace(tenant, model=b"another"))[-1].seal_key
+    assert keys[tenant] != keys[SPACE]
+    assert keys[tenant].hex() not in repr(cut(TOKENS, tenant)[0])
 
 
 def test_equal_in_another_process() -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kdn.cache.keys import Chunk, Namespace, cut
+from kdn.cache.keys import PUBLIC_SECRET, Chunk, Namespace, cut
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 
@@ -33,6 +33,7 @@ class Tiny:
 
     spec: ModelSpec
     seed: str = "tiny"
+    secret: bytes = PUBLIC_SECRET
 
     @classmethod
     def with_layers(cls, layers: int) -> Tiny:
@@ -45,7 +46,7 @@ class Tiny:
     def chunk(self, profile: bytes, num_tokens: int = 48, index: int = 0) -> Chunk:
         """Chunk `index` of a context: full ones and a last one of `num_tokens`."""
         tokens = np.frombuffer(seeded_bytes(self.seed, 1024), np.uint8)[: 256 * index + num_tokens]
-        return cut(tokens, Namespace(self.spec.fingerprint, profile))[index]
+        return cut(tokens, Namespace(self.spec.fingerprint, profile, secret=self.secret))[index]
 
     def cache(
         self,

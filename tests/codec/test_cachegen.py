@@ -98,10 +98,8 @@ def test_every_way_to_the_same_level_gives_the_same_cache(tiny: Any, codec: Cach
     for level in range(codec.num_levels):
         asked = codec.decode(whole, chunk, levels=level + 1)
         prefix = codec.decode(Bitstream.parse(data[: whole.level_end(level)]), chunk)
-        parts = {
-            i: data[e.offset : e.end] for i, e in enumerate(header.entries) if e.level in (0, level)
-        }
-        apart = Bitstream.from_parts(data[: header.size_bytes], parts)
+        parts = {one: data[header.level_start(one) : header.level_end(one)] for one in {0, level}}
+        apart = Bitstream.from_levels(data[: header.size_bytes], parts)
         fetched = codec.decode(apart, chunk)
         for other in (prefix, fetched):
             assert torch.equal(asked.keys, other.keys)

@@ -8,9 +8,8 @@ from hashlib import blake2b
 from typing import Any
 
 import pytest
-import xxhash
 
-from kdn.cache.keys import Chunk
+from kdn.cache.keys import PUBLIC_SEAL_KEY, Chunk, seal_key
 from kdn.codec import header as h
 from kdn.codec.format import (
     Bitstream,
@@ -23,6 +22,7 @@ from kdn.codec.format import (
     write,
 )
 from kdn.errors import (
+    AuthenticityError,
     ChecksumError,
     FormatError,
     LimitError,
@@ -53,31 +53,36 @@ SECTIONS = [
     Section(1, 0, 1, b""),
 ]
 STREAM = write(INFO, SECTIONS)
-HEADER_BYTES = 83 + 3 + 16 + 4 * 16 + 8
+DIRECTORY_AT = 83 + 3
+DIGESTS_AT = DIRECTORY_AT + 4 * 8
+SEAL_AT = DIGESTS_AT + 2 * 16
+HEADER_BYTES = SEAL_AT + 16 + 16
+
+
+def named(header: bytes) -> bytes:
+    """With the stream id that these header bytes have."""
+    front = header[:-16]
+    return front + blake2b(front, digest_size=16, person=b"kdn-stream").digest()
 
 
 def repaired(stream: bytes, at: int, new: bytes) -> bytes:
-    """With header bytes replaced and the header checksum made to fit."""
-    header = bytearray(stream[:HEADER_BYTES])
-    header[at : at + len(new)] = new
-    header[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(header[:-8])))
-    return bytes(header) + stream[HEADER_BYTES:]
+    """With header bytes replaced and the stream id made to fit."""
+    header = stream[:at] + new + stream[at + len(new) : HEADER_BYTES]
+    return named(header) + stream[HEADER_BYTES:]
 
 
 def test_layout_is_the_documented_one() -> None:
-    fixed = b"\x89KDN" + struct.pack("<HBBI", 1, 1, 2, HEADER_BYTES)
-    fixed += b"k" * 16 + b"m" * 16 + b"p" * 16
-    fixed += struct.pack("<QHHHHBBHBH", 512, 48, 2, 3, 64, 255, 2, 4, 0, 3)
-    lines = [struct.pack("<BBHI", *line) for line in
-             [(0, 0, 0, 5), (0, 1, 0, 6), (1, 0, 0, 5), (1, 0, 1, 0)]]  # fmt: skip
-    bodies = [b"first", b"second", b"third", b""]
-    stream_id = blake2b(b"".join([fixed, b"xyz", *lines, *bodies]), digest_size=16).digest()
-    header = fixed + b"xyz" + stream_id
-    for index, (line, body) in enumerate(zip(lines, bodies, strict=True)):
-        covered = stream_id + struct.pack("<H", index) + body
-        header += line + struct.pack("<Q", xxhash.xxh3_64_intdigest(covered))
-    header += struct.pack("<Q", xxhash.xxh3_64_intdigest(header))
-    assert header + b"".join(bodies) == STREAM
+    header = b"\x89KDN" + struct.pack("<HBBI", 2, 1, 2, HEADER_BYTES)
+    header += b"k" * 16 + b"m" * 16 + b"p" * 16
+    header += struct.pack("<QHHHHBBHBH", 512, 48, 2, 3, 64, 255, 2, 4, 0, 3) + b"xyz"
+    for line in [(0, 0, 0, 5), (0, 1, 0, 6), (1, 0, 0, 5), (1, 0, 1, 0)]:
+        header += struct.pack("<BBHI", *line)
+    for level in (b"firstsecond", b"third"):
+        header += blake2b(level, digest_size=16, person=b"kdn-level").digest()
+    key = blake2b(key=b"kdn public namespace", digest_size=32, person=b"kdn-seal-key").digest()
+    header += blake2b(header, digest_size=16, key=key, person=b"kdn-seal").digest()
+    header += blake2b(header, digest_size=16, person=b"kdn-stream").digest()
+    assert header + b"firstsecondthird" == STREAM
     assert len(header) == HEADER_BYTES
 
 
@@ -115,7 +120,7 @@ def test_every_truncation_keeps_what_is_whole(cut: int) -> None:
     stream = Bitstream.parse(STREAM[:cut])
     body = cut - HEADER_BYTES
     assert stream.levels_available == (body >= 11) + (body >= 16)
-    for level, group, kind, end in ((0, 0, 0, 5), (0, 0, 1, 11), (1, 0, 0, 16), (1, 1, 0, 16)):
+    for level, group, kind, end in ((0, 0, 0, 11), (0, 0, 1, 11), (1, 0, 0, 16), (1, 1, 0, 16)):
         assert stream.has_section(level, group, kind) == (body >= end)
         if body >= end:
             stream.section(level, group, kind)
@@ -148,7 +153,8 @@ def test_trailing_bytes_are_an_error() -> None:
     ("at", "new", "error"),
     [
         (0, b"PK\3\4", FormatError),
-        (4, b"\2\0", FormatError),
+        (4, b"\1\0", FormatError),
+        (4, b"\3\0", FormatError),
         (6, b"\4", FormatError),
         (6, b"\0", FormatError),
         (7, b"\0", FormatError),
@@ -177,8 +183,8 @@ def test_trailing_bytes_are_an_error() -> None:
         (80, b"\2", FormatError),
         (81, struct.pack("<H", 2), FormatError),
         (81, struct.pack("<H", h.MAX_PARAMS_BYTES + 1), LimitError),
-        (102, b"\1", FormatError),  # first section's level: order broken
-        (102 + 4, struct.pack("<I", h.MAX_SECTION_BYTES + 1), LimitError),
+        (DIRECTORY_AT, b"\1", FormatError),  # first section's level: order broken
+        (DIRECTORY_AT + 4, struct.pack("<I", h.MAX_SECTION_BYTES + 1), LimitError),
     ],
 )
 def test_every_wrong_field_has_its_error(at: int, new: bytes, error: type[Exception]) -> None:
@@ -187,25 +193,49 @@ def test_every_wrong_field_has_its_error(at: int, new: bytes, error: type[Except
     assert type(caught.value) is error
 
 
-def test_a_foreign_field_that_is_in_range_breaks_the_stream_id() -> None:
-    stream = Bitstream.parse(repaired(STREAM, 12, b"K"))
+@pytest.mark.parametrize("at", [12, 28, 44, 60, 76, DIGESTS_AT, SEAL_AT - 1, SEAL_AT])
+def test_a_field_in_range_that_nobody_sealed(at: int) -> None:
+    """The stream id can be made to fit by anybody, the seal only by those who have its key."""
+    header = Header.parse(repaired(STREAM, at, bytes([STREAM[at] ^ 1])))
+    with pytest.raises(AuthenticityError):
+        header.check_seal(PUBLIC_SEAL_KEY)
+    Header.parse(STREAM).check_seal(PUBLIC_SEAL_KEY)
+
+
+def test_only_the_same_secret_accepts_a_seal() -> None:
+    secret = seal_key(b"a secret of a tenant")
+    header = Header.parse(write(INFO, SECTIONS, secret))
+    header.check_seal(secret)
+    for other in (PUBLIC_SEAL_KEY, seal_key(b"a secret of another")):
+        with pytest.raises(AuthenticityError, match="secret"):
+            header.check_seal(other)
+
+
+def test_the_same_values_under_another_seal_are_another_stream() -> None:
+    """So that a right stream can take the place of a forged one with the same contents."""
+    ids = [Header.parse(write(INFO, SECTIONS, key)).stream_id for key in (b"one", b"other")]
+    assert ids[0] != ids[1]
+
+
+def test_a_level_is_verified_once() -> None:
+    data = bytearray(STREAM)
+    stream = Bitstream.parse(data)
     stream.section(0, 0, 0)
-    with pytest.raises(ChecksumError, match="stream id"):
-        stream.verify()
+    data[HEADER_BYTES] ^= 1
+    assert bytes(stream.section(0, 0, 0)) != b"first"
+    Bitstream.parse(data, verified=[0]).section(0, 0, 0)
+    with pytest.raises(ChecksumError, match="level 0"):
+        Bitstream.parse(data).section(0, 0, 1)
 
 
 def test_an_absence_without_any_is_not_canonical() -> None:
     info = replace(INFO, valid_from=(513, 512))
     stream = write(info, SECTIONS)
-    header = bytearray(stream[: HEADER_BYTES + 4])
-    header[83:87] = bytes(4)
-    header[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(header[:-8])))
-    with pytest.raises(FormatError, match="absent"):
-        Header.parse(bytes(header))
-    header[83:87] = struct.pack("<HH", 0, 49)
-    header[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(header[:-8])))
-    with pytest.raises(FormatError, match="absent"):
-        Header.parse(bytes(header))
+    header = stream[: HEADER_BYTES + 4]
+    for absences in ((0, 0), (0, 49)):
+        wrong = header[:83] + struct.pack("<HH", *absences) + header[87:]
+        with pytest.raises(FormatError, match="absent"):
+            Header.parse(named(wrong))
 
 
 @pytest.mark.parametrize(
@@ -232,9 +262,9 @@ def test_writer_keeps_the_limits() -> None:
             write(replace(INFO, **wrong), SECTIONS)
 
 
-def test_parts_fetched_apart() -> None:
+def test_levels_fetched_apart() -> None:
     header, body = STREAM[:HEADER_BYTES], STREAM[HEADER_BYTES:]
-    stream = Bitstream.from_parts(header, {2: body[11:16], 3: b""})
+    stream = Bitstream.from_levels(header, {1: body[11:16]})
     assert stream.levels_available == 0
     assert stream.has_level(1)
     assert not stream.has_level(0)
@@ -247,37 +277,23 @@ def test_parts_fetched_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "error"),
-    [({0: b"firs"}, TruncatedError), ({0: b"first!"}, FormatError), ({4: b""}, FormatError)],
+    ("levels", "error"),
+    [({1: b"thir"}, TruncatedError), ({1: b"third!"}, FormatError), ({2: b""}, FormatError)],
 )
-def test_parts_of_a_wrong_length(parts: dict[int, bytes], error: type[Exception]) -> None:
+def test_levels_of_a_wrong_length(levels: dict[int, bytes], error: type[Exception]) -> None:
     with pytest.raises(error):
-        Bitstream.from_parts(STREAM[:HEADER_BYTES], parts)
+        Bitstream.from_levels(STREAM[:HEADER_BYTES], levels)
     with pytest.raises(FormatError):
-        Bitstream.from_parts(STREAM, {})
+        Bitstream.from_levels(STREAM, {})
 
 
-def test_swapped_sections_do_not_verify() -> None:
-    info = replace(INFO, num_levels=1)
-    data = write(info, [Section(0, 0, 0, b"left!"), Section(0, 1, 0, b"right")])
+def test_swapped_levels_do_not_verify() -> None:
+    data = write(INFO, [Section(0, 0, 0, b"left!"), Section(1, 0, 0, b"right")])
     header = data[: header_size(data)]
-    stream = Bitstream.from_parts(header, {0: b"right", 1: b"left!"})
-    for kind in (0, 1):
+    stream = Bitstream.from_levels(header, {0: b"right", 1: b"left!"})
+    for level in (0, 1):
         with pytest.raises(ChecksumError):
-            stream.section(0, 0, kind)
-
-
-def test_sections_of_another_stream_do_not_verify() -> None:
-    other = write(replace(INFO, prefix_quality=3), SECTIONS)
-    stream = Bitstream.from_parts(STREAM[:HEADER_BYTES], {0: b"first"})
-    stream.section(0, 0, 0)
-    foreign = Bitstream.from_parts(other[:HEADER_BYTES], {0: b"first"})
-    foreign.section(0, 0, 0)
-    mixed = bytearray(STREAM[:HEADER_BYTES])
-    mixed[102:166] = other[102:166]  # the directory, with its checksums
-    mixed[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(mixed[:-8])))
-    with pytest.raises(ChecksumError):
-        Bitstream.from_parts(bytes(mixed), {0: b"first"}).section(0, 0, 0)
+            stream.section(level, 0, 0)
 
 
 def test_check_for_names_what_differs(tiny: Any) -> None:

@@ -1,7 +1,9 @@
-"""Bytes in any order, verified section by section."""
+"""Bytes in any order, verified level by level."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from itertools import pairwise
 from random import Random
 
@@ -9,7 +11,7 @@ import pytest
 
 from kdn.codec.format import Bitstream
 from kdn.codec.header import Header
-from kdn.delivery.assemble import Assembly, Intervals
+from kdn.delivery.assemble import IN_LOOP_BYTES, Assembly, Intervals
 from tests.node.harness import chunk_stream, key_of
 
 
@@ -39,13 +41,20 @@ def begun(stream: bytes) -> Assembly:
     return Assembly(header, stream[: header.size_bytes + 7])
 
 
+def add(assembly: Assembly, start: int, data: bytes | bytearray) -> int:
+    """Take bytes and verify what is whole."""
+    new_bytes = assembly.add(start, data)
+    asyncio.run(assembly.verify())
+    return new_bytes
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_pieces_in_any_order_make_the_stream(stream: bytes, seed: int) -> None:
     rng, assembly = Random(seed), begun(stream)
     edges = sorted({0, len(stream), *(rng.randrange(len(stream)) for _ in range(30))})
     pieces = [(lo, stream[lo:hi]) for lo, hi in pairwise(edges)]
     rng.shuffle(pieces)
-    new_bytes = sum(assembly.add(start, data) for start, data in pieces)
+    new_bytes = sum(add(assembly, start, data) for start, data in pieces)
     assert new_bytes == len(stream) - assembly.header.size_bytes - 7
     assert assembly.levels == 3
     assert not assembly.missing(len(stream))
@@ -55,11 +64,11 @@ def test_pieces_in_any_order_make_the_stream(stream: bytes, seed: int) -> None:
 def test_levels_count_when_they_are_whole(stream: bytes) -> None:
     assembly = begun(stream)
     ends = assembly.level_ends
-    assembly.add(0, stream[: ends[0] - 1])
+    add(assembly, 0, stream[: ends[0] - 1])
     assert assembly.levels == 0
-    assembly.add(ends[1], stream[ends[1] :])
+    add(assembly, ends[1], stream[ends[1] :])
     assert assembly.levels == 0
-    assembly.add(ends[0] - 1, stream[ends[0] - 1 : ends[0]])
+    add(assembly, ends[0] - 1, stream[ends[0] - 1 : ends[0]])
     assert (assembly.levels, assembly.arrived_bytes) == (1, ends[0])
     assert assembly.missing(ends[2]) == [(ends[0], ends[1])]
     assert Bitstream.parse(stream[: ends[0]]).section(0, 0, 0) == assembly.stream(1).section(
@@ -67,26 +76,69 @@ def test_levels_count_when_they_are_whole(stream: bytes) -> None:
     )
 
 
-def test_a_damaged_section_is_missing_again(stream: bytes) -> None:
+def test_a_damaged_level_is_missing_again(stream: bytes) -> None:
     assembly = begun(stream)
     ends = assembly.level_ends
     damaged = bytearray(stream)
     damaged[ends[0] + 5] ^= 1
-    assembly.add(0, damaged)
+    add(assembly, 0, damaged)
     assert (assembly.levels, assembly.damages) == (1, 1)
     assert assembly.missing(ends[2]) == [(ends[0], ends[1])]
-    assembly.add(0, stream)
+    add(assembly, 0, stream)
     assert assembly.levels == 3
 
 
 def test_bytes_that_are_there_are_not_written_again(stream: bytes) -> None:
     assembly = begun(stream)
-    assembly.add(0, stream)
-    assert assembly.add(0, bytes(len(stream))) == 0
+    add(assembly, 0, stream)
+    assert add(assembly, 0, bytes(len(stream))) == 0
     assembly.stream(3).verify()
 
 
 def test_bytes_after_the_end_are_ignored(stream: bytes) -> None:
     assembly = begun(stream)
-    assembly.add(0, stream + b"more")
+    add(assembly, 0, stream + b"more")
     assert assembly.levels == 3
+
+
+def test_large_levels_are_verified_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = chunk_stream(key_of(1), 6 * IN_LOOP_BYTES)
+    assembly = begun(stream)
+    threads = set()
+    is_intact = Assembly._is_intact
+
+    def seen(self: Assembly, level: int) -> bool:
+        threads.add(threading.current_thread())
+        return is_intact(self, level)
+
+    monkeypatch.setattr(Assembly, "_is_intact", seen)
+    add(assembly, 0, stream)
+    assert assembly.levels == 3
+    assert threading.current_thread() not in threads
+
+
+def test_a_verification_that_was_stopped_can_be_made_again() -> None:
+    stream = chunk_stream(key_of(1), 6 * IN_LOOP_BYTES)
+    assembly = begun(stream)
+    assembly.add(0, stream)
+
+    async def stop() -> None:
+        task = asyncio.create_task(assembly.verify())
+        await asyncio.sleep(0)
+        assert not assembly.is_ripe  # somebody is at it
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(stop())
+    assert assembly.is_ripe
+    asyncio.run(assembly.verify())
+    assert assembly.levels == 3
+
+
+def test_a_level_is_not_verified_again_to_be_decoded(stream: bytes) -> None:
+    assembly = begun(stream)
+    add(assembly, 0, stream)
+    before = assembly.stream(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Header, "check_level", None)
+        assert before.section(2, 0, 0)

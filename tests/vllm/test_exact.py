@@ -166,7 +166,7 @@ async def shuffle_all(url: str) -> int:
     """Puts valid streams of the same values, but other tokens' keys, in the place of all."""
     import numpy as np
 
-    from kdn.cache.keys import Chunk
+    from kdn.cache.keys import PUBLIC_SEAL_KEY, Chunk
     from kdn.cache.tensors import KVCache
     from kdn.codec import open_codec
     from kdn.codec.format import Bitstream
@@ -185,7 +185,14 @@ async def shuffle_all(url: str) -> int:
             assert span is not None
             stream = Bitstream.parse(bytes(span.data))
             info = stream.info
-            chunk = Chunk(entry.key, b"", info.start, np.zeros(info.num_tokens, np.uint32), none)
+            chunk = Chunk(
+                entry.key,
+                b"",
+                info.start,
+                np.zeros(info.num_tokens, np.uint32),
+                none,
+                PUBLIC_SEAL_KEY,
+            )
             cache = codec.decode(stream, chunk)
             order = torch.randperm(info.num_tokens, generator=torch.Generator().manual_seed(1))
             # Attention does not mind the order of tokens, as long as keys keep their values.

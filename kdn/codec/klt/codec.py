@@ -138,7 +138,7 @@ class KltCodec(Codec):
             profile=self.profile_id,
             valid_from=cache.valid_from,
         )
-        return write(info, sections)
+        return write(info, sections, chunk.seal_key)
 
     def decode(
         self,
