@@ -153,6 +153,7 @@ class Delivery:
         finally:
             await self._close()
         self._raise_crashes()
+        self._reject_spoilt()
         self._report(force=True)
         return result_of(self)
 
@@ -328,6 +329,13 @@ class Delivery:
                 rate=self.transfer.link().rate,
             )
         )
+
+    def _reject_spoilt(self) -> None:
+        """Streams that do not decode are misses from now on, and to be replaced."""
+        for one in self.known:
+            for endpoint in self.endpoints:
+                if one.spoilt and endpoint not in one.lacking:
+                    endpoint.reject(one.chunk.key, one.assembly.stream_id)
 
     async def _close(self) -> None:
         await self.front.close()
