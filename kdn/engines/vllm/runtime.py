@@ -27,7 +27,7 @@ from kdn.codec.expected import expected_kld
 from kdn.codec.format import Bitstream
 from kdn.delivery.estimate import Estimator
 from kdn.delivery.publish import Counts, Publisher
-from kdn.engines.host_tier import HostTier, default_folder
+from kdn.engines.host_tier import HostTier, default_place
 from kdn.engines.vllm.settings import Settings
 from kdn.errors import KdnError, StoreError
 from kdn.places import Places, open_places
@@ -201,7 +201,7 @@ def find_codec(settings: Settings, spec: ModelSpec) -> Codec:
 
 def open_host_tier(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> HostTier | None:
     """A folder that was named must be good; without shared memory there is just no such tier."""
-    folder = Path(settings.host_folder) if settings.host_folder else default_folder()
+    folder = Path(settings.host_folder) if settings.host_folder else default_place()
     if settings.host_bytes == 0 or folder is None:
         return None
     try:
