@@ -127,10 +127,12 @@ def _lines(stream: Any) -> Queue[str | None]:
     lines: Queue[str | None] = Queue()
 
     def copy() -> None:
-        with stream:
-            for line in stream:
-                lines.put(line)
-        lines.put(None)
+        try:
+            with stream:
+                for line in stream:
+                    lines.put(line)
+        finally:  # however it ends, nobody shall wait for more
+            lines.put(None)
 
     threading.Thread(target=copy, daemon=True).start()
     return lines
