@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import Future
+from itertools import pairwise
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_work_that_fails_begins_again(caplog: pytest.LogCaptureFixture) -> None:
 
     asyncio.run(supervise("counting", work, pause_s=0.01))
     assert len(began) == 4, "until it returns"
-    pauses = [after - before for before, after in zip(began, began[1:], strict=False)]
+    pauses = [after - before for before, after in pairwise(began)]
     assert all(pause >= 0.009 * 2**i for i, pause in enumerate(pauses)), pauses
     assert faults["counting"] == 3
     assert "ZeroDivisionError: by a mistake" in caplog.text

@@ -6,9 +6,9 @@ shape, how far it is from what the model itself computed, and a checksum. Files 
 renaming, and are never written to again. When there is no room the least recently used go first,
 and of one prompt its end before its beginning, without which the rest is of no use.
 
-What lies here is believed: it is in a folder that only its user can open (host_folder.py). Keys name
-the model, the tokens and the tenant's secret, as everywhere. It lies in memory: it outlives engines,
-not the machine.
+What lies here is believed: it is in a folder that only its user can open (host_folder.py). Keys
+name the model, the tokens and the tenant's secret, as everywhere. It lies in memory: it outlives
+engines, not the machine.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from kdn.store.evict import open_policy
 
 log = logging.getLogger(__name__)
 
-DATA = re.compile(r"names\.sqlite(?:-\w+)?|objects|lost\+found")
+DATA = re.compile(r"\w+\.sqlite(?:-\w+)?|objects|lost\+found")
 """What there may be in a data folder."""
 BACKLOG = 1024
 REAP_S = 2.0

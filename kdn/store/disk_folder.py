@@ -6,7 +6,7 @@
     FOLDER/objects/*.part  objects being written, removed at the next start
     FOLDER/damaged/        objects found damaged, the latest few
 
-Only their owner may look into these folders. Files of other names are not ours: they are left alone.
+Only their owner may look into these folders. Files of other names are not ours and left alone.
 
 The files are the truth; the index only saves reading them all at start. So durability is a matter
 of the order of file system calls alone, and no transaction spans files and index:
