@@ -27,9 +27,12 @@ def private_folder(path: Path, ours: re.Pattern[str]) -> None:
     for one in reversed(missing):
         with suppress(FileExistsError):  # another process is as fast
             one.mkdir(mode=FOLDER_MODE)
-    for one in missing or [path]:  # even if it was there: it may be one unsynced yet
+    for one in missing:
         with suppress(PermissionError):  # a folder that we may not read
             sync_folder(one.absolute().parent)
+    if not missing:  # it may be one unsynced yet; on its place in the system we have no claim
+        with suppress(OSError):
+            sync_folder(path.absolute().parent)
     tighten_folder(path, ours)
 
 
@@ -94,6 +97,10 @@ def sync_folder(path: Path) -> None:
 
 
 def _tighten(path: Path, about: os.stat_result, mode: int) -> None:
-    os.chmod(path, mode)
     found = stat.S_IMODE(about.st_mode)
-    logger.warning("%s was open to others (%o): now it is not (%o)", path, found, mode)
+    try:
+        os.chmod(path, mode)
+    except OSError as error:  # there are file systems without modes
+        logger.warning("%s is open to others (%o), and stays so: %s", path, found, error)
+    else:
+        logger.warning("%s was open to others (%o): now it is not (%o)", path, found, mode)

@@ -153,6 +153,19 @@ def test_a_folder_of_another_user_is_left_to_him(
     assert "belongs to others as well" in caplog.text
 
 
+def test_a_file_system_without_modes_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: object) -> None:
+        raise PermissionError("no modes here")
+
+    tmp_path.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "chmod", refuse)
+        private_folder(tmp_path, OURS)
+    assert "stays so: no modes here" in caplog.text
+
+
 def test_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     private_folder(Path("a/b"), OURS)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
 from time import monotonic
@@ -127,12 +127,10 @@ def _lines(stream: Any) -> Queue[str | None]:
     lines: Queue[str | None] = Queue()
 
     def copy() -> None:
-        try:
-            with stream:
-                for line in stream:
-                    lines.put(line)
-        finally:  # however it ends, nobody shall wait for more
-            lines.put(None)
+        with suppress(OSError, ValueError), stream:  # what is no text is an end, too
+            for line in stream:
+                lines.put(line)
+        lines.put(None)
 
     threading.Thread(target=copy, daemon=True).start()
     return lines

@@ -73,10 +73,10 @@ class Here:
         self._path, self._fd, self._ours = path, fd, ours
 
     def mark(self) -> None:
-        names = os.listdir(self._fd)
-        if MARKER in names:
+        with suppress(FileNotFoundError):
+            os.stat(MARKER, dir_fd=self._fd, follow_symlinks=False)
             return
-        if names:
+        if any(name != MARKER for name in os.listdir(self._fd)):  # another may just have made it
             raise UnsupportedError(
                 f"{self._path} is not empty and has no {MARKER}, so it is not kdn's: remove it, or "
                 "name another place"

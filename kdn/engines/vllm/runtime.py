@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from kdn.background import watched
+from kdn.background import fault, watched
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
@@ -129,7 +129,10 @@ class Runtime:
         publisher = self._opened.result(OPEN_S)[1]
 
         def publish() -> None:
-            publisher.publish(chunk, cache, prefix_exact=True, saved_s=saved_s)
+            try:
+                publisher.publish(chunk, cache, prefix_exact=True, saved_s=saved_s)
+            except Exception as error:
+                fault("publishing", error)
 
         self._loop.call_soon_threadsafe(publish)
 
