@@ -30,6 +30,7 @@ def run(
     from kdn.codec.profiles import local_profile
     from kdn.engines.models import load_model
     from kdn.engines.transformers import spec_of
+    from kdn.files import write_whole
 
     chosen = options or Options()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,9 +48,8 @@ def run(
             checkpoint=target.with_suffix(".partial"),
             source={"texts": [t.name for t in texts]},
         )
-    aside = target.with_suffix(".writing")
-    aside.write_bytes(profile.to_bytes())
-    aside.replace(target)
+    # Meant to be shared: it holds statistics of texts, and who may read it the umask says.
+    write_whole(target, profile.to_bytes(), target.with_suffix(".writing"), mode=0o666)
     console = Console()
     console.print(f"{target} ({target.stat().st_size / 1e6:.1f} MB)")
     for level, expected in enumerate(profile.meta["expected"]):

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
 from time import monotonic
@@ -127,7 +127,7 @@ def _lines(stream: Any) -> Queue[str | None]:
     lines: Queue[str | None] = Queue()
 
     def copy() -> None:
-        with stream:
+        with suppress(OSError, ValueError), stream:  # what is no text is an end, too
             for line in stream:
                 lines.put(line)
         lines.put(None)

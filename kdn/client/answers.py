@@ -99,6 +99,7 @@ class Metrics:
     computed_tokens: int = 0
     fetched_bytes: int = 0
     audits: int = 0
+    failed_audits: int = 0
     audited_tokens: int = 0
     audit_kld_sum: float = 0.0
     audit_kld_max: float = 0.0

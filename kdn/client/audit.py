@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kdn.background import fault
 from kdn.client.answers import Metrics
 from kdn.client.engine import Context, Engine
 from kdn.engines.reading import forward, new_cache, read
@@ -35,9 +36,14 @@ class Audit:
         return True
 
     async def _run(self, engine: Engine, context: Context, num_answer: int) -> None:
-        async with engine.lock:
-            klds = await asyncio.to_thread(divergences, engine, context, num_answer)
-        self._metrics.audited(klds)
+        try:
+            async with engine.lock:
+                klds = await asyncio.to_thread(divergences, engine, context, num_answer)
+        except Exception as error:  # the answer is out: nobody else would hear of it
+            self._metrics.failed_audits += 1
+            fault("an audit", error)
+        else:
+            self._metrics.audited(klds)
 
     async def close(self) -> None:
         """Finish those that have begun."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from types import TracebackType
@@ -19,6 +20,7 @@ from kdn.engines.prompts import Knowledge
 from kdn.places import Where
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 def connect(where: Where, **settings: Any) -> Client:
@@ -44,8 +46,18 @@ class Loop:
 
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kdn", daemon=True)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kdn", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        """An exit or interrupt that somebody's code raises in here reaches who waits for it; the
+        loop must go on for that, and for all others."""
+        while not self._closing and not self._loop.is_closed():
+            try:
+                self._loop.run_forever()
+            except BaseException as error:
+                logger.warning("the event loop was interrupted and goes on: %r", error)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for it. An interrupt (Ctrl-C) cancels it."""
@@ -60,6 +72,7 @@ class Loop:
         if self._thread.is_alive():
             self.run(self._loop.shutdown_asyncgens())
             self.run(self._loop.shutdown_default_executor())
+            self._closing = True
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()

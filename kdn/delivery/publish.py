@@ -2,7 +2,8 @@
 
 A chunk is copied, encoded in a thread, put, and looked up again. One encodes while one is sent;
 both wait in bounded queues. A node that goes away is tried again, with growing pauses; meanwhile
-chunks go to a spool on disk, if there is one, and are sent from there later.
+chunks go to a spool on disk, if there is one, and are sent from there later. Whatever goes wrong
+with one chunk is its own affair: it is counted, and the next one gets its turn.
 
 **No generation loss**: a chunk is published only if everything before it was computed by the model
 or loaded at the top level; its values would otherwise carry somebody's losses on to everybody.
@@ -23,6 +24,7 @@ from types import TracebackType
 
 from xxhash import xxh3_64_intdigest
 
+from kdn.background import fault, supervise
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
@@ -55,12 +57,14 @@ class Counts:
     known: int = 0
     """The store had them already, or another publisher was first."""
     refused: int = 0
-    """Not encodable, or not accepted by the store for good."""
+    """Not encodable, not accepted by the store for good, or given up after a fault."""
     spooled: int = 0
     dropped: int = 0
     """Lost: no room to spool them, or no time left at the end."""
     failures: int = 0
     """Attempts that failed."""
+    faults: int = 0
+    """Failures nobody expected: a mistake in a codec or a store, which the log shows."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,8 @@ class Publisher:
 
     async def __aenter__(self) -> Publisher:
         self._tasks = [
-            asyncio.create_task(self._encode_all()),
-            asyncio.create_task(self._send_all()),
+            asyncio.create_task(supervise("encoding", self._encode_all)),
+            asyncio.create_task(supervise("sending", self._send_all)),
         ]
         return self
 
@@ -150,13 +154,10 @@ class Publisher:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        for parcel in self._parcels:
-            await self._put_aside(parcel)
+        while self._parcels:
+            await self._put_aside(self._parcels.popleft())
         self.counts.dropped += len(self._under_way)
         self._under_way.clear()
-        for task in self._tasks:
-            if not task.cancelled():
-                task.result()  # a mistake of ours
         self._tasks = []
 
     async def _wait(self, until_s: float = float("inf")) -> bool:
@@ -174,6 +175,14 @@ class Publisher:
         self._under_way.discard(key)
         self._moved.set()
 
+    def _refuse(self, key: bytes) -> None:
+        self.counts.refused += 1
+        self._done(key)
+
+    def _fault(self, doing: str, error: Exception) -> None:
+        self.counts.faults += 1
+        fault(doing, error)
+
     # encoding
 
     async def _encode_all(self) -> None:
@@ -183,6 +192,9 @@ class Publisher:
             job = self._jobs.popleft()
             try:
                 await self._encode(job)
+            except Exception as error:
+                self._fault("encoding a chunk", error)
+                self._refuse(job.chunk.key)
             finally:
                 self._queued_bytes -= job.cache.size_bytes
 
@@ -195,8 +207,7 @@ class Publisher:
         try:
             data = await asyncio.to_thread(self._codec.encode, chunk, job.cache)
         except KdnError:
-            self.counts.refused += 1
-            self._done(chunk.key)
+            self._refuse(chunk.key)
             return
         parent = chunk.parent if chunk.start else None  # a root has none that is stored
         hints = Hints(parent, job.saved_s)
@@ -221,15 +232,23 @@ class Publisher:
     async def _send_all(self) -> None:
         while True:
             if self._parcels:
-                await self._send(self._parcels[0])
-                self._parcels.popleft()
-                self._moved.set()
+                await self._send_next()
             elif self._spool and self._endpoint.is_ready(self._clock()):  # and not empty
                 await self._send_spooled(self._spool)
             elif self._spool:
                 await self._wait(self._endpoint.rests_until_s)
             else:
                 await self._wait()
+
+    async def _send_next(self) -> None:
+        parcel = self._parcels[0]  # stays there meanwhile: `close` spools what was not sent
+        try:
+            await self._send(parcel)
+        except Exception as error:
+            self._fault("sending a chunk", error)
+            self._refuse(parcel.key)
+        self._parcels.popleft()
+        self._moved.set()
 
     async def _send(self, parcel: Parcel) -> None:
         """Until it is stored, or, if there is a spool, until that is the better place for it."""
@@ -245,14 +264,25 @@ class Publisher:
 
     async def _send_spooled(self, spool: Spool) -> None:
         parcel = await asyncio.to_thread(spool.first)
-        if parcel is not None and await self._try(parcel):
-            await asyncio.to_thread(spool.remove, parcel.key)
-            self._moved.set()
+        if parcel is None:
+            return
+        began_s = self._clock()
+        try:
+            if await self._try(parcel):
+                await asyncio.to_thread(spool.remove, parcel.key)
+                self._moved.set()
+        except Exception as error:
+            self._fault("sending a spooled chunk", error)
+            self._failed(began_s)
+            spool.defer(parcel.key)  # it is safe where it is; others may have better luck
 
     async def _put_aside(self, parcel: Parcel) -> None:
         try:
             kept = self._spool is not None and await asyncio.to_thread(self._spool.add, parcel)
         except OSError:
+            kept = False
+        except Exception as error:
+            self._fault("spooling a chunk", error)
             kept = False
         if kept:
             self.counts.spooled += 1

@@ -1,7 +1,8 @@
 """Encoded chunks that wait on disk for a node to come back: bounded, and safe across restarts.
 
-One file per chunk, written aside, synced, and renamed. What does not verify when it is read is
-removed and counted. All integers are little-endian.
+One file per chunk, written aside, synced, and renamed, for its owner's eyes only. What does not
+verify when it is read is removed and counted; files of other names are left alone. All integers are
+little-endian.
 
     file = magic "KDNS" | version (u16) | bytes of key, etag, parent (u8 each) | zero (u8)
          | seconds saved (f64) | bytes of data (u64) | checksum (u64) | key | etag | parent | data
@@ -11,7 +12,8 @@ The checksum is the XXH3-64 of everything else in the file, in order.
 
 from __future__ import annotations
 
-import os
+import re
+import stat
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from pathlib import Path
 from xxhash import xxh3_64
 
 from kdn.errors import ChecksumError, FormatError, TruncatedError
+from kdn.files import private_file, private_folder, write_whole
 from kdn.store.base import Hints
 
 MAGIC = b"KDNS"
@@ -27,6 +30,7 @@ VERSION = 1
 _HEAD = struct.Struct("<4sHBBBBdQ")
 _CHECKSUM = struct.Struct("<Q")
 _SUFFIX, _ASIDE = ".chunk", ".part"
+_OURS = re.compile(r"(?:[0-9a-f]{2})+\.(?:chunk|part)")
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,18 @@ class Spool:
         self.size_bytes = 0
         self._folder = folder
         self._max_bytes = max_bytes
-        folder.mkdir(parents=True, exist_ok=True)
-        for left_over in folder.glob(f"*{_ASIDE}"):
-            left_over.unlink()
-        files = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
-        self._sizes = {path.name: path.stat().st_size for path in files}  # oldest first
+        private_folder(folder, _OURS)
+        found: list[tuple[int, str, int]] = []
+        for path in folder.iterdir():
+            about = path.lstat()
+            if not _OURS.fullmatch(path.name) or not stat.S_ISREG(about.st_mode):
+                continue
+            if path.suffix == _ASIDE:
+                path.unlink()
+            else:
+                private_file(path)
+                found.append((about.st_mtime_ns, path.name, about.st_size))
+        self._sizes = {name: size for _, name, size in sorted(found)}  # oldest first
         self.size_bytes = sum(self._sizes.values())
 
     def __len__(self) -> int:
@@ -103,13 +114,7 @@ class Spool:
         if self.size_bytes + len(content) > self._max_bytes:
             return False
         path = self._folder / _name(parcel.key)
-        aside = path.with_suffix(_ASIDE)
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(path)
-        self._sync_folder()
+        write_whole(path, content, path.with_suffix(_ASIDE))
         self._sizes[path.name] = len(content)
         self.size_bytes += len(content)
         return True
@@ -131,17 +136,16 @@ class Spool:
     def remove(self, key: bytes) -> None:
         self._remove(_name(key))
 
+    def defer(self, key: bytes) -> None:
+        """Let all others go first."""
+        name = _name(key)
+        if name in self._sizes:
+            self._sizes[name] = self._sizes.pop(name)
+
     def _remove(self, name: str) -> None:
         self.size_bytes -= self._sizes.pop(name, 0)
         with suppress(OSError):
             (self._folder / name).unlink(missing_ok=True)
-
-    def _sync_folder(self) -> None:
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _name(key: bytes) -> str:

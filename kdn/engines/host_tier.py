@@ -6,8 +6,9 @@ shape, how far it is from what the model itself computed, and a checksum. Files 
 renaming, and are never written to again. When there is no room the least recently used go first,
 and of one prompt its end before its beginning, without which the rest is of no use.
 
-The folder belongs to one user and nobody else may look into it; keys name the model, the tokens and
-the tenant's secret, as everywhere. It lies in memory: it outlives engines, not the machine.
+What lies here is believed: it is in a folder that only its user can open (host_folder.py). Keys
+name the model, the tokens and the tenant's secret, as everywhere. It lies in memory: it outlives
+engines, not the machine.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ import json
 import math
 import mmap
 import os
-import stat
-import tempfile
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from xxhash import xxh3_64
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
+from kdn.engines.host_folder import Here, HostFolder
 from kdn.errors import ChecksumError, FormatError, UnsupportedError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -43,6 +44,7 @@ TOKEN_AGE_NS = 10_000_000
 """A chunk counts as used so much earlier for each token before it."""
 MAX_SHARE = 0.5
 """Of the file system: others keep things in shared memory, too."""
+_NAME = re.compile(rf"(?:[0-9a-f]{{2}})+\.(?:{'|'.join(DTYPES.values())})")
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class HostTier:
 
     def __init__(
         self,
-        folder: Path,
+        place: Path,
         spec: ModelSpec,
         dtype: torch.dtype,
         max_bytes: int,
@@ -70,42 +72,51 @@ class HostTier:
         """`dtype`: the engine's; values that one of another dtype has rounded are not its own."""
         if dtype not in DTYPES:
             raise UnsupportedError(f"decoded chunks of {dtype}")
-        _own(folder)
-        self._folder, self._spec, self._dtype = folder, spec, dtype
+        self._folder = HostFolder(place, _NAME)
+        self._spec, self._dtype = spec, dtype
         self._max_bytes, self._clock_ns = max_bytes, clock_ns
 
     def has(self, chunk: Chunk, worst_kld: float) -> bool:
         """Whether it is held well enough; `get` may still find it gone or damaged."""
-        header = self._header(chunk)
-        return header is not None and header["kld"] <= worst_kld
+        try:
+            with self._folder.opened() as here, here.open(self._name(chunk)) as file:
+                return bool(_parse_header(os.read(file, HEADER_BYTES))["kld"] <= worst_kld)
+        except (OSError, FormatError, UnsupportedError):
+            return False
 
     def get(self, chunk: Chunk, worst_kld: float) -> Held | None:
         """Values that diverge by no more than `worst_kld`."""
         try:
-            with self._path(chunk).open("rb") as file:
+            with self._folder.opened() as here:
+                held = self._get(here, chunk)
+        except (OSError, UnsupportedError):
+            return None
+        return held if held is not None and held.kld <= worst_kld else None
+
+    def _get(self, here: Here, chunk: Chunk) -> Held | None:
+        try:
+            with here.open(self._name(chunk)) as file:
                 # Private, so that nobody can write to it by mistake; only what is read is mapped.
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            held = self._parse(chunk, data)
-        except FileNotFoundError:
+                data = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+            return self._parse(chunk, data)
+        except (FormatError, ValueError):
+            here.remove(self._name(chunk))
             return None
-        except (FormatError, OSError, ValueError):
-            self._path(chunk).unlink(missing_ok=True)
-            return None
-        return held if held.kld <= worst_kld else None
 
     def put(self, chunk: Chunk, cache: KVCache, kld: float, *, exact: bool) -> bool:
-        """Keep a copy, unless one as good is there or there is no room."""
+        """Keep a copy, unless one as good is there or there is no room. UnsupportedError if the
+        folder is another's by now."""
         if not self._takes(chunk, cache):
             return False
         try:
-            _own(self._folder)  # it may have been removed, to free the memory
+            self._folder.make()  # it may have been removed, to free the memory
             used_ns = self._used_ns(chunk)
-            if self.has(chunk, kld) or not self._make_room(
-                HEADER_BYTES + cache.size_bytes, used_ns
-            ):
-                return False
-            self._write(chunk, cache, kld, exact)
-            os.utime(self._path(chunk), ns=(used_ns, used_ns))
+            with self._folder.opened() as here:
+                size = HEADER_BYTES + cache.size_bytes
+                if self.has(chunk, kld) or not self._make_room(here, size, used_ns):
+                    return False
+                self._write(here, chunk, cache, kld, exact)
+                here.touch(self._name(chunk), used_ns)
         except OSError:  # no memory left, or the folder goes just now
             return False
         return True
@@ -120,24 +131,18 @@ class HostTier:
 
     def used(self, chunks: Sequence[Chunk]) -> None:
         """These were of use just now."""
-        for chunk in chunks:
-            with suppress(FileNotFoundError):
-                os.utime(self._path(chunk), ns=(self._used_ns(chunk),) * 2)
+        with suppress(OSError, UnsupportedError), self._folder.opened() as here:
+            for chunk in chunks:
+                with suppress(FileNotFoundError):
+                    here.touch(self._name(chunk), self._used_ns(chunk))
 
     def _used_ns(self, chunk: Chunk) -> int:
         return self._clock_ns() - TOKEN_AGE_NS * chunk.start
 
-    def _path(self, chunk: Chunk) -> Path:
-        return self._folder / f"{chunk.key.hex()}.{DTYPES[self._dtype]}"
+    def _name(self, chunk: Chunk) -> str:
+        return f"{chunk.key.hex()}.{DTYPES[self._dtype]}"
 
     # files
-
-    def _header(self, chunk: Chunk) -> dict[str, Any] | None:
-        try:
-            with self._path(chunk).open("rb") as file:
-                return _parse_header(file.read(HEADER_BYTES))
-        except (OSError, FormatError):
-            return None
 
     def _parse(self, chunk: Chunk, data: mmap.mmap) -> Held:
         header = _parse_header(data[:HEADER_BYTES])
@@ -155,20 +160,12 @@ class HostTier:
         spec = self._spec
         return (spec.num_layers, chunk.num_tokens, spec.num_kv_heads, spec.head_dim)
 
-    def _write(self, chunk: Chunk, cache: KVCache, kld: float, exact: bool) -> None:
+    def _write(self, here: Here, chunk: Chunk, cache: KVCache, kld: float, exact: bool) -> None:
         header = {"dtype": DTYPES[self._dtype], "kld": float(kld), "exact": exact}
-        parts = [_bytes_of(cache.keys), _bytes_of(cache.values)]
-        header["xxh3"] = self._digest(chunk, header, *parts)
-        handle, half_written = tempfile.mkstemp(dir=self._folder, prefix=".")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(json.dumps(header).encode().ljust(HEADER_BYTES))
-                for part in parts:
-                    file.write(part.data)
-            os.rename(half_written, self._path(chunk))
-        except OSError:
-            os.unlink(half_written)
-            raise
+        values = [_bytes_of(cache.keys), _bytes_of(cache.values)]
+        header["xxh3"] = self._digest(chunk, header, *values)
+        told = json.dumps(header).encode().ljust(HEADER_BYTES)
+        here.write(self._name(chunk), [told, *(part.data for part in values)])
 
     def _digest(self, chunk: Chunk, header: dict[str, Any], *values: npt.NDArray[np.uint8]) -> str:
         """Of everything: values of another chunk, dtype or quality do not pass for these."""
@@ -180,49 +177,28 @@ class HostTier:
 
     # room
 
-    def _make_room(self, size: int, used_ns: int) -> bool:
+    def _make_room(self, here: Here, size: int, used_ns: int) -> bool:
         """By removing what was of use before that, if it is enough. Two who do this at once may
         keep a little more than allowed, or less."""
-        disk = os.statvfs(self._folder)
-        allowed = min(self._max_bytes, int(MAX_SHARE * disk.f_blocks * disk.f_frsize))
+        allowed = min(self._max_bytes, int(MAX_SHARE * here.size_bytes()))
         if size > allowed:
             return False
-        files = sorted(self._files())
+        files = sorted(here.files())
         excess = sum(held for _, held, _ in files) + size - allowed
         older = [one for one in files if one[0] < used_ns]
         if excess > sum(held for _, held, _ in older):
             return False
-        for _, held, path in older:
+        for _, held, name in older:
             if excess <= 0:
                 break
-            path.unlink(missing_ok=True)
+            here.remove(name)
             excess -= held
         return True
 
-    def _files(self) -> Iterator[tuple[int, int, Path]]:
-        """Time of last use, size, path; what a process left half-written counts, too."""
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):
-                    about = entry.stat(follow_symlinks=False)
-                    yield about.st_mtime_ns, about.st_size, Path(entry.path)
 
-
-def default_folder() -> Path | None:
-    """In this system's shared memory, if it has any."""
-    if not SHARED_MEMORY.is_dir():
-        return None
-    return SHARED_MEMORY / f"kdn-{os.getuid()}"
-
-
-def _own(folder: Path) -> None:
-    """Made if absent; refused if others could read or fill it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    about = os.lstat(folder)
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
-        raise UnsupportedError(
-            f"{folder} is not a folder that only this user can open: remove it, or name another"
-        )
+def default_place() -> Path | None:
+    """This system's shared memory, if it has any."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
 
 
 def _bytes_of(values: torch.Tensor) -> npt.NDArray[np.uint8]:

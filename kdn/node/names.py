@@ -2,7 +2,8 @@
 
 Every update is one transaction in WAL mode with full syncing: after a crash a name has its old
 version or its new one, and an acknowledged one is never lost. SQLite works in one thread of its
-own, so transactions are one after the other and the event loop never waits for the disk.
+own, so transactions are one after the other and the event loop never waits for the disk. Manifests
+hold texts, as token ids: nobody but the owner of the file may read it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kdn.errors import NoSpaceError, StoreError
+from kdn.files import private_database
 
 MAX_VERSIONS = 100
 MAX_PENDING = 256
@@ -194,7 +196,8 @@ class NameStore:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """In a folder that is there: its maker says who may look into it."""
+    private_database(path)
     db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")

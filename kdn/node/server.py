@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import re
 import signal
 import ssl
 import time
@@ -16,8 +17,10 @@ from random import Random
 
 from aiohttp import web
 
+from kdn.background import supervise
 from kdn.config import Config, NodeSettings
 from kdn.errors import StoreError, UnsupportedError
+from kdn.files import private_folder
 from kdn.node.app import make_app
 from kdn.node.bodies import BodyReader
 from kdn.node.connection import Connections
@@ -33,6 +36,8 @@ from kdn.store.evict import open_policy
 
 log = logging.getLogger(__name__)
 
+DATA = re.compile(r"\w+\.sqlite(?:-\w+)?|objects|lost\+found")
+"""What there may be in a data folder."""
 BACKLOG = 1024
 REAP_S = 2.0
 FRAME_BYTES = 2**20
@@ -144,7 +149,7 @@ async def listen(config: Config, node: Node) -> AsyncIterator[Listening]:
         await runner.cleanup()
         address = f"{config.node.host}:{config.node.port}"
         raise UnsupportedError(f"cannot listen on {address}: {error}") from error
-    reaper = asyncio.create_task(_reap(connections))
+    reaper = asyncio.create_task(supervise("reaping connections", lambda: _reap(connections)))
     host, port = server.sockets[0].getsockname()[:2]
     try:
         yield Listening(node, connections, host, port, context is not None)
@@ -170,7 +175,7 @@ async def open_node(config: Config) -> AsyncIterator[Node]:
     """A node with its stores, which are closed (and flushed) on leaving."""
     data = config.node.data
     try:
-        data.mkdir(parents=True, exist_ok=True)
+        private_folder(data, DATA)
     except OSError as error:
         raise StoreError(f"data folder {data}: {error}") from error
     async with AsyncExitStack() as opened:

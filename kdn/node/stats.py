@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kdn.background import faults
 from kdn.store.base import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -49,6 +50,7 @@ class NodeStats:
         )  # fmt: skip
         self._store = StoreCollector()
         registry.register(self._store)
+        registry.register(FaultCollector())
         self._flows: dict[str, tuple[Counter, Histogram]] = {}
 
     def sent(self, tenant: str, num_bytes: int, waited_s: float) -> None:
@@ -64,6 +66,18 @@ class NodeStats:
         """Everything, as Prometheus reads it."""
         self._store.stats = store
         return generate_latest(self._registry)
+
+
+class FaultCollector(Collector):
+    """Of this process: work in the background that failed, and went on."""
+
+    def collect(self) -> Iterable[Metric]:
+        counts = CounterMetricFamily(
+            "kdn_faults", "Failures nobody expected, which the log shows.", labels=["work"]
+        )
+        for work, number in faults.items():
+            counts.add_metric([work], number)
+        yield counts
 
 
 class StoreCollector(Collector):

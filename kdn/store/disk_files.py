@@ -10,11 +10,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from kdn.errors import NoSpaceError, StoreError
+from kdn.files import FILE_MODE, FOLDER_MODE, sync_folder, tighten_folder
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -26,15 +28,19 @@ class Files:
         """False if it was there already."""
         if os.path.isdir(path):
             return False
-        os.mkdir(path, mode=0o700)
+        os.mkdir(path, mode=FOLDER_MODE)
         return True
+
+    def tighten_folder(self, path: Path, ours: re.Pattern[str]) -> None:
+        """Shut others out of it, if all names in it match `ours`."""
+        tighten_folder(path, ours)
 
     def list(self, folder: Path) -> list[str]:
         return os.listdir(folder)
 
     def create(self, path: Path) -> int:
         """A new file, open for writing; FileExistsError if it is not new."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
 
     def write(self, fd: int, parts: Sequence[bytes | memoryview]) -> int:
         """How many bytes were taken, perhaps not all."""
@@ -67,15 +73,11 @@ class Files:
 
     def sync_folder(self, folder: Path) -> None:
         """Names that came, went or changed in it survive a power loss from here on."""
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_folder(folder)
 
     def lock(self, path: Path) -> int:
         """Held until closed, also by a death of the process; BlockingIOError if another has it."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:

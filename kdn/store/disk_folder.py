@@ -6,6 +6,8 @@
     FOLDER/objects/*.part  objects being written, removed at the next start
     FOLDER/damaged/        objects found damaged, the latest few
 
+Only their owner may look into these folders. Files of other names are not ours and left alone.
+
 The files are the truth; the index only saves reading them all at start. So durability is a matter
 of the order of file system calls alone, and no transaction spans files and index:
 
@@ -55,6 +57,8 @@ PART = ".part"
 MAX_DAMAGED = 16
 _HEAD_BYTES = 4096  # holds the header of any object up to 30 MB
 _NAME = re.compile("((?:[0-9a-f]{2})+)-((?:[0-9a-f]{2})+)")
+_OBJECTS = re.compile(rf"{_NAME.pattern}|[0-9]+\{PART}")
+_FOLDER = re.compile(r"lock|index\.sqlite(?:-\w+)?|objects|damaged")
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ class ObjectFolder:
         with suppress(StoreError):
             self.clean(key)
         with suppress(OSError):
-            others = sorted(set(self._files.list(self._damaged)) - {name})
+            others = sorted(set(self._ours(self._damaged, _NAME)) - {name})
             for other in others[: max(0, len(others) + 1 - MAX_DAMAGED)]:
                 self._files.unlink(self._damaged / other)
         self._index.change(remove=[key])
@@ -175,7 +179,7 @@ class ObjectFolder:
         """Make index and files agree: what is here, least recently used first, and how many files
         were found damaged. Reads names, and of files that have no row their headers."""
         with named_errors(f"list {self._objects}"):
-            names = set(self._files.list(self._objects))
+            names = set(self._ours(self._objects, _OBJECTS))
         expected = {f"{row[0].hex()}-{row[1].hex()}": row for row in rows}
         missing = [expected.pop(name)[0] for name in expected.keys() - names]
         here = list(expected.values())
@@ -268,6 +272,13 @@ class ObjectFolder:
         finally:
             self._files.close(fd)
 
+    def _ours(self, folder: Path, ours: re.Pattern[str]) -> list[str]:
+        names = self._files.list(folder)
+        found = [name for name in names if ours.fullmatch(name)]
+        if len(found) < len(names):
+            logger.warning("%s holds %d files of others", folder, len(names) - len(found))
+        return found
+
     def _unlink(self, path: Path) -> None:
         with suppress(FileNotFoundError):
             self._files.unlink(path)
@@ -279,8 +290,10 @@ def open_folder(folder: Path, files: Files) -> int:
         for path in reversed(folder.absolute().parents):
             if files.make_folder(path):
                 files.sync_folder(path.parent)
-        for path in (folder, folder / "objects", folder / "damaged"):
-            files.make_folder(path)
+        inside = {folder: _FOLDER, folder / "objects": _OBJECTS, folder / "damaged": _NAME}
+        for path, ours in inside.items():
+            if not files.make_folder(path):
+                files.tighten_folder(path, ours)
             files.sync_folder(path.parent)  # even if it was there: it may be one unsynced yet
         try:
             return files.lock(folder / "lock")
@@ -293,10 +306,10 @@ def file_name(entry: Entry) -> str:
 
 
 def _parse(name: str) -> tuple[bytes, bytes]:
-    """Key and etag of a file's name; of a name that is not ours, the name itself and nothing."""
+    """Key and etag of a file's name; of one being written, the name itself and nothing."""
     match = _NAME.fullmatch(name)
     if match is None:
-        return name.encode("utf-8", "surrogateescape"), b""
+        return name.encode(), b""
     return bytes.fromhex(match[1]), bytes.fromhex(match[2])
 
 

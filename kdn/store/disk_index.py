@@ -24,6 +24,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Self
 
+from kdn.files import private_database
 from kdn.store.base import Entry, Hints
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ def _load(connection: sqlite3.Connection) -> list[Row]:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
+    private_database(path)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         return _prepare(connection)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from kdn.errors import StoreError
+from kdn.background import watched
+from kdn.errors import KdnError, StoreError
 
 T = TypeVar("T")
 
@@ -44,13 +45,10 @@ class Tasks:
         """In the background; `drain` waits for it."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._tasks.discard)
+        # Its caller may have gone: then nobody else is left to hear of a mistake.
+        task.add_done_callback(watched("an operation of the disk", KdnError, OSError))
         return task
-
-    def _done(self, task: Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # its caller may have gone: nobody is left to hear of it
 
     def in_thread(self, work: Callable[..., T], *args: object) -> Future[T]:
         """One blocking call of an operation. Bounded by the number of operations."""

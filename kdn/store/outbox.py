@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from kdn.background import fault
 from kdn.errors import StoreError
 from kdn.store.base import Entry
 
@@ -21,7 +22,7 @@ Write = Callable[[Entry, bytes], Awaitable[bool]]
 
 class Outbox:
     def __init__(self, write: Write, max_bytes: int, *, retry_s: float = RETRY_S) -> None:
-        self._write = write  # True if it arrived; must not raise
+        self._write = write  # True if it arrived
         self._max_bytes = max_bytes
         self._retry_s = retry_s
         self._waiting: dict[bytes, tuple[Entry, bytes]] = {}  # first in, first out
@@ -98,9 +99,17 @@ class Outbox:
             for attempt in range(ATTEMPTS):
                 if attempt:
                     await asyncio.sleep(self._retry_s * 2 ** (attempt - 1))
-                if await self._write(entry, data):
+                if await self._arrives(entry, data):
                     break
             else:
                 self.lost += 1
             del self._writing[key]
             await self._left(data)
+
+    async def _arrives(self, entry: Entry, data: bytes) -> bool:
+        """An error here would leave an object that is neither written nor lost, for ever."""
+        try:
+            return await self._write(entry, data)
+        except Exception as error:
+            fault("writing to the tiers below", error)
+            return False

@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
+from kdn.background import watched
+from kdn.errors import KdnError
+
 T = TypeVar("T")
 
 
@@ -34,13 +37,10 @@ class SingleFlight(Generic[T]):
                 return await fetch()
 
             self._flights[key] = task = asyncio.create_task(fly())
-            task.add_done_callback(lambda done: self._land(key, done))
+            task.add_done_callback(lambda _: self._flights.pop(key))
+            # Whoever still waits gets it; if nobody is left, only what is unexpected is told.
+            task.add_done_callback(watched("fetching", KdnError, OSError))
         return task
-
-    def _land(self, key: Hashable, task: asyncio.Task[T]) -> None:
-        del self._flights[key]
-        if not task.cancelled():
-            task.exception()  # whoever still waits gets it; nobody left is no reason to complain
 
     async def landed(self, key: Hashable) -> None:
         """Return when there is no flight for `key`, however it ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,12 @@ def test_a_worker_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.model
+def test_lines_that_cannot_be_read_are_an_end() -> None:
+    """Not a silence that is waited for."""
+    lines = demo._lines(TextIOWrapper(BytesIO(b"one\n\xff\n"), encoding="utf-8"))
+    assert lines.get(timeout=5) is None
+
+
 def test_a_document_has_as_many_tokens_as_asked(smollm2: tuple[Any, Any]) -> None:
     _, tokenizer = smollm2
     text = document("one two three four " * 50, 100)

@@ -407,6 +407,23 @@ def test_audits_are_counted(tiny_model: Any, tmp_path: Path) -> None:
     assert 0 < half.audits < 8 == half.answers
 
 
+def test_an_audit_that_fails_is_counted_and_harms_nobody(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr("kdn.client.audit.divergences", broken)
+
+    @in_folder(tmp_path, tiny_model("llama"), audit_share=1.0)
+    async def metrics(client: AsyncClient) -> Any:
+        await client.learn("notes", TEXT)
+        await client.ask("notes", QUESTION, max_new_tokens=2).read()
+        return client.metrics
+
+    assert (metrics.audits, metrics.failed_audits) == (0, 1)
+
+
 def test_stopping_an_answer_leaves_the_client_usable(tiny_model: Any, tmp_path: Path) -> None:
     @in_folder(tmp_path, tiny_model("llama"))
     async def _(client: AsyncClient) -> None:

@@ -255,6 +255,97 @@ def test_what_cannot_be_encoded_is_refused(world: World) -> None:
     assert publishing(world, lambda: world.store([]), test).counts.refused == 1
 
 
+def test_a_fault_while_encoding_costs_one_chunk(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    encode = world.codec.encode
+
+    def broken(chunk: Chunk, cache: KVCache) -> bytes:
+        if chunk is world.chunks[0]:
+            raise RuntimeError("a mistake in the codec")
+        return b"no stream at all" if chunk is world.chunks[1] else encode(chunk, cache)
+
+    monkeypatch.setattr(world.codec, "encode", broken)
+
+    async def test(publisher: Publisher, store: Store) -> None:
+        publish_all(publisher, world)
+        assert await publisher.flush(10.0)
+        assert publisher.queued_bytes == 0
+        found = await store.lookup([chunk.key for chunk in world.chunks])
+        assert [entry is not None for entry in found] == [False, False, True, True]
+        assert publisher.publish(world.chunks[0], world.caches[0], prefix_exact=True) is (
+            Answer.QUEUED
+        )
+
+    counts = publishing(world, lambda: world.store([]), test).counts
+    assert (counts.published, counts.faults, counts.refused) == (2, 3, 3)
+    assert 'raise RuntimeError("a mistake in the codec")' in caplog.text
+
+
+def test_a_fault_while_sending_costs_one_chunk(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Proxy):
+        async def put(self, key: bytes, *args: Any, **named: Any) -> Entry:
+            if key == world.chunks[0].key:
+                raise TypeError("a mistake in the store")
+            return await super().put(key, *args, **named)
+
+        async def lookup(self, keys: Any, **named: Any) -> Any:
+            if keys == [world.chunks[1].key]:
+                raise AttributeError("and another one")
+            return await super().lookup(keys, **named)
+
+    async def store() -> Store:
+        return Broken(await world.store([]))
+
+    async def test(publisher: Publisher, store: Broken) -> None:
+        publish_all(publisher, world)
+        assert await publisher.flush(10.0)
+
+    counts = publishing(world, store, test).counts
+    assert (counts.published, counts.faults, counts.refused) == (2, 2, 2)
+    assert "a mistake in the store" in caplog.text
+    assert "and another one" in caplog.text
+
+
+def test_a_fault_leaves_a_spooled_chunk_where_it_is(world: World, tmp_path: Path) -> None:
+    """And the others get their turn."""
+
+    class Broken(Proxy):
+        is_broken = True
+
+        async def put(self, key: bytes, *args: Any, **named: Any) -> Entry:
+            if self.is_broken and key == world.chunks[0].key:
+                raise TypeError("a mistake in the store")
+            return await super().put(key, *args, **named)
+
+    async def down() -> Store:
+        return Down(await world.store([]))
+
+    async def first(publisher: Publisher, store: Store) -> None:
+        publish_all(publisher, world)
+        assert await publisher.flush(10.0)
+
+    async def store() -> Store:
+        return Broken(await world.store([]))
+
+    async def until(publisher: Publisher, published: int) -> None:
+        async with asyncio.timeout(10.0):
+            while publisher.counts.published < published:
+                await asyncio.sleep(0.01)
+
+    async def second(publisher: Publisher, store: Broken) -> None:
+        await until(publisher, 3)
+        assert len(list(tmp_path.iterdir())) == 1
+        store.is_broken = False
+        await until(publisher, 4)
+
+    publishing(world, down, first, spool=Spool(tmp_path))
+    assert publishing(world, store, second, spool=Spool(tmp_path)).counts.faults >= 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_close_has_a_deadline_and_says_what_is_lost(world: World) -> None:
     async def work() -> None:
         publisher = Publisher(Down(await world.store([])), world.codec, rng=Random(1))

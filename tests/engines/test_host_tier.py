@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from kdn.cache.keys import Chunk, Namespace, cut
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
+from kdn.engines.host_folder import MARKER
 from kdn.engines.host_tier import HEADER_BYTES, HostTier
 from kdn.errors import UnsupportedError
 
@@ -30,12 +32,19 @@ def values(chunk: Chunk, dtype: torch.dtype = torch.float32) -> KVCache:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return tmp_path / "host"
+    """That the tiers make in `tmp_path`."""
+    return tmp_path / f"kdn-{os.geteuid()}"
+
+
+def open_tier(
+    folder: Path, dtype: torch.dtype = torch.float32, max_bytes: int = 3 * CHUNK_BYTES
+) -> HostTier:
+    return HostTier(folder.parent, SPEC, dtype, max_bytes)
 
 
 @pytest.fixture
 def tier(folder: Path) -> HostTier:
-    return HostTier(folder, SPEC, torch.float32, 3 * CHUNK_BYTES)
+    return open_tier(folder)
 
 
 def path(folder: Path, chunk: Chunk) -> Path:
@@ -46,9 +55,9 @@ def path(folder: Path, chunk: Chunk) -> Path:
 def test_another_process_finds_what_one_keeps(folder: Path, dtype: torch.dtype) -> None:
     chunk = CHUNKS[1]
     cache = values(chunk, dtype)
-    tier = HostTier(folder, SPEC, dtype, CHUNK_BYTES)
+    tier = open_tier(folder, dtype)
     assert tier.put(chunk, cache, 0.25, exact=False)
-    held = HostTier(folder, SPEC, dtype, CHUNK_BYTES).get(chunk, 0.25)
+    held = open_tier(folder, dtype).get(chunk, 0.25)
     assert held is not None
     assert torch.equal(held.cache.keys, cache.keys)
     assert torch.equal(held.cache.values, cache.values)
@@ -80,7 +89,7 @@ def test_what_is_held_does_not_change_by_writing_to_it(tier: HostTier) -> None:
 
 
 def test_values_of_another_dtype_are_others(tier: HostTier, folder: Path) -> None:
-    half = HostTier(folder, SPEC, torch.bfloat16, 3 * CHUNK_BYTES)
+    half = open_tier(folder, torch.bfloat16)
     assert half.put(CHUNKS[0], values(CHUNKS[0], torch.bfloat16), 0.0, exact=True)
     assert tier.get(CHUNKS[0], 1.0) is None
     assert not tier.put(CHUNKS[0], values(CHUNKS[0], torch.bfloat16), 0.0, exact=True)
@@ -104,7 +113,7 @@ def first_chunks(number: int) -> list[Chunk]:
 
 def test_the_least_recently_used_goes(folder: Path) -> None:
     clock = Clock()
-    tier = HostTier(folder, SPEC, torch.float32, 3 * CHUNK_BYTES, clock)
+    tier = HostTier(folder.parent, SPEC, torch.float32, 3 * CHUNK_BYTES, clock)
     chunks = first_chunks(4)
     for chunk in chunks[:3]:
         tier.put(chunk, values(chunk), 0.0, exact=True)
@@ -137,9 +146,9 @@ def test_a_folder_that_was_removed_comes_back(tier: HostTier, folder: Path) -> N
 
 
 def test_without_room_nothing_is_kept_or_lost(folder: Path) -> None:
-    tier = HostTier(folder, SPEC, torch.float32, CHUNK_BYTES - 1)
+    tier = open_tier(folder, max_bytes=CHUNK_BYTES - 1)
     assert not tier.put(CHUNKS[0], values(CHUNKS[0]), 0.0, exact=True)
-    assert list(folder.iterdir()) == []
+    assert os.listdir(folder) == [MARKER]
 
 
 @pytest.mark.parametrize("at", [0, 20, HEADER_BYTES - 1, HEADER_BYTES, CHUNK_BYTES - 1])
@@ -182,11 +191,88 @@ def test_what_does_not_fit_the_chunk_is_not_kept(tier: HostTier) -> None:
         assert not tier.put(chunk, wrong, 0.0, exact=True)
 
 
-def test_a_folder_that_others_can_open_is_refused(tmp_path: Path) -> None:
-    open_folder = tmp_path / "open"
-    open_folder.mkdir(mode=0o755)
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path)
-    for folder in (open_folder, link):
+def test_a_folder_that_others_can_open_is_refused(folder: Path) -> None:
+    folder.mkdir(mode=0o755)
+    with pytest.raises(UnsupportedError, match="only this user"):
+        open_tier(folder)
+    folder.rmdir()
+    for target in (folder.parent, folder.parent / "nowhere"):
+        folder.symlink_to(target)
         with pytest.raises(UnsupportedError, match="only this user"):
-            HostTier(folder, SPEC, torch.float32, CHUNK_BYTES)
+            open_tier(folder)
+        folder.unlink()
+
+
+def test_a_folder_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that somebody made in shared memory before us."""
+    folder.mkdir(mode=0o700)
+    real = os.fstat
+
+    def another(fd: int) -> os.stat_result:
+        about = list(real(fd))
+        about[4] += 1  # st_uid
+        return os.stat_result(about)
+
+    monkeypatch.setattr(os, "fstat", another)
+    with pytest.raises(UnsupportedError, match="only this user"):
+        open_tier(folder)
+
+
+def test_files_of_others_are_never_removed(folder: Path, tmp_path: Path) -> None:
+    """Beside kdn's folder and in it: by name, by kind, whatever room is needed."""
+    beside = tmp_path / "thesis.tex"
+    beside.write_bytes(b"not ours")
+    tier = open_tier(folder)
+    inside = [folder / name for name in ("thesis.tex", "00.txt", ".hidden", "film.float32")]
+    for one in inside:
+        one.write_bytes(b"not ours")
+        os.utime(one, (0, 0))
+    link = path(folder, CHUNKS[4])  # a name of ours, and yet nothing of ours
+    link.symlink_to(beside)
+    os.utime(link, (0, 0), follow_symlinks=False)
+    half_written = folder / ".0123456789abcdef.part"
+    half_written.write_bytes(bytes(CHUNK_BYTES))
+    os.utime(half_written, (0, 0))
+    for chunk in first_chunks(5):
+        assert tier.put(chunk, values(chunk), 0.0, exact=True)
+    assert tier.get(CHUNKS[4], 1.0) is None
+    assert [one.read_bytes() for one in (beside, *inside)] == [b"not ours"] * 5
+    assert link.is_symlink()
+    assert not half_written.exists()
+    assert sum(tier.has(chunk, 0.0) for chunk in first_chunks(5)) == 3
+
+
+def test_a_folder_that_is_not_kdns_is_refused(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    theirs = folder / ("00" * 16 + ".float32")
+    theirs.write_bytes(b"not ours")
+    with pytest.raises(UnsupportedError, match=r"not kdn's"):
+        open_tier(folder)
+    assert theirs.read_bytes() == b"not ours"
+
+
+def test_what_another_could_have_written_is_not_believed(tier: HostTier, folder: Path) -> None:
+    tier.put(CHUNKS[0], values(CHUNKS[0]), 0.0, exact=True)
+    path(folder, CHUNKS[0]).chmod(0o666)
+    assert not tier.has(CHUNKS[0], 0.0)
+    assert tier.get(CHUNKS[0], 0.0) is None
+    tier.put(CHUNKS[1], values(CHUNKS[1]), 0.0, exact=True)
+    elsewhere = folder.parent / "elsewhere"
+    path(folder, CHUNKS[1]).rename(elsewhere)
+    path(folder, CHUNKS[1]).symlink_to(elsewhere)
+    assert tier.get(CHUNKS[1], 0.0) is None
+    folder.chmod(0o777)
+    tier.used(CHUNKS[:1])
+    with pytest.raises(UnsupportedError, match="only this user"):
+        tier.put(CHUNKS[2], values(CHUNKS[2]), 0.0, exact=True)
+    assert tier.get(CHUNKS[2], 0.0) is None
+
+
+def test_everything_is_for_its_owner_alone(folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        tier = open_tier(folder)
+        tier.put(CHUNKS[0], values(CHUNKS[0]), 0.0, exact=True)
+    finally:
+        os.umask(before)
+    assert {one.stat().st_mode & 0o077 for one in (folder, *folder.iterdir())} == {0}

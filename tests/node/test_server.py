@@ -19,8 +19,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kdn.background import faults
 from kdn.config import NodeSettings, load_config
 from kdn.errors import UnsupportedError
+from kdn.node import server
+from kdn.node.connection import Connections
 from kdn.node.server import check_exposure, frame_bytes_of, listen, tls_context
 from kdn.protocol.frames import split
 from tests.node.harness import (
@@ -186,6 +189,30 @@ def test_health_while_stopping(tmp_path: Path) -> None:
             status, _, body = await node.ask("GET", path)
             assert (status, json.loads(body)["code"]) == (503, "shutting_down")
 
+    with_node(tmp_path, test)
+
+
+def test_the_reaper_survives_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reaped = asyncio.Event()
+    calls = []
+
+    def reap(self: Connections, now_s: float) -> None:
+        calls.append(now_s)
+        if len(calls) == 1:
+            raise KeyError("a mistake")
+        reaped.set()
+
+    monkeypatch.setattr(server, "REAP_S", 0.01)
+    monkeypatch.setattr(Connections, "reap", reap)
+
+    async def test(node: Running) -> None:
+        async with asyncio.timeout(5):
+            await reaped.wait()
+        status, _, body = await node.ask("GET", "/metrics")
+        assert status == 200
+        assert b'kdn_faults_total{work="reaping connections"} 1.0' in body
+
+    faults.pop("reaping connections", None)
     with_node(tmp_path, test)
 
 

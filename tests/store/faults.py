@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -139,6 +140,9 @@ class VolatileFiles(Files):
         self.folders[path] = _Folder()
         self._unsynced_folders.add(path)
         return True
+
+    def tighten_folder(self, path: Path, ours: re.Pattern[str]) -> None:
+        pass
 
     def list(self, folder: Path) -> list[str]:
         with self._lock:

@@ -222,10 +222,10 @@ def test_a_file_that_somebody_removed_is_a_miss(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
-def test_foreign_files_are_set_aside_and_damaged_ones_are_bounded(tmp_path: Path) -> None:
+def test_damaged_files_are_set_aside_and_bounded(tmp_path: Path) -> None:
     fill(tmp_path, [b"0"])
     for i in range(MAX_DAMAGED + 10):
-        (tmp_path / "objects" / f"foreign {i}").write_bytes(b"what is this")
+        (tmp_path / "objects" / f"{i:02x}-00").write_bytes(b"what is this")
 
     async def work() -> None:
         async with closing(await opened(tmp_path)) as store:
@@ -234,6 +234,24 @@ def test_foreign_files_are_set_aside_and_damaged_ones_are_bounded(tmp_path: Path
     asyncio.run(work())
     check_agreement(tmp_path)
     assert len(os.listdir(tmp_path / "damaged")) == MAX_DAMAGED
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    """Neither moved, nor deleted, nor counted as damage, in any of the folders."""
+    fill(tmp_path, [b"0"])
+    theirs = [tmp_path / place for place in ("objects/film.part", "objects/thesis", "damaged/all")]
+    for path in theirs:
+        path.write_bytes(b"not ours")
+    for i in range(MAX_DAMAGED):
+        (tmp_path / "objects" / f"{i:02x}-00").write_bytes(b"what is this")
+
+    async def work() -> None:
+        async with closing(await opened(tmp_path)) as store:
+            assert await listed(store) == [b"0"]
+            assert (await store.stats()).corruptions == MAX_DAMAGED
+
+    asyncio.run(work())
+    assert [path.read_bytes() for path in theirs] == [b"not ours"] * 3
 
 
 def test_deleting_removes_damaged_copies_too(tmp_path: Path) -> None:

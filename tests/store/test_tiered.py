@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kdn.background import faults
 from kdn.errors import ChecksumError, NoSpaceError, StoreError
 from kdn.store.base import Entry, Hints, Span, Stats, Store
 from kdn.store.disk import open_disk
@@ -563,6 +564,49 @@ def test_outbox_gives_up_after_so_many_attempts() -> None:
         assert (outbox.lost, outbox.size_bytes, len(outbox)) == (1, 0, 0)
 
     run(test())
+
+
+def test_outbox_survives_a_write_that_raises() -> None:
+    """What it cannot write is lost and counted; it neither stays for ever nor stops the rest."""
+
+    async def test() -> None:
+        written: list[bytes] = []
+
+        async def write(entry: Entry, data: bytes) -> bool:
+            if entry.key == b"bad":
+                raise TypeError("a mistake in a store")
+            written.append(entry.key)
+            return True
+
+        before = faults["writing to the tiers below"]
+        outbox = Outbox(write, 100, retry_s=0.001)
+        for key in (b"bad", b"a", b"b"):
+            outbox.add(Entry(key, b"e", 3), b"abc")
+        await outbox.drain(5.0)
+        assert written == [b"a", b"b"]
+        assert (outbox.lost, outbox.size_bytes, len(outbox)) == (1, 0, 0)
+        assert faults["writing to the tiers below"] == before + ATTEMPTS
+
+    run(test())
+
+
+def test_a_promotion_that_fails_unexpectedly_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody waits for it, so nobody else would tell."""
+
+    class Broken(MemoryStore):
+        async def put(self, *args: object, **named: object) -> Entry:
+            raise TypeError("a mistake in a store")
+
+    async def test() -> None:
+        below = memory()
+        await put(below, b"a", b"abc")
+        top = Broken(100, open_policy("lru"))
+        tiers = TieredStore([Tier("top", top, 1.0), Tier("below", below, 1.0)])
+        assert await read(tiers, b"a") == b"abc"
+        await tiers.close()
+
+    run(test())
+    assert "a mistake in a store" in caplog.text
 
 
 def test_a_flight_that_fails_fails_for_all_and_is_forgotten() -> None:

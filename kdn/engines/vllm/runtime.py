@@ -2,7 +2,7 @@
 
 vLLM's scheduler and worker often share a process, and a folder can be opened only once: they share
 one runtime, which ends with the last of them. Nothing here is awaited by vLLM's own thread, except
-when it starts and ends.
+when it starts and ends. Whatever fails here is logged and counted, and costs vLLM a miss.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import math
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from kdn.background import fault, watched
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
@@ -27,7 +29,7 @@ from kdn.codec.expected import expected_kld
 from kdn.codec.format import Bitstream
 from kdn.delivery.estimate import Estimator
 from kdn.delivery.publish import Counts, Publisher
-from kdn.engines.host_tier import HostTier, default_folder
+from kdn.engines.host_tier import HostTier, default_place
 from kdn.engines.vllm.settings import Settings
 from kdn.errors import KdnError, StoreError
 from kdn.places import Places, open_places
@@ -88,7 +90,8 @@ class Runtime:
                 return
             for key in [key for key, one in self._shared.items() if one is self]:
                 del self._shared[key]
-        self._loop.call_soon_threadsafe(self._stop.set)
+        with suppress(RuntimeError):  # it has ended already
+            self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(CLOSE_S + 5.0)
         self._keeper.shutdown(cancel_futures=True)
 
@@ -104,21 +107,32 @@ class Runtime:
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run on the event loop; `changed` is set when it is done."""
-        future = asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+        tracked = self._tracked(work)
+        try:
+            future = asyncio.run_coroutine_threadsafe(tracked, self._loop)
+        except RuntimeError:  # it is closed
+            tracked.close()
+            work.close()
+            future = Future()
+            future.set_exception(StoreError("kdn's background thread has ended"))
+        future.add_done_callback(watched("a lookup or load", KdnError, OSError))
         future.add_done_callback(lambda _: self.changed.set())
         return future
 
     def has_room(self) -> bool:
         """Whether the publisher takes more. May be a little out of date."""
         publisher = self._opened.result(OPEN_S)[1]
-        return publisher.queued_bytes < self.settings.queue_bytes
+        return not self._loop.is_closed() and publisher.queued_bytes < self.settings.queue_bytes
 
     def publish(self, chunk: Chunk, cache: KVCache, saved_s: float) -> None:
         """Later; `cache` must not change any more."""
         publisher = self._opened.result(OPEN_S)[1]
 
         def publish() -> None:
-            publisher.publish(chunk, cache, prefix_exact=True, saved_s=saved_s)
+            try:
+                publisher.publish(chunk, cache, prefix_exact=True, saved_s=saved_s)
+            except Exception as error:
+                fault("publishing", error)
 
         self._loop.call_soon_threadsafe(publish)
 
@@ -129,6 +143,7 @@ class Runtime:
             return
         kept = self._keeper.submit(host.put, chunk, cache, kld, exact=exact)
         kept.add_done_callback(lambda _: self._keeping.release())
+        kept.add_done_callback(watched("keeping a decoded chunk"))
 
     # its own thread
 
@@ -150,17 +165,29 @@ class Runtime:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+        serving = self._loop.create_task(self._serve())
         try:
-            self._loop.run_until_complete(self._serve())
+            while self._is_interrupted(serving):
+                pass
+        finally:
+            self._loop.close()
+
+    def _is_interrupted(self, serving: asyncio.Task[None]) -> bool:
+        """Run until the end; True if there is a rest: somebody's code wanted out, in one of many
+        tasks, and the others go on."""
+        try:
+            self._loop.run_until_complete(serving)
         except BaseException as error:
+            if isinstance(error, SystemExit | KeyboardInterrupt) and not serving.done():
+                logger.warning("kdn's background thread was interrupted: %r", error)
+                return True
             if not self._opened.done():
                 self._opened.set_exception(error)
             elif self._stop.is_set():  # a process that just ends takes its threads away first
                 logger.warning("kdn could not close in order: %r", error)
             else:
                 logger.exception("kdn's background thread ended")
-        finally:
-            self._loop.close()
+        return False
 
     async def _serve(self) -> None:
         settings = self.settings
@@ -201,7 +228,7 @@ def find_codec(settings: Settings, spec: ModelSpec) -> Codec:
 
 def open_host_tier(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> HostTier | None:
     """A folder that was named must be good; without shared memory there is just no such tier."""
-    folder = Path(settings.host_folder) if settings.host_folder else default_folder()
+    folder = Path(settings.host_folder) if settings.host_folder else default_place()
     if settings.host_bytes == 0 or folder is None:
         return None
     try:

@@ -1,0 +1,144 @@
+"""A folder of this user's alone, in a place that others may share: what lies in it is believed.
+
+It is opened and looked at anew for each operation, which then works relative to what was opened:
+whoever may rename or link things around it gains nothing. A MARKER says that it is kdn's; a folder
+without one that is not empty is refused. Of its files, only those of kdn's names that belong to the
+user are ever counted or removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kdn.errors import FormatError, UnsupportedError
+from kdn.files import FILE_MODE, FOLDER_MODE, OTHERS
+
+MARKER = ".kdn-decoded-chunks"
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_PART = re.compile(r"\.[0-9a-f]{16}\.part")
+
+
+class HostFolder:
+    """`kdn-UID` in `place`. Any thread and any process of its user may use it."""
+
+    def __init__(self, place: Path, ours: re.Pattern[str]) -> None:
+        """`ours`: the names of its files. UnsupportedError if it is another's."""
+        self.path = place / f"kdn-{os.geteuid()}"
+        self._ours = ours
+        self.make()
+
+    def make(self) -> None:
+        """It and its marker, if they are not there."""
+        if not self.path.is_dir():
+            self.path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                self.path.mkdir(mode=FOLDER_MODE)
+        with self.opened() as here:
+            here.mark()
+
+    @contextmanager
+    def opened(self) -> Iterator[Here]:
+        """The folder itself, whatever becomes of its name. UnsupportedError if others could read
+        or fill it, OSError if it is not there."""
+        try:
+            fd = os.open(self.path, _READ | os.O_DIRECTORY)
+        except (NotADirectoryError, PermissionError) as error:  # a link is no directory, either
+            raise self._refusal() from error
+        try:
+            about = os.fstat(fd)
+            if about.st_uid != os.geteuid() or about.st_mode & OTHERS:
+                raise self._refusal()
+            yield Here(self.path, fd, self._ours)
+        finally:
+            os.close(fd)
+
+    def _refusal(self) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.path} is not a folder that only this user can open: remove it, or name another "
+            "place"
+        )
+
+
+class Here:
+    """The folder while it is open."""
+
+    def __init__(self, path: Path, fd: int, ours: re.Pattern[str]) -> None:
+        self._path, self._fd, self._ours = path, fd, ours
+
+    def mark(self) -> None:
+        with suppress(FileNotFoundError):
+            os.stat(MARKER, dir_fd=self._fd, follow_symlinks=False)
+            return
+        if any(name != MARKER for name in os.listdir(self._fd)):  # another may just have made it
+            raise UnsupportedError(
+                f"{self._path} is not empty and has no {MARKER}, so it is not kdn's: remove it, or "
+                "name another place"
+            )
+        with suppress(FileExistsError):
+            os.close(os.open(MARKER, _CREATE, FILE_MODE, dir_fd=self._fd))
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[int]:
+        """For reading. FormatError if somebody else may have written it."""
+        try:
+            fd = os.open(name, _READ, dir_fd=self._fd)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise FormatError(f"a decoded chunk that cannot be read: {error}") from error
+        try:
+            about = os.fstat(fd)
+            if not _is_ours(about) or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise FormatError("a decoded chunk that somebody else may have written")
+            yield fd
+        finally:
+            os.close(fd)
+
+    def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        """Whole, or not at all."""
+        aside = f".{secrets.token_hex(8)}.part"
+        fd = os.open(aside, _CREATE, FILE_MODE, dir_fd=self._fd)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                for part in parts:
+                    file.write(part)
+            os.rename(aside, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        except BaseException:
+            self.remove(aside)
+            raise
+
+    def remove(self, name: str) -> None:
+        """If it is a file of this user's."""
+        with suppress(FileNotFoundError):
+            if _is_ours(os.stat(name, dir_fd=self._fd, follow_symlinks=False)):
+                os.unlink(name, dir_fd=self._fd)
+
+    def touch(self, name: str, used_ns: int) -> None:
+        """It was used then."""
+        os.utime(name, ns=(used_ns, used_ns), dir_fd=self._fd, follow_symlinks=False)
+
+    def files(self) -> Iterator[tuple[int, int, str]]:
+        """Time of last use, size, name; what a process left half-written counts, too."""
+        with os.scandir(self._fd) as entries:
+            for entry in entries:
+                if self._ours.fullmatch(entry.name) or _PART.fullmatch(entry.name):
+                    with suppress(FileNotFoundError):
+                        about = entry.stat(follow_symlinks=False)
+                        if _is_ours(about):
+                            yield about.st_mtime_ns, about.st_size, entry.name
+
+    def size_bytes(self) -> int:
+        """Of the file system it lies in."""
+        disk = os.statvfs(self._fd)
+        return disk.f_blocks * disk.f_frsize
+
+
+def _is_ours(about: os.stat_result) -> bool:
+    return stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
