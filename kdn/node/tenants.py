@@ -13,20 +13,33 @@ import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from hashlib import blake2b, sha256
 
-from kdn.config import TenantSettings
+from kdn.config import TOKEN_LISTS, TenantSettings
 from kdn.node.answers import Refusal
 from kdn.store.base import Entry
 
-PUBLIC = TenantSettings("public", operator=True)
-"""Everybody, at a node without tokens."""
+PUBLIC = TenantSettings("public")
+"""Everybody, at a node without tokens. May do everything."""
 
 COLLECTIONS = {"chunks": b"c", "profiles": b"p", "objects": b"o"}
 RECOUNT_S = 5.0
 _PREFIX_BYTES = 8
 Clock = Callable[[], float]
 ListEntries = Callable[[bytes], AsyncIterator[Entry]]
+
+
+class Right(IntEnum):
+    """What a token may do; each right includes those before it."""
+
+    READ = 0
+    PUBLISH = 1
+    OPERATE = 2
+
+
+RIGHTS = dict(zip(TOKEN_LISTS, Right, strict=True))
+"""Of the tokens in each list of a tenant's settings."""
 
 
 def new_token() -> tuple[str, str]:
@@ -75,6 +88,8 @@ class Tenant:
         self.prefix = blake2b(settings.name.encode(), digest_size=_PREFIX_BYTES).digest()
         self.rate = RateLimit(settings.requests_per_s, clock)
         self.quota = Quota(settings.quota_bytes, self.prefix, clock)
+        self.changes = asyncio.Lock()
+        """Guards deleting a name together with its chunks against every other change of names."""
 
     def store_key(self, collection: str, key: bytes) -> bytes:
         return self.prefix + COLLECTIONS[collection] + key
@@ -145,21 +160,26 @@ class Tenants:
     def __init__(self, settings: Sequence[TenantSettings], clock: Clock):
         self.open = not settings
         self._all = [Tenant(tenant, clock) for tenant in settings or (PUBLIC,)]
-        self._hashes = [(hash_, tenant) for tenant in self._all for hash_ in tenant.settings.tokens]
+        self._hashes = [
+            (hash_, tenant, right)
+            for tenant in self._all
+            for kind, right in RIGHTS.items()
+            for hash_ in getattr(tenant.settings, kind)
+        ]
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._all)
 
-    def authenticate(self, authorization: str | None) -> Tenant:
-        """Whose token this is. Every known hash is compared, whichever fits."""
+    def authenticate(self, authorization: str | None) -> tuple[Tenant, Right]:
+        """Whose token this is, and what it may do. Every known hash is compared, whichever fits."""
         if self.open:
-            return self._all[0]
+            return self._all[0], Right.OPERATE
         scheme, _, token = (authorization or "").partition(" ")
         presented = token_hash(token.strip()) if scheme.lower() == "bearer" else ""
         found = None
-        for known, tenant in self._hashes:
+        for known, tenant, right in self._hashes:
             if hmac.compare_digest(known, presented):
-                found = tenant
+                found = tenant, right
         if found is None:
             raise Refusal(
                 401, "unauthorized", "a valid bearer token is needed",
