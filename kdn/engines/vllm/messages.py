@@ -46,6 +46,8 @@ class Loaded:
     """Loads that have ended: up to where each is as the model itself would have it."""
 
     exact_until: dict[str, int] = field(default_factory=dict)
+    weights_changed: bool = False
+    """The model is not the one any more that chunks are named after."""
 
     def __bool__(self) -> bool:
-        return bool(self.exact_until)
+        return bool(self.exact_until) or self.weights_changed
