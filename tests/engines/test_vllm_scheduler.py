@@ -333,12 +333,29 @@ def test_a_request_cannot_spoil_blocks_for_others() -> None:
     assert loaded_by(world, request("s", 1000, cache_salt="mine", **wish)) == (3600.0, 3.0)
 
 
+def test_haste_does_not_make_blocks_coarser() -> None:
+    """By a short deadline only coarse levels may have come: they are not for others."""
+    wish = {"kv_transfer_params": {"kdn": {"deadline_s": 0.1}}}
+    world = World(deadline_s=3)
+    assert not load_of(world, request("plain", 1000)).strict
+    assert load_of(world, request("hasty", 1000, **wish)).strict
+    assert load_of(world, request("salted", 1000, cache_salt="mine", **wish)).strict
+    world = World(deadline_s=3, allow_coarser=True)
+    assert load_of(world, request("hasty", 1000, **wish)).strict
+    assert not load_of(world, request("salted", 1000, cache_salt="mine", **wish)).strict
+
+
 def loaded_by(world: World, asked: Any) -> tuple[float, float]:
+    load = load_of(world, asked)
+    return load.enough_kld, load.deadline_s
+
+
+def load_of(world: World, asked: Any) -> Any:
     world.arrive(asked, 768)
     world.side.matched(asked, 0)
     world.side.allocated(asked, list(range(8)), 768)
     [load] = world.step().loads
-    return load.enough_kld, load.deadline_s
+    return load
 
 
 # publishing

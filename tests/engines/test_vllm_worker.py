@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,30 @@ def test_an_error_is_a_failed_load(runtime: Runtime, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(worker_module, "deliver", broken)
     worker, _ = make_worker(runtime)
     assert load(worker, 0, 512) == (set(range(16)), 0)
+
+
+@pytest.mark.parametrize(("strict", "good"), [(True, 256), (False, 512)])
+def test_what_is_coarser_than_wanted(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, strict: bool, good: int
+) -> None:
+    """By the deadline the first chunk is good enough and the second, at the end, is not."""
+    cache = publish(runtime)
+    real = worker_module.deliver
+
+    async def coarse(*given: Any, **named: Any) -> Any:
+        result = await real(*given, **named)
+        monkeypatch.setattr(runtime, "expected_kld", (0.02, 0.0001, 0.0))
+        return replace(result, levels=(2, 1), num_levels=3)
+
+    monkeypatch.setattr(worker_module, "deliver", coarse)
+    worker, paged = make_worker(runtime)
+    chunks = tuple(cut(TOKENS, SPACE)[:2])
+    load = Load("r", chunks, 0, 512, tuple(range(30)), 30.0, 0.001, strict)
+    worker.begin(Step(loads=(load,)))
+    worker.start_loads()
+    assert ended_within(worker, 30.0) == {"r"}
+    assert worker.take_failed_blocks() == set(range(good // BLOCK, 16))
+    assert torch.equal(paged.read(0, good, range(30)).keys, cache.keys[:, :good])
 
 
 def test_after_a_load_that_nobody_answered_others_fail_at_once(tmp_path: Path) -> None:

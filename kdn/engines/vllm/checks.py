@@ -85,7 +85,10 @@ def layers_in_order(kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 def live_weights(layers: list[torch.nn.Module]) -> Weights:
     """Those of the model that these layers are a part of; they must be within sight, as it would
     not be noticed otherwise if they were replaced."""
-    weights = Weights(models_of(layers))
+    try:
+        weights = Weights(models_of(layers))
+    except RuntimeError as error:
+        raise UnsupportedError(f"kdn cannot read the weights that vLLM has: {error}") from error
     if weights.num_sampled == 0:
         raise UnsupportedError("kdn cannot find the weights that vLLM computes with")
     return weights

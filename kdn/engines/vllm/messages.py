@@ -20,6 +20,8 @@ class Load:
     """Of the whole request, from its first token on."""
     deadline_s: float
     enough_kld: float
+    strict: bool = False
+    """Whether what is coarser than that is not used, even if nothing better came in time."""
 
 
 @dataclass(frozen=True)

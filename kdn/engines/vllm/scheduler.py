@@ -114,7 +114,7 @@ class SchedulerSide:
         return context
 
     def _refuse(self, request: Any, why: object) -> None:
-        logger.warning("no cache is used for request %s: %s", request.request_id, why)
+        logger.warning("no cache is used for request %s: %.300s", request.request_id, why)
         self.counts["refused"] += 1
 
     def _is_named(self, context: Context) -> bool:
@@ -200,12 +200,18 @@ class SchedulerSide:
         settings = context.settings
         load = Load(
             request.request_id, tuple(chunks), start, end, tuple(block_ids), settings.deadline_s,
-            settings.quality,
+            settings.quality, self._is_strict(context),
         )  # fmt: skip
         self._loads.append(load)
         self._loading[request.request_id] = load
         self.counts["hits"] += 1
         self.counts["hit_tokens"] += num_tokens
+
+    def _is_strict(self, context: Context) -> bool:
+        """The operator's deadline may cost quality. A shorter one of a request's own may not, or
+        its coarse blocks would serve others from vLLM's prefix cache."""
+        is_alone = self._settings.allow_coarser and context.request.cache_salt
+        return not is_alone and context.settings.deadline_s < self._settings.deadline_s
 
     def loaded(self, report: Loaded) -> None:
         """What became of loads: remember the blocks that hold losses."""

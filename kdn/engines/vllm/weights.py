@@ -58,8 +58,7 @@ class Weights:
         modules = {id(one): one for model in models for one in model.modules()}.values()
         self._places = [(one._parameters, name) for one in modules for name in one._parameters]
         # vLLM's CPU kernels keep a packed copy of a weight, out of reach, in a function.
-        self._packed = [(one, one.__dict__.get("cpu_linear")) for one in modules]
-        self._packed = [(one, function) for one, function in self._packed if function is not None]
+        self._packed = [(one, _linear(one)) for one in modules if _linear(one) is not None]
         self._pointers: list[int] = []
         self._views: list[list[torch.Tensor]] = []
         self._first = self._sample()
@@ -71,7 +70,7 @@ class Weights:
     def have_changed(self) -> bool:
         """Waits for the device, if it is not the CPU. What cannot be read any more is not what it
         was, either."""
-        if any(one.__dict__.get("cpu_linear") is not function for one, function in self._packed):
+        if any(_linear(one) is not function for one, function in self._packed):
             return True
         try:
             now = self._sample()
@@ -82,19 +81,21 @@ class Weights:
     def _sample(self) -> list[torch.Tensor]:
         """One tensor for each kind of element and device. Parameters that have moved are looked at
         where they are now: it is their values that count."""
-        live = [found[name] for found, name in self._places]
-        pointers = [one.data_ptr() for one in live if one is not None]
+        live = [found[name] for found, name in self._places if found[name] is not None]
+        pointers = [one.data_ptr() for one in live]
         if pointers != self._pointers:
-            self._views, self._pointers = (
-                _spread([one for one in live if one is not None]),
-                pointers,
-            )
+            self._pointers, self._views = pointers, _spread(live)
         return [torch.cat(views) for views in self._views]
 
 
-def _spread(parameters: list[nn.Parameter]) -> list[list[torch.Tensor]]:
+def _linear(module: nn.Module) -> object:
+    return module.__dict__.get("cpu_linear")
+
+
+def _spread(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Views into live memory, the larger the parameter the more of it."""
-    distinct = {one.data_ptr(): one.data for one in parameters if one.numel() and not one.is_meta}
+    there = [one.data for one in parameters if one.numel() and not one.is_meta]
+    distinct = {(one.data_ptr(), one.numel()): one for one in there}
     total = sum(one.numel() for one in distinct.values())
     kinds: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
     for one in distinct.values():

@@ -169,6 +169,7 @@ class WorkerSide:
         reported, by the scheduler's side."""
         if not self._is_over and self._weights_changed():
             self._is_over = self._report.weights_changed = True
+            self._weights_changed = lambda: True  # and let go of the old ones
             logger.error(
                 "kdn: the model has other weights than at start; "
                 "from now on this engine neither loads nor publishes"
@@ -284,8 +285,12 @@ class WorkerSide:
 
     def _usable(self, load: Load, result: Result) -> tuple[int, int]:
         """Up to where the load is good, in whole blocks, and up to where it is exact."""
-        missing = result.recompute
-        good = load.chunks[missing[0]].start if missing else load.end
+        missing = (
+            chunk.start
+            for chunk, levels in zip(load.chunks, result.levels, strict=True)
+            if not levels or (load.strict and self._is_coarse(load, chunk, levels))
+        )
+        good = next(missing, load.end)
         if any(position > load.start for position in result.cache.valid_from):
             good = load.start  # a layer lacks tokens, and blocks cannot say so
         size = self._paged.block_tokens
@@ -294,6 +299,10 @@ class WorkerSide:
         exact = result.exact_chunks
         exact_until = chunks[exact].start if exact < len(chunks) else load.end
         return good, min(exact_until, good)
+
+    def _is_coarse(self, load: Load, chunk: Chunk, levels: int) -> bool:
+        worst = worst_kld(chunk, load.end, load.enough_kld)
+        return self._runtime.expected_kld[levels - 1] > worst
 
     # for others
 
