@@ -27,6 +27,8 @@ class Server:
 
         salt = options.pop("salt", None)
         lora = self._lora(options.pop("lora", None))
+        if scores := options.pop("scores", False):
+            options["prompt_logprobs"] = 0
         params = options.pop("kdn", None)
         extra = {"kv_transfer_params": {"kdn": params}} if params else None
         sampling = SamplingParams(
@@ -36,7 +38,7 @@ class Server:
         began_s = time.monotonic()
         outputs = self.llm.generate(asked, sampling, use_tqdm=False, lora_request=lora)
         return {
-            "prompt_logprobs": [self._of_prompt(output) for output in outputs],
+            "scores": [self._of_prompt(output) for output in outputs] if scores else None,
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
             "reasons": [output.outputs[0].finish_reason for output in outputs],
@@ -44,10 +46,8 @@ class Server:
         }
 
     @staticmethod
-    def _of_prompt(output: Any) -> list[float] | None:
+    def _of_prompt(output: Any) -> list[float]:
         """How probable the model finds each token of the prompt but the first."""
-        if output.prompt_logprobs is None:
-            return None
         pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
         return [probable[token].logprob for token, probable in pairs]
 

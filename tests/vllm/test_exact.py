@@ -134,7 +134,7 @@ def test_what_a_prompts_tokens_are_expected_to_be(
 ) -> None:
     """Every token's log probability comes from computing it: a hit is there, and not looked up.
     vLLM drops such a hit since 0.32, and before answers with whatever was in memory."""
-    score = {"prompts": prompts[:1], "max_tokens": 1, "prompt_logprobs": 0}
+    score = {"prompts": prompts[:1], "max_tokens": 1, "scores": True}
     engine.reset()
     without = engine.generate(**score, kdn={"load": False, "publish": False})
     engine.reset()
@@ -145,8 +145,8 @@ def test_what_a_prompts_tokens_are_expected_to_be(
         engine.keep_hits()  # until the engine ends: last of all that ask for these
     before = engine.state()["scheduler"]["asked"]
     told = engine.generate(**score, kdn={"publish": False})
-    assert len(without["prompt_logprobs"][0]) == len(prompts[0]) - 1
-    assert told["prompt_logprobs"] == without["prompt_logprobs"]
+    assert len(without["scores"][0]) == len(prompts[0]) - 1
+    assert told["scores"] == without["scores"]
     assert told["cached"] == [0]
     assert engine.state()["scheduler"]["asked"] == before
 
