@@ -32,11 +32,15 @@ def request(**more: Any) -> Any:
     return SimpleNamespace(**{**plain, **more})
 
 
-def adapter(folder: Path, value: float, name: str = "a") -> Any:
+def adapter(folder: Path, value: float, name: str | None = None, number: int = 1) -> Any:
     folder.mkdir(exist_ok=True)
     save_file({"w": torch.full((4,), value)}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text('{"r": 4}')
-    return SimpleNamespace(lora_name=name, lora_path=str(folder))
+    return lora(folder, name or folder.name, number)
+
+
+def lora(folder: Path, name: str, number: int) -> Any:
+    return SimpleNamespace(lora_name=name, lora_path=str(folder), lora_int_id=number)
 
 
 def test_salt_and_adapter(tmp_path: Path) -> None:
@@ -44,19 +48,64 @@ def test_salt_and_adapter(tmp_path: Path) -> None:
     plain = identity.of(request()).root
     assert plain == Namespace(b"m", b"p").root
     assert identity.of(request(cache_salt="x")).root not in (plain, identity.of(request()))
-    one = identity.of(request(lora_request=adapter(tmp_path / "one", 1.0))).root
-    same = identity.of(request(lora_request=adapter(tmp_path / "same", 1.0, "other name"))).root
-    other = identity.of(request(lora_request=adapter(tmp_path / "other", 2.0))).root
+    adapters = [
+        adapter(tmp_path / "one", 1.0, number=1),
+        adapter(tmp_path / "same", 1.0, number=2),
+        adapter(tmp_path / "other", 2.0, number=3),
+    ]
+    one, same, other = (identity.of(request(lora_request=each)).root for each in adapters)
     assert one == same
     assert len({plain, one, other}) == 3
-    trained_on = adapter(tmp_path / "one", 3.0)
-    os.utime(tmp_path / "one" / "adapter_model.safetensors", (1, 1))
-    assert identity.of(request(lora_request=trained_on)).root not in (plain, one, other)
+    assert identity.of(request(lora_request=adapters[0])).root == one
+
+
+def test_an_adapter_trained_on_in_its_place_is_refused_for_good(tmp_path: Path) -> None:
+    """vLLM keeps the weights that it loaded first, or those that it was told to load again: the
+    files do not say which."""
+    identity = Identity(Namespace(b"m", b"p"))
+    first = adapter(tmp_path / "a", 1.0)
+    before = (tmp_path / "a" / "adapter_model.safetensors").stat()
+    named = identity.of(request(lora_request=first)).root
+    again = adapter(tmp_path / "a", 2.0)
+    # As a tool that copies times leaves it.
+    os.utime(
+        tmp_path / "a" / "adapter_model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns)
+    )
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="a \\(1\\)"):
+            identity.of(request(lora_request=again))
+        adapter(tmp_path / "a", 1.0)  # the old values again, perhaps too late
+    # vLLM's own prefix cache goes by the name, and so does an id that it knows.
+    with pytest.raises(UnsupportedError):
+        identity.of(request(lora_request=adapter(tmp_path / "a", 3.0, "a", number=2)))
+    with pytest.raises(UnsupportedError):
+        identity.of(request(lora_request=adapter(tmp_path / "b", 3.0, "b", number=1)))
+    fresh = identity.of(request(lora_request=adapter(tmp_path / "c", 1.0, "c", number=3))).root
+    assert fresh == named
+
+
+def test_an_id_that_gets_another_adapter_is_refused(tmp_path: Path) -> None:
+    """As long as vLLM has an id loaded, it does not look at the path."""
+    identity = Identity(Namespace(b"m", b"p"))
+    identity.of(request(lora_request=adapter(tmp_path / "a", 1.0, number=1)))
+    with pytest.raises(UnsupportedError):
+        identity.of(request(lora_request=adapter(tmp_path / "b", 2.0, number=1)))
+    with pytest.raises(UnsupportedError):
+        identity.of(request(lora_request=lora(tmp_path / "a", "a", 1)))
+
+
+def test_an_adapter_whose_files_were_not_there_at_first(tmp_path: Path) -> None:
+    """vLLM may have loaded others before."""
+    identity = Identity(Namespace(b"m", b"p"))
+    with pytest.raises(UnsupportedError):
+        identity.of(request(lora_request=lora(tmp_path / "a", "a", 1)))
+    with pytest.raises(UnsupportedError):
+        identity.of(request(lora_request=adapter(tmp_path / "a", 1.0)))
 
 
 def test_what_has_no_name_is_refused(tmp_path: Path) -> None:
     identity = Identity(Namespace(b"m", b"p"))
-    nowhere = SimpleNamespace(lora_name="a", lora_path=str(tmp_path / "nowhere"))
+    nowhere = lora(tmp_path / "nowhere", "a", 1)
     for odd in (
         request(mm_features=[object()]),
         request(prompt_embeds=object()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,7 +79,8 @@ def request(name: str, num_tokens: int, first: int = 0, **more: Any) -> Any:
             "request_id": name, "prompt_token_ids": tokens, "all_token_ids": tokens,
             "num_tokens": num_tokens, "num_prompt_tokens": num_tokens, "num_computed_tokens": 0,
             "num_preemptions": 0, "kv_transfer_params": None, "mm_features": [],
-            "prompt_embeds": None, "cache_salt": None, "lora_request": None, **more,
+            "prompt_embeds": None, "cache_salt": None, "lora_request": None,
+            "sampling_params": None, "pooling_params": None, **more,
         }
     )  # fmt: skip
 
@@ -175,11 +177,12 @@ def test_one_load_for_each_time_it_is_placed() -> None:
 
 def test_what_has_no_name_is_left_alone() -> None:
     world = World()
+    nowhere = SimpleNamespace(lora_name="a", lora_path="/nowhere", lora_int_id=1)
     for odd in (
         request("image", 1000, mm_features=[object()]),
         request("embeds", 1000, prompt_embeds=object()),
         request("setting", 1000, kv_transfer_params={"kdn": {"x": 1}}),
-        request("lora", 1000, lora_request=SimpleNamespace(lora_name="a", lora_path="/nowhere")),
+        request("lora", 1000, lora_request=nowhere),
     ):
         world.arrive(odd)
         assert world.side.matched(odd, 0) == (0, False)
@@ -187,6 +190,54 @@ def test_what_has_no_name_is_left_alone() -> None:
         assert step.saves == ()
     assert world.lookups == []
     assert world.side.counts["refused"] == 4
+
+
+SKIPS = SimpleNamespace(skip_reading_prefix_cache=True, prompt_logprobs=1)
+READS = SimpleNamespace(skip_reading_prefix_cache=False, prompt_logprobs=1)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"skip_reading_prefix_cache": True},
+        {"skip_reading_prefix_cache": True, "sampling_params": SKIPS},
+        {"sampling_params": SKIPS},
+        {"pooling_params": SKIPS},
+        {"skip_reading_prefix_cache": None, "sampling_params": None, "pooling_params": SKIPS},
+        {"sampling_params": SimpleNamespace(prompt_logprobs=0)},  # before vLLM had the setting
+    ],
+)
+def test_what_has_to_be_computed_is_not_looked_up(more: dict[str, Any]) -> None:
+    """Here nobody drops a hit: what a scheduler of vLLM's is told, it does. What such a request
+    computed is as good as any."""
+    world = World()
+    world.arrive(other := request("other", 1000), 768)
+    assert world.side.matched(other, 0) == (768, True)
+    world.arrive(asked := request("r", 1000, **more), 768)
+    assert world.side.matched(asked, 0) == (0, False)
+    asked.num_preemptions = 1
+    assert world.side.matched(asked, 0) == (0, False)
+    assert len(world.lookups) == 1
+    assert world.side.counts["asked"] == 1
+    [save] = world.step(new=[(asked, list(range(8)), 0, 1000)]).saves
+    assert [chunk.start for chunk in save.chunks] == [0, 256, 512, 768]
+
+
+def test_what_may_read_the_cache_does() -> None:
+    world = World()
+    for number, more in enumerate(
+        ({"skip_reading_prefix_cache": False, "sampling_params": READS}, {"pooling_params": READS})
+    ):
+        world.arrive(asked := request(f"r{number}", 1000, **more), 768)
+        assert world.side.matched(asked, 0) == (768, True)
+
+
+def test_a_session_that_wants_its_prompts_log_probabilities_later() -> None:
+    """vLLM replaces a session's parameters, and leaves what it took from the first ones."""
+    world = World()
+    world.arrive(asked := request("r", 1000, skip_reading_prefix_cache=False), 768)
+    asked.sampling_params = SKIPS
+    assert world.side.matched(asked, 0) == (0, False)
 
 
 def test_finished_requests_leave_nothing() -> None:
@@ -197,6 +248,114 @@ def test_finished_requests_leave_nothing() -> None:
     assert world.lookups[0].cancelled()
     assert world.side._contexts == {}
     world.side.finished("r")
+
+
+# sessions whose input is streamed
+
+
+def go_on(session: Any, num_tokens: int, *media: object) -> None:
+    """As vLLM continues a session: in place, in the request that the connector knows."""
+    session.prompt_token_ids = session.all_token_ids = list(range(num_tokens))
+    session.num_tokens = session.num_prompt_tokens = num_tokens
+    session.mm_features.extend(media)
+
+
+def test_media_that_come_later_are_not_published() -> None:
+    world = World()
+    world.arrive(session := request("s", 300), 0)
+    [save] = world.step(new=[(session, [0, 1, 2], 0, 300)]).saves
+    assert [chunk.end for chunk in save.chunks] == [256, 288]
+    session.num_computed_tokens = 300
+    go_on(session, 1000, object())
+    assert world.step(cached=[(session, [3, 4, 5, 6, 7], 700)]).saves == ()
+    assert world.side.counts["refused"] == 1
+    session.num_computed_tokens = 1000
+    go_on(session, 1500)
+    assert world.step(cached=[(session, [8, 9, 10, 11], 500)]).saves == ()
+    assert world.side.counts["refused"] == 1
+
+
+def test_media_that_come_later_are_not_loaded() -> None:
+    """Not with an answer from before, nor is it asked again when the session is resumed."""
+    world = World()
+    world.arrive(session := request("s", 1000), 768)
+    session.mm_features.append(object())
+    assert world.side.matched(session, 0) == (0, False)
+    session.num_preemptions = 1
+    assert world.side.matched(session, 0) == (0, False)
+    assert len(world.lookups) == 1
+
+
+def test_a_session_that_goes_on_is_looked_up_again() -> None:
+    """What was known of its beginning may not be how it goes on."""
+    world = World()
+    world.arrive(session := request("s", 600), 512)
+    go_on(session, 1000)
+    assert world.side.matched(session, 0) == (None, False)
+    world.lookups[1].set_result(Known(tuple(cut(session.prompt_token_ids[:768], SPACE))))
+    assert world.side.matched(session, 0) == (768, True)
+
+
+@pytest.mark.parametrize("change", [{"cache_salt": "other"}, {"prompt_embeds": object()}])
+def test_whatever_else_may_change(change: dict[str, Any]) -> None:
+    world = World()
+    world.arrive(asked := request("r", 1000, cache_salt="mine"), 768)
+    vars(asked).update(change)
+    assert world.side.matched(asked, 0) == (0, False)
+    assert world.step(new=[(asked, list(range(8)), 0, 1000)]).saves == ()
+    assert world.side.counts["refused"] == 1
+
+
+def test_an_adapter_whose_files_change_under_a_request(tmp_path: Path) -> None:
+    """Before vLLM has loaded it, perhaps: what was computed may be of either."""
+    world = World()
+    weights = tmp_path / "a.safetensors"
+    weights.write_bytes(b"one")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    lora = SimpleNamespace(lora_name="a", lora_path=str(tmp_path), lora_int_id=1)
+    world.arrive(asked := request("r", 1000, lora_request=lora), 0)
+    weights.write_bytes(b"two")
+    assert world.step(new=[(asked, list(range(8)), 0, 1000)]).saves == ()
+    assert world.side.counts["refused"] == 1
+
+
+# what an operator has set
+
+
+def test_a_request_cannot_spoil_blocks_for_others() -> None:
+    """vLLM's prefix cache hands on what it loaded, and its load holds a slot."""
+    world = World(quality=0.01, deadline_s=3)
+    wish = {"kv_transfer_params": {"kdn": {"quality": 3600, "deadline_s": 3600}}}
+    assert loaded_by(world, request("r", 1000, **wish)) == (0.01, 3.0)
+    assert loaded_by(world, request("s", 1000, cache_salt="mine", **wish)) == (0.01, 3.0)
+    world = World(quality=0.01, deadline_s=3, allow_coarser=True)
+    assert loaded_by(world, request("r", 1000, **wish)) == (0.01, 3.0)
+    assert loaded_by(world, request("s", 1000, cache_salt="mine", **wish)) == (3600.0, 3.0)
+
+
+def test_haste_does_not_make_blocks_coarser() -> None:
+    """By a short deadline only coarse levels may have come: they are not for others."""
+    wish = {"kv_transfer_params": {"kdn": {"deadline_s": 0.1}}}
+    world = World(deadline_s=3)
+    assert not load_of(world, request("plain", 1000)).strict
+    assert load_of(world, request("hasty", 1000, **wish)).strict
+    assert load_of(world, request("salted", 1000, cache_salt="mine", **wish)).strict
+    world = World(deadline_s=3, allow_coarser=True)
+    assert load_of(world, request("hasty", 1000, **wish)).strict
+    assert not load_of(world, request("salted", 1000, cache_salt="mine", **wish)).strict
+
+
+def loaded_by(world: World, asked: Any) -> tuple[float, float]:
+    load = load_of(world, asked)
+    return load.enough_kld, load.deadline_s
+
+
+def load_of(world: World, asked: Any) -> Any:
+    world.arrive(asked, 768)
+    world.side.matched(asked, 0)
+    world.side.allocated(asked, list(range(8)), 768)
+    [load] = world.step().loads
+    return load
 
 
 # publishing
@@ -358,3 +517,15 @@ def test_after_a_reset_nothing_is_loaded_or_published() -> None:
     assert world.side.matched(after, 0) == (0, False)
     assert len(world.lookups) == 1
     assert world.step(new=[(after, list(range(8)), 0, 1000)]).saves == ()
+
+
+def test_other_weights_are_as_good_as_a_reset() -> None:
+    world = World()
+    world.arrive(before := request("before", 1000), 768)
+    world.side.loaded(Loaded(weights_changed=True))
+    assert world.side.matched(before, 0) == (0, False)
+    assert world.step(new=[(before, list(range(8)), 0, 1000)]).saves == ()
+    world.arrive(after := request("after", 1000), 768)
+    assert world.side.matched(after, 0) == (0, False)
+    assert len(world.lookups) == 1
+    assert world.side.counts["stopped"] == 1

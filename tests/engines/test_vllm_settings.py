@@ -51,9 +51,11 @@ def test_of_a_request() -> None:
     settings = Settings.parse({"url": "x"})
     assert settings.for_request(None) is settings
     assert settings.for_request({"other": 1}) is settings
-    own = settings.for_request({"kdn": {"deadline_s": 1, "quality": 0.1, "publish": False}})
-    assert (own.deadline_s, own.quality, own.publish, own.load) == (1.0, 0.1, False, True)
-    for wrong in ({"url": "http://evil"}, {"deadline_s": 1e9}, {"secret": "x"}, 5):
+    own = settings.for_request({"kdn": {"deadline_s": 1, "quality": 0.0001, "publish": False}})
+    assert (own.deadline_s, own.quality, own.publish, own.load) == (1.0, 0.0001, False, True)
+    for wrong in (
+        {"url": "http://evil"}, {"deadline_s": 1e9}, {"secret": "x"}, {"allow_coarser": True}, 5,
+    ):  # fmt: skip
         with pytest.raises(UnsupportedError):
             settings.for_request({"kdn": wrong})
 
@@ -62,3 +64,23 @@ def test_a_request_turns_nothing_on() -> None:
     settings = Settings.parse({"url": "x", "load": False, "publish": False})
     own = settings.for_request({"kdn": {"load": True, "publish": True}})
     assert (own.load, own.publish) == (False, False)
+
+
+COARSE = {"kdn": {"quality": 3600, "deadline_s": 3600}}
+
+
+def test_a_request_only_tightens() -> None:
+    """Nor does it wait longer, with a salt or without: its load keeps others from their turn."""
+    settings = Settings.parse({"url": "x", "quality": 0.01, "deadline_s": 5})
+    for has_salt in (False, True):
+        own = settings.for_request(COARSE, has_salt=has_salt)
+        assert (own.quality, own.deadline_s) == (0.01, 5.0)
+        own = settings.for_request({"kdn": {"quality": 0, "deadline_s": 0}}, has_salt=has_salt)
+        assert (own.quality, own.deadline_s) == (0.0, 0.0)
+
+
+def test_coarser_needs_the_operators_leave_and_a_salt() -> None:
+    settings = Settings.parse({"url": "x", "allow_coarser": True})
+    assert settings.for_request(COARSE).quality == 0.001
+    own = settings.for_request(COARSE, has_salt=True)
+    assert (own.quality, own.deadline_s) == (3600.0, 5.0)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,12 @@ def runtime(tmp_path: Path) -> Iterator[Runtime]:
     runtime.release()
 
 
-def make_worker(runtime: Runtime) -> tuple[WorkerSide, PagedCache]:
+def make_worker(
+    runtime: Runtime, weights_changed: Callable[[], bool] = lambda: False
+) -> tuple[WorkerSide, PagedCache]:
     layers = [torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM) for _ in range(LAYERS)]
     paged = PagedCache(layers, SPEC, Heads(0, HEADS), BLOCK)
-    return WorkerSide(runtime, paged), paged
+    return WorkerSide(runtime, paged, weights_changed), paged
 
 
 def values(num_tokens: int) -> KVCache:
@@ -132,6 +136,30 @@ def test_an_error_is_a_failed_load(runtime: Runtime, monkeypatch: pytest.MonkeyP
     assert load(worker, 0, 512) == (set(range(16)), 0)
 
 
+@pytest.mark.parametrize(("strict", "good"), [(True, 256), (False, 512)])
+def test_what_is_coarser_than_wanted(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, strict: bool, good: int
+) -> None:
+    """By the deadline the first chunk is good enough and the second, at the end, is not."""
+    cache = publish(runtime)
+    real = worker_module.deliver
+
+    async def coarse(*given: Any, **named: Any) -> Any:
+        result = await real(*given, **named)
+        monkeypatch.setattr(runtime, "expected_kld", (0.02, 0.0001, 0.0))
+        return replace(result, levels=(2, 1), num_levels=3)
+
+    monkeypatch.setattr(worker_module, "deliver", coarse)
+    worker, paged = make_worker(runtime)
+    chunks = tuple(cut(TOKENS, SPACE)[:2])
+    load = Load("r", chunks, 0, 512, tuple(range(30)), 30.0, 0.001, strict)
+    worker.begin(Step(loads=(load,)))
+    worker.start_loads()
+    assert ended_within(worker, 30.0) == {"r"}
+    assert worker.take_failed_blocks() == set(range(good // BLOCK, 16))
+    assert torch.equal(paged.read(0, good, range(30)).keys, cache.keys[:, :good])
+
+
 def test_after_a_load_that_nobody_answered_others_fail_at_once(tmp_path: Path) -> None:
     settings = Settings.parse({"url": "http://127.0.0.1:9", "codec": "exact", "host_bytes": 0})
     runtime = Runtime.acquire(settings, SPEC, torch.float32)
@@ -158,6 +186,74 @@ def test_a_load_that_never_ends_is_given_up(
     worker, _ = make_worker(runtime)
     for _ in range(worker_module.LOADS_AT_ONCE + 1):  # each makes room for the next
         assert load(worker, 0, 512, deadline_s=0.1) == (set(range(16)), 0)
+
+
+def begin(worker: WorkerSide, *names: str, deadline_s: float) -> None:
+    chunks = tuple(cut(TOKENS, SPACE)[:2])
+    loads = [Load(name, chunks, 0, 512, tuple(range(30)), deadline_s, 0.0) for name in names]
+    worker.begin(Step(loads=tuple(loads)))
+    worker.start_loads()
+
+
+def ended_within(worker: WorkerSide, limit_s: float) -> set[str]:
+    """Which loads have, after so long, or as soon as there are some."""
+    until_s = time.monotonic() + limit_s
+    while not (done := worker.take_finished()) and time.monotonic() < until_s:
+        pass
+    return done
+
+
+def test_a_turn_is_waited_for_until_the_deadline(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two slow loads take all there are: the third is a miss by its own deadline, not by theirs."""
+    slow = asyncio.Event()
+
+    async def wait(*_: Any, **__: Any) -> Any:
+        await slow.wait()
+        raise ValueError("of no use any more")
+
+    monkeypatch.setattr(worker_module, "deliver", wait)
+    worker, _ = make_worker(runtime)
+    names = [f"slow {number}" for number in range(worker_module.LOADS_AT_ONCE)]
+    begin(worker, *names, deadline_s=60.0)
+    begin(worker, "r", deadline_s=0.2)
+    assert ended_within(worker, 5.0) == {"r"}
+    assert worker.take_failed_blocks() == set(range(16))
+    assert worker.counts["crowded"] == 1
+    runtime._loop.call_soon_threadsafe(slow.set)
+    assert ended_within(worker, 5.0) | ended_within(worker, 0.5) == set(names)
+    # Those that did wait and those that did not have left all turns free.
+    monkeypatch.undo()
+    worker.take_failed_blocks()
+    publish(runtime)
+    assert load(worker, 0, 512) == (set(), 512)
+
+
+def test_slow_loads_do_not_keep_their_turns(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond their deadline and a little grace: one that waits longer has its turn then."""
+    publish(runtime)
+    real, calls = worker_module.deliver, itertools.count()
+
+    async def slow_at_first(*given: Any, **named: Any) -> Any:
+        if next(calls) < worker_module.LOADS_AT_ONCE:
+            await asyncio.sleep(3600)
+        return await real(*given, **named)
+
+    monkeypatch.setattr(worker_module, "deliver", slow_at_first)
+    monkeypatch.setattr(worker_module, "GRACE_S", 0.2)
+    worker, _ = make_worker(runtime)
+    begin(worker, "slow", "too", deadline_s=0.2)
+    begin(worker, "r", deadline_s=30.0)
+    done: set[str] = set()
+    while "r" not in done:
+        done |= (now := ended_within(worker, 30.0))
+        assert now
+        failed = worker.take_failed_blocks()
+    assert done == {"slow", "too", "r"}
+    assert failed == set()
 
 
 def test_what_was_given_up_is_not_written(
@@ -206,6 +302,46 @@ def test_a_full_queue_publishes_nothing(runtime: Runtime, monkeypatch: pytest.Mo
     worker.save()
     assert worker.counts["unpublished_chunks"] == 3
     assert worker.counts["published_chunks"] == 0
+
+
+def test_nothing_is_published_with_other_weights(runtime: Runtime) -> None:
+    worker, _ = make_worker(runtime, lambda: True)
+    step = Step(saves=(Save("r", tuple(cut(TOKENS, SPACE)), tuple(range(20))),), num_tokens=600)
+    worker.begin(step)
+    worker.save()
+    assert worker.take_report().weights_changed
+    worker.save()
+    assert not worker.take_report().weights_changed  # told once
+    assert worker.counts["published_chunks"] == 0
+    time.sleep(0.1)
+    assert runtime.counts.published == 0
+
+
+def test_what_was_loaded_is_not_used_with_other_weights(runtime: Runtime) -> None:
+    """They were replaced while it was on its way; later ones do not even begin, and old weights
+    that come back do not help."""
+    publish(runtime)
+    answers = iter([False, True])
+    worker, _ = make_worker(runtime, lambda: next(answers))
+    assert load(worker, 0, 512) == (set(), 512)
+    begin(worker, "r", deadline_s=30.0)
+    assert ended_within(worker, 30.0) == {"r"}
+    assert worker.take_failed_blocks() == set(range(16))
+    report = worker.take_report()
+    assert (report.weights_changed, report.exact_until) == (True, {"r": 0})
+    assert load(worker, 0, 512) == (set(range(16)), 0)
+    assert worker._jobs == {}
+
+
+def test_weights_are_looked_at_only_when_it_matters(runtime: Runtime) -> None:
+    def never() -> bool:
+        raise AssertionError("a step that publishes and loads nothing")
+
+    worker, _ = make_worker(runtime, never)
+    worker.begin(Step(num_tokens=1))
+    worker.start_loads()
+    worker.save()
+    assert worker.take_finished() == set()
 
 
 @pytest.mark.parametrize(

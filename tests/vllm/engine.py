@@ -26,6 +26,9 @@ class Server:
         from vllm import SamplingParams
 
         salt = options.pop("salt", None)
+        lora = self._lora(options.pop("lora", None))
+        if scores := options.pop("scores", False):
+            options["prompt_logprobs"] = 0
         params = options.pop("kdn", None)
         extra = {"kv_transfer_params": {"kdn": params}} if params else None
         sampling = SamplingParams(
@@ -33,13 +36,52 @@ class Server:
         )
         asked = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
         began_s = time.monotonic()
-        outputs = self.llm.generate(asked, sampling, use_tqdm=False)
+        outputs = self.llm.generate(asked, sampling, use_tqdm=False, lora_request=lora)
         return {
+            "scores": [self._of_prompt(output) for output in outputs] if scores else None,
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
             "reasons": [output.outputs[0].finish_reason for output in outputs],
             "took_s": time.monotonic() - began_s,
         }
+
+    @staticmethod
+    def _of_prompt(output: Any) -> list[float]:
+        """How probable the model finds each token of the prompt but the first."""
+        pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        return [probable[token].logprob for token, probable in pairs]
+
+    @staticmethod
+    def _lora(given: list[Any] | None) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return None if given is None else LoRARequest(*given)
+
+    def keep_hits(self) -> None:
+        """From now on vLLM's scheduler takes every hit that the connector reports, as those before
+        0.32 do, even for requests that must not read a cache."""
+        connector = self.scheduler.connector
+        matched = connector.get_num_new_matched_tokens
+
+        def matched_and_kept(request: Any, num_computed_tokens: int) -> Any:
+            found = matched(request, num_computed_tokens)
+            request.skip_reading_prefix_cache = False
+            return found
+
+        connector.get_num_new_matched_tokens = matched_and_kept
+
+    def load_weights(self, folder: str) -> None:
+        """Others, in the running engine, as reinforcement learning does."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+
+    def change_weights(self) -> None:
+        """In their place."""
+
+        def change(model: Any) -> None:
+            for parameter in model.parameters():
+                parameter.data.mul_(1.05)
+
+        self.llm.apply_model(change)
 
     def abandon(self, prompts: list[list[int]], steps: int) -> int:
         """Begins these and gives all up after a few steps; how many were unfinished then."""

@@ -148,6 +148,47 @@ def running_node(folder: Path) -> Iterator[Node]:
         node.kill()
 
 
+TINY_VOCAB, TINY_HIDDEN, TINY_LAYERS = 512, 128, 4
+
+
+def tiny_model(folder: Path, seed: int = 1) -> str:
+    """Random, with weights larger than at usual initialisation, so that attention is not uniform:
+    what it says depends on every token."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=TINY_VOCAB, hidden_size=TINY_HIDDEN, intermediate_size=256,
+        num_hidden_layers=TINY_LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=1024, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data.copy_(noise * 0.15 if parameter.ndim > 1 else 1 + noise * 0.3)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def tiny_adapter(folder: Path, seed: int) -> str:
+    """A LoRA adapter of the tiny model, which changes its keys."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    name = "base_model.model.model.layers.{}.self_attn.k_proj.lora_{}.weight"
+    weights = {}
+    for layer in range(TINY_LAYERS):
+        weights[name.format(layer, "A")] = torch.randn(8, TINY_HIDDEN, generator=generator) * 0.1
+        weights[name.format(layer, "B")] = torch.randn(64, 8, generator=generator) * 0.1
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["k_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, "bias": "none"}))
+    return str(folder)
+
+
 def documents(number: int, num_tokens: int) -> list[list[int]]:
     """Real text, other for each document, as SmolLM2's tokens: Python's topics, or the file that
     KDN_TEST_TEXT names."""

@@ -128,6 +128,29 @@ def test_a_request_may_refuse(engine: Engine, prompts: list[list[int]]) -> None:
     assert engine.state()["scheduler"]["refused"] == before + 1
 
 
+@pytest.mark.parametrize("drops_hits", [True, False])
+def test_what_a_prompts_tokens_are_expected_to_be(
+    engine: Engine, own: list[list[int]], prompts: list[list[int]], drops_hits: bool
+) -> None:
+    """Every token's log probability comes from computing it: a hit is there, and not looked up.
+    vLLM drops such a hit since 0.32, and before answers with whatever was in memory."""
+    score = {"prompts": prompts[:1], "max_tokens": 1, "scores": True}
+    engine.reset()
+    without = engine.generate(**score, kdn={"load": False, "publish": False})
+    engine.reset()
+    found = engine.generate(prompts=prompts[:1], kdn={"publish": False}, max_tokens=1)
+    assert found["cached"][0] >= LOADED
+    engine.reset()
+    if not drops_hits:
+        engine.keep_hits()  # until the engine ends: last of all that ask for these
+    before = engine.state()["scheduler"]["asked"]
+    told = engine.generate(**score, kdn={"publish": False})
+    assert len(without["scores"][0]) == len(prompts[0]) - 1
+    assert told["scores"] == without["scores"]
+    assert told["cached"] == [0]
+    assert engine.state()["scheduler"]["asked"] == before
+
+
 def test_vllm_continues_what_transformers_read(
     engine: Engine, node: Node, smollm2: tuple[Any, Any]
 ) -> None:

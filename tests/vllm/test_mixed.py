@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.harness import Engine, Node, connector, documents
+from tests.vllm.harness import TINY_VOCAB, Engine, Node, connector, documents, tiny_model
 
 BLOCK, BLOCKS = 32, 64
 REAL = os.environ.get("KDN_TEST_MODEL") == "smollm2"
-VOCAB, OUTPUT = 512, 12 if REAL else 40
+OUTPUT = 12 if REAL else 40
 SETTINGS: dict[str, Any] = {
     "max_model_len": 1024,
     "block_size": BLOCK,
@@ -36,27 +36,9 @@ LIMIT_S = 900.0 if REAL else 300.0
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Weights larger than at usual initialisation, so that attention is not uniform."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from kdn.engines.models import smollm2_folder
 
-    if REAL:
-        return str(smollm2_folder())
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
-        bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data.copy_(noise * 0.15 if parameter.ndim > 1 else 1 + noise * 0.3)
-    folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    return str(folder)
+    return str(smollm2_folder()) if REAL else tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def tokens(rng: random.Random, number: int) -> list[int]:
@@ -64,7 +46,7 @@ def tokens(rng: random.Random, number: int) -> list[int]:
         text = real_text()
         start = rng.randrange(len(text) - number)
         return text[start : start + number]
-    return [rng.randrange(3, VOCAB) for _ in range(number)]
+    return [rng.randrange(3, TINY_VOCAB) for _ in range(number)]
 
 
 @cache

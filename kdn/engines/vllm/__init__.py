@@ -10,7 +10,8 @@
 - `connector.py`: vLLM's interface, handed on to `scheduler.py` (what to load and to publish) and
   `worker.py` (doing it); `stats.py`: counters for vLLM's log and metrics; `checks.py`: what is
   refused when vLLM starts.
-- `layout.py`: keys and values in vLLM's paged memory.
+- `layout.py`: keys and values in vLLM's paged memory; `weights.py`: whether the model's weights are
+  still those it started with.
 - `runtime.py`: the background thread that talks to nodes; `known.py`: the longest known prefix.
 - `identity.py`: which model, and whose keys; `settings.py`; `messages.py`.
 """

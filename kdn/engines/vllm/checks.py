@@ -9,6 +9,7 @@ import torch
 
 from kdn.engines.vllm.layout import Layout, PagedCache, views
 from kdn.engines.vllm.settings import Settings
+from kdn.engines.vllm.weights import Weights, models_of
 from kdn.errors import UnsupportedError
 from kdn.places import is_url
 
@@ -79,6 +80,18 @@ def layers_in_order(kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     if sorted(numbered) != list(range(len(numbered))):
         raise UnsupportedError(f"kdn expects all layers in one worker, found {sorted(numbered)}")
     return [numbered[number] for number in range(len(numbered))]
+
+
+def live_weights(layers: list[torch.nn.Module]) -> Weights:
+    """Those of the model that these layers are a part of; they must be within sight, as it would
+    not be noticed otherwise if they were replaced."""
+    try:
+        weights = Weights(models_of(layers))
+    except RuntimeError as error:
+        raise UnsupportedError(f"kdn cannot read the weights that vLLM has: {error}") from error
+    if weights.num_sampled == 0:
+        raise UnsupportedError("kdn cannot find the weights that vLLM computes with")
+    return weights
 
 
 def check_cpu_layout(config: Any, heads: int, head_dim: int, paged: PagedCache) -> None:

@@ -25,6 +25,7 @@ from kdn.engines.vllm.checks import (
     check_cpu_layout,
     check_weights,
     layers_in_order,
+    live_weights,
 )
 from kdn.engines.vllm.identity import Identity, spec_of_model
 from kdn.engines.vllm.known import Known, longest_known
@@ -53,7 +54,8 @@ class KdnWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         both = dict(self.loaded.exact_until)
         for request_id, end in other.loaded.exact_until.items():
             both[request_id] = min(end, both.get(request_id, end))
-        return KdnWorkerMetadata(Loaded(both))
+        changed = self.loaded.weights_changed or other.loaded.weights_changed
+        return KdnWorkerMetadata(Loaded(both, changed))
 
 
 class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -164,7 +166,9 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         paged = PagedCache(layers_in_order(kv_caches), self._spec, heads, self._block_tokens)
         if paged.layout is Layout.CPU:
             check_cpu_layout(self._vllm_config, heads.count, self._spec.head_dim, paged)
-        self._worker = WorkerSide(self._runtime, paged)
+        layers = self._vllm_config.compilation_config.static_forward_context
+        weights = live_weights([layers[name] for name in kv_caches])
+        self._worker = WorkerSide(self._runtime, paged, weights.have_changed)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

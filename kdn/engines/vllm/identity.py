@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
 from kdn.cache.keys import Namespace
 from kdn.cache.spec import ModelSpec
-from kdn.errors import ModelUnavailableError, UnsupportedError
+from kdn.errors import KdnError, ModelUnavailableError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +43,25 @@ def _folder(model_config: Any) -> Path:
     return Path(found)
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter's files, as they were when it was first seen."""
+
+    states: tuple[object, ...]
+    digest: bytes
+
+
 class Identity:
     """Names requests' chunks. Whatever changes a cache's values is in the name."""
 
     def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
-        self._adapters: dict[object, bytes] = {}
+        self._adapters: dict[int | str, Adapter | None] = {}
+        """By id and by name. None: refused for good."""
 
     def of(self, request: Any) -> Namespace:
-        """UnsupportedError where kdn has no name for what changes the values."""
+        """UnsupportedError where kdn has no name for what changes the values. Cheap but for the
+        first request with an adapter: what is named so may change while a request lives."""
         if request.mm_features:
             raise UnsupportedError("a prompt with images or other media")
         if request.prompt_embeds is not None or request.prompt_token_ids is None:
@@ -63,13 +74,37 @@ class Identity:
         return namespace
 
     def _adapter(self, lora: Any) -> bytes:
-        """Read again when its files have changed: an adapter may be trained on in its place."""
+        """vLLM loads an adapter once and keeps its weights under its id, and the blocks computed
+        with them under its name, whatever happens to its files. So both stand for the files of the
+        first time; if those have changed, nobody knows which of them vLLM has."""
+        marks = (lora.lora_int_id, lora.lora_name)
+        try:
+            now = self._seen(
+                lora, [self._adapters[mark] for mark in marks if mark in self._adapters]
+            )
+        except (KdnError, OSError):
+            self._adapters |= dict.fromkeys(marks)
+            raise
+        self._adapters |= dict.fromkeys(marks, now)
+        return now.digest
+
+    def _seen(self, lora: Any, before: Sequence[Adapter | None]) -> Adapter:
         files = _files(Path(lora.lora_path))
-        states = [(str(file), (about := file.stat()).st_size, about.st_mtime_ns) for file in files]
-        key = tuple(states)
-        if key not in self._adapters:
-            self._adapters[key] = _digest(files)
-        return self._adapters[key]
+        states = _states(files)
+        if any(one is None or one.states != states for one in before):
+            raise UnsupportedError(
+                f"the LoRA adapter {lora.lora_name} ({lora.lora_int_id}): its files are not those "
+                "that it had when this engine first used it, or could not be read then"
+            )
+        if before:
+            assert before[0] is not None
+            return before[0]
+        adapter = Adapter(states, _digest(files))
+        if _states(files) != states:
+            raise UnsupportedError(
+                f"a LoRA adapter whose files are being written: {lora.lora_name}"
+            )
+        return adapter
 
 
 def _files(folder: Path) -> list[Path]:
@@ -77,6 +112,16 @@ def _files(folder: Path) -> list[Path]:
     if len(files) < 2 or not files[0].is_file():
         raise UnsupportedError(f"a LoRA adapter without safetensors files in {folder}")
     return files
+
+
+def _states(files: Sequence[Path]) -> tuple[object, ...]:
+    """Equal as long as nobody has written to these files: nobody can set when a file's own record
+    last changed (`ctime`), as copying tools do with the time of its contents."""
+    return tuple(
+        (str(file), about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
+        for file in files
+        for about in (file.stat(),)
+    )
 
 
 def _digest(files: Sequence[Path]) -> bytes:

@@ -20,6 +20,8 @@ class Load:
     """Of the whole request, from its first token on."""
     deadline_s: float
     enough_kld: float
+    strict: bool = False
+    """Whether what is coarser than that is not used, even if nothing better came in time."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Loaded:
     """Loads that have ended: up to where each is as the model itself would have it."""
 
     exact_until: dict[str, int] = field(default_factory=dict)
+    weights_changed: bool = False
+    """The model is not the one any more that chunks are named after."""
 
     def __bool__(self) -> bool:
-        return bool(self.exact_until)
+        return bool(self.exact_until) or self.weights_changed

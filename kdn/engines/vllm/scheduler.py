@@ -53,8 +53,8 @@ class Context:
     namespace: Namespace | None
     """None: no cache is used for it."""
     lookup: Future[Known] | None = None
-    asked: int = -1
-    """How often it had been preempted when it was looked up."""
+    asked: tuple[int, int] | None = None
+    """What `_turn` gave when it was looked up."""
     until_s: float = math.inf
     """The lookup is waited for until then, from when vLLM first asks."""
     local_tokens: int = 0
@@ -86,10 +86,13 @@ class SchedulerSide:
         self._lossy_blocks: set[int] = set()
         self._saved_keys: OrderedDict[bytes, None] = OrderedDict()
         self._away_until_s = 0.0
-        self.counts = dict.fromkeys(("asked", "hits", "hit_tokens", "late", "refused", "lossy"), 0)
+        self.counts = dict.fromkeys(
+            ("asked", "hits", "hit_tokens", "late", "refused", "lossy", "stopped"), 0
+        )
 
     def stop(self) -> None:
         """For good: the names of chunks may not fit the model's weights any more."""
+        self.counts["stopped"] += 1
         self._settings = replace(self._settings, load=False, publish=False)
         for context in self._contexts.values():
             context.settings = replace(context.settings, load=False, publish=False)
@@ -98,23 +101,41 @@ class SchedulerSide:
     # requests
 
     def arrived(self, request: Any) -> Context:
+        has_salt = bool(request.cache_salt)
         try:
-            settings = self._settings.for_request(request.kv_transfer_params)
+            settings = self._settings.for_request(request.kv_transfer_params, has_salt=has_salt)
             namespace = self._identity.of(request)
         except (KdnError, OSError) as error:
-            logger.warning("no cache is used for request %s: %s", request.request_id, error)
-            self.counts["refused"] += 1
+            self._refuse(request, error)
             settings, namespace = self._settings, None
         context = Context(request, settings, namespace)
         self._contexts[request.request_id] = context
         self._begin_lookup(context)
         return context
 
+    def _refuse(self, request: Any, why: object) -> None:
+        logger.warning("no cache is used for request %s: %.300s", request.request_id, why)
+        self.counts["refused"] += 1
+
+    def _is_named(self, context: Context) -> bool:
+        """Whether its chunks have the names still that they had when it arrived. A session whose
+        input is streamed may have got media since then, an adapter other files."""
+        if context.namespace is None:
+            return False
+        try:
+            if self._identity.of(context.request) == context.namespace:
+                return True
+            self._refuse(context.request, "its salt or its adapter has changed")
+        except (KdnError, OSError) as error:
+            self._refuse(context.request, error)
+        context.namespace = context.lookup = None
+        return False
+
     def _begin_lookup(self, context: Context) -> None:
-        """Unless there is not even one block, or nobody to ask."""
-        context.asked = context.request.num_preemptions
+        """Unless there is not even one block, nobody to ask, or no use for an answer."""
+        context.asked = _turn(context.request)
         context.lookup = None
-        if context.namespace is None or not context.settings.load:
+        if context.namespace is None or not context.settings.load or must_compute(context.request):
             return
         tokens = list(context.request.all_token_ids)
         if len(tokens) <= self._block_tokens:
@@ -129,9 +150,11 @@ class SchedulerSide:
         """How many tokens after the local ones can be loaded; None: ask again."""
         context = self._contexts.get(request.request_id) or self.arrived(request)
         context.local_tokens = local_tokens
-        if context.asked != request.num_preemptions:
+        if context.asked != _turn(request):
             self._begin_lookup(context)  # what it had may have been published meanwhile
         if context.lookup is None or context.tried == request.num_preemptions:
+            return 0, False
+        if must_compute(request):  # whether or not this vLLM drops the hit by itself
             return 0, False
         # It may wait in its queue as long as the request waits in vLLM's.
         now_s = self._clock()
@@ -140,7 +163,9 @@ class SchedulerSide:
             return None, False
         known = self._outcome(context)
         end = min(known.end, request.num_tokens - 1) // self._block_tokens * self._block_tokens
-        return (end - local_tokens, True) if end > local_tokens else (0, False)
+        if end <= local_tokens or not self._is_named(context):
+            return 0, False
+        return end - local_tokens, True
 
     def _outcome(self, context: Context) -> Known:
         lookup = context.lookup
@@ -175,15 +200,23 @@ class SchedulerSide:
         settings = context.settings
         load = Load(
             request.request_id, tuple(chunks), start, end, tuple(block_ids), settings.deadline_s,
-            settings.quality,
+            settings.quality, self._is_strict(context),
         )  # fmt: skip
         self._loads.append(load)
         self._loading[request.request_id] = load
         self.counts["hits"] += 1
         self.counts["hit_tokens"] += num_tokens
 
+    def _is_strict(self, context: Context) -> bool:
+        """The operator's deadline may cost quality. A shorter one of a request's own may not, or
+        its coarse blocks would serve others from vLLM's prefix cache."""
+        is_alone = self._settings.allow_coarser and context.request.cache_salt
+        return not is_alone and context.settings.deadline_s < self._settings.deadline_s
+
     def loaded(self, report: Loaded) -> None:
         """What became of loads: remember the blocks that hold losses."""
+        if report.weights_changed:
+            self.stop()
         for request_id, exact_until in report.exact_until.items():
             load = self._loading.pop(request_id, None)
             if load is None:
@@ -264,6 +297,8 @@ class SchedulerSide:
         with_tail = covered >= request.num_prompt_tokens and not context.tail_saved
         if end <= context.saved_until and not with_tail:
             return None
+        if not self._is_named(context):
+            return None
         start = max(context.saved_until, self._known_end(context))
         chunks = cut(request.all_token_ids[:end], context.namespace) if end > start else []
         if with_tail:
@@ -294,3 +329,23 @@ class SchedulerSide:
         if len(self._saved_keys) > MAX_REMEMBERED:
             self._saved_keys.popitem(last=False)
         return True
+
+
+def _turn(request: Any) -> tuple[int, int]:
+    """Another one after a preemption, and when streamed input goes on: it is looked up again."""
+    return request.num_preemptions, request.num_prompt_tokens
+
+
+def must_compute(request: Any) -> bool:
+    """Whether every token of its prompt has to be computed, as for the prompt's log probabilities
+    and for some pooling: then the values of a cache are of no use.
+
+    vLLM decides that when a request arrives; the parameters of a session may change later. Where
+    nothing says so (before vLLM had this setting), asking for log probabilities does.
+    """
+    sampling = getattr(request, "sampling_params", None)
+    asked = (request, sampling, getattr(request, "pooling_params", None))
+    told = [getattr(one, "skip_reading_prefix_cache", None) for one in asked]
+    if any(one is not None for one in told):
+        return any(told)
+    return getattr(sampling, "prompt_logprobs", None) is not None

@@ -35,6 +35,8 @@ class Settings:
     """A profile's file, if not the one that was shipped or calibrated here."""
     quality: float = 0.001
     """Mean KL divergence in nats that is good enough; levels beyond it are not fetched."""
+    allow_coarser: bool = False
+    """Lets a request with a cache salt of its own ask for less quality than this."""
     deadline_s: float = 5.0
     """For a load; what has not arrived by then is computed."""
     lookup_s: float = 0.5
@@ -70,16 +72,25 @@ class Settings:
             raise UnsupportedError(f"load_failure is recompute or fail: {settings.load_failure!r}")
         return settings
 
-    def for_request(self, params: Mapping[str, Any] | None) -> Settings:
-        """With what one request wants otherwise. It cannot turn on what the operator did not."""
+    def for_request(self, params: Mapping[str, Any] | None, *, has_salt: bool = False) -> Settings:
+        """With what one request wants otherwise, which may only be stricter.
+
+        Loads share their slots, and vLLM's prefix cache hands blocks on to whoever has the same
+        salt: what is longer or coarser than the operator set becomes what the operator set.
+        """
         own = (params or {}).get(REQUEST_KEY)
         if not own:
             return self
         if not isinstance(own, Mapping) or set(own) - set(_PER_REQUEST):
             raise UnsupportedError(f"a request may set {', '.join(_PER_REQUEST)}: found {own!r}")
         wanted = replace(self, **_checked(type(self), own))
+        may_be_coarser = self.allow_coarser and has_salt
         return replace(
-            wanted, load=self.load and wanted.load, publish=self.publish and wanted.publish
+            wanted,
+            quality=wanted.quality if may_be_coarser else min(wanted.quality, self.quality),
+            deadline_s=min(wanted.deadline_s, self.deadline_s),
+            load=self.load and wanted.load,
+            publish=self.publish and wanted.publish,
         )
 
 

@@ -5,6 +5,9 @@ rest is delivered into memory of its own by its deadline, then written, up to th
 did not arrive; the blocks behind are reported and vLLM computes them. Blocks are written only while
 their request waits for them: who writes and who gives a load up agree on that under a lock. Copies
 out are made between two steps, when nothing writes.
+
+Chunks are named after the weights of the checkpoint. Before anything is published, and before vLLM
+may use what was loaded, the weights must be those that it started with; otherwise all ends there.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ logger = logging.getLogger(__name__)
 
 LOADS_AT_ONCE = 2
 """Decoding uses all cores; more would only need more memory."""
-GRACE_S = 30.0
-"""After its deadline, for a load to be decoded and written. Then it is given up."""
+GRACE_S = 5.0
+"""After its deadline, for a load to be decoded and written. Then it is given up: so long, and not
+longer, slow loads can keep others from their turn."""
 AWAY_S = 5.0
 """After a load that nobody answered, others fail at once for so long."""
 IDLE_S = 0.005
@@ -87,12 +91,22 @@ class Ended:
     exact_until: int
 
 
+def nothing_of(load: Load) -> Ended:
+    return Ended(load, load.start, load.start)
+
+
 class WorkerSide:
     def __init__(
-        self, runtime: Runtime, paged: PagedCache, clock: Callable[[], float] = time.monotonic
+        self,
+        runtime: Runtime,
+        paged: PagedCache,
+        weights_changed: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._runtime, self._paged, self._clock = runtime, paged, clock
+        self._weights_changed = weights_changed
+        self._is_over = False  # the weights have changed, once and for all
         self._jobs: dict[str, Job] = {}
         self._ended: deque[Ended] = deque()  # filled by the event loop, emptied by vLLM's thread
         self._turn = asyncio.Semaphore(LOADS_AT_ONCE)
@@ -112,9 +126,14 @@ class WorkerSide:
         for load in self._step.loads:
             job = Job(load, self._clock() + load.deadline_s)
             self._jobs[load.request_id] = job
-            job.future = self._runtime.submit(self._load(job))
+            if self._is_over:
+                self._ended.append(nothing_of(load))
+            else:
+                job.future = self._runtime.submit(self._load(job))
 
     def save(self) -> None:
+        if self._step.saves and self._has_other_weights():
+            return
         for save in self._step.saves:
             try:
                 self._save(save)
@@ -126,14 +145,15 @@ class WorkerSide:
         self._rest()
         self._give_up()
         done: set[str] = set()
-        while self._ended:
-            ended = self._ended.popleft()
+        every = [self._ended.popleft() for _ in range(len(self._ended))]
+        is_over = bool(every) and self._has_other_weights()
+        for ended in every:
             job = self._jobs.get(ended.load.request_id)
             if job is None or job.load is not ended.load:
                 continue  # it was given up before
             del self._jobs[ended.load.request_id]
             done.add(ended.load.request_id)
-            self._settle(ended)
+            self._settle(nothing_of(ended.load) if is_over else ended)
         return done
 
     def take_failed_blocks(self) -> set[int]:
@@ -143,6 +163,18 @@ class WorkerSide:
     def take_report(self) -> Loaded:
         report, self._report = self._report, Loaded()
         return report
+
+    def _has_other_weights(self) -> bool:
+        """Than at start. Then nothing is loaded or published any more, here and, as soon as it is
+        reported, by the scheduler's side."""
+        if not self._is_over and self._weights_changed():
+            self._is_over = self._report.weights_changed = True
+            self._weights_changed = lambda: True  # and let go of the old ones
+            logger.error(
+                "kdn: the model has other weights than at start; "
+                "from now on this engine neither loads nor publishes"
+            )
+        return self._is_over
 
     # loading
 
@@ -160,7 +192,7 @@ class WorkerSide:
         for job in list(self._jobs.values()):
             if now_s > job.until_s + GRACE_S and job.give_up():
                 logger.error("the load of request %s is given up", job.load.request_id)
-                self._ended.append(Ended(job.load, job.load.start, job.load.start))
+                self._ended.append(nothing_of(job.load))
 
     def _settle(self, ended: Ended) -> None:
         load, size = ended.load, self._paged.block_tokens
@@ -173,10 +205,13 @@ class WorkerSide:
     async def _load(self, job: Job) -> None:
         """Always ends with an entry in `_ended`: vLLM waits for it."""
         load, began_s = job.load, self._clock()
-        ended = Ended(load, load.start, load.start)
+        ended = nothing_of(load)
         try:
-            async with self._turn:
-                ended = await self._held_then_delivered(job)
+            if await self._has_turn(job):
+                try:
+                    ended = await self._held_then_delivered(job)
+                finally:
+                    self._turn.release()
         except GivenUp:
             pass  # reported already
         except Exception:
@@ -185,9 +220,18 @@ class WorkerSide:
             self.counts["load_ms"] += int(1000 * (self._clock() - began_s))
             self._ended.append(ended)
 
+    async def _has_turn(self, job: Job) -> bool:
+        """By its deadline; afterwards the model had better begin."""
+        try:
+            async with asyncio.timeout(job.until_s - self._clock()):
+                return await self._turn.acquire()
+        except TimeoutError:
+            self.counts["crowded"] += 1
+            return False
+
     async def _held_then_delivered(self, job: Job) -> Ended:
         load = job.load
-        ended = Ended(load, load.start, load.start)
+        ended = nothing_of(load)
         if self._runtime.host is not None:
             ended = await asyncio.to_thread(self._write_held, job)
             self.counts["host_tokens"] += ended.good_until - load.start
@@ -241,8 +285,12 @@ class WorkerSide:
 
     def _usable(self, load: Load, result: Result) -> tuple[int, int]:
         """Up to where the load is good, in whole blocks, and up to where it is exact."""
-        missing = result.recompute
-        good = load.chunks[missing[0]].start if missing else load.end
+        missing = (
+            chunk.start
+            for chunk, levels in zip(load.chunks, result.levels, strict=True)
+            if not levels or (load.strict and self._is_coarse(load, chunk, levels))
+        )
+        good = next(missing, load.end)
         if any(position > load.start for position in result.cache.valid_from):
             good = load.start  # a layer lacks tokens, and blocks cannot say so
         size = self._paged.block_tokens
@@ -251,6 +299,10 @@ class WorkerSide:
         exact = result.exact_chunks
         exact_until = chunks[exact].start if exact < len(chunks) else load.end
         return good, min(exact_until, good)
+
+    def _is_coarse(self, load: Load, chunk: Chunk, levels: int) -> bool:
+        worst = worst_kld(chunk, load.end, load.enough_kld)
+        return self._runtime.expected_kld[levels - 1] > worst
 
     # for others
 

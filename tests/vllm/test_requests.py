@@ -1,0 +1,65 @@
+"""vLLM's own requests, as its API makes them and its scheduler changes them, without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kdn.cache.keys import Namespace
+from kdn.engines.vllm.identity import Identity
+from kdn.engines.vllm.scheduler import must_compute
+from kdn.errors import UnsupportedError
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
+
+
+def request(**sampling: Any) -> Any:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    params = SamplingParams(max_tokens=4, **sampling)
+    return Request("r", list(range(600)), params, None, resumable=True)
+
+
+def test_requests_that_have_to_be_computed() -> None:
+    from vllm import PoolingParams
+    from vllm.v1.request import Request
+
+    assert not must_compute(request())
+    assert must_compute(request(prompt_logprobs=0))
+    assert not must_compute(request(prompt_logprobs=0, skip_reading_prefix_cache=False))
+    assert must_compute(request(skip_reading_prefix_cache=True))
+    pooling = PoolingParams(task="plugin")
+    pooling.verify(None)  # type: ignore[arg-type]
+    assert must_compute(Request("p", [1, 2, 3], None, pooling))
+
+
+def test_media_that_are_streamed_into_a_session() -> None:
+    """vLLM changes the very request that the connector has seen."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import StreamingUpdate
+
+    identity, session = Identity(Namespace(b"m", b"p")), request()
+    before = identity.of(session)
+    media = MultiModalFeatureSpec(
+        data=None, modality="image", identifier="x", mm_position=PlaceholderRange(0, 16)
+    )
+    scheduler = SimpleNamespace(hash_block_size=16, log_stats=False)
+
+    def go_on(*features: Any) -> None:
+        more = request()
+        more.mm_features = list(features)
+        session.num_computed_tokens = session.num_tokens
+        update = StreamingUpdate.from_request(more)
+        assert update is not None
+        Scheduler._update_request_as_session(scheduler, session, update)  # type: ignore[arg-type]
+
+    go_on()
+    assert session.num_prompt_tokens == 1200
+    assert identity.of(session) == before
+    go_on(media)
+    with pytest.raises(UnsupportedError, match="media"):
+        identity.of(session)
