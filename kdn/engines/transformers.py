@@ -18,6 +18,7 @@ from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.engines.growing import GrowingLayer, Room, growing_cache
 from kdn.engines.rope_probe import ropes_of, run_one_token
+from kdn.engines.unchanged import refuse_adapters
 from kdn.errors import MismatchError, UnsupportedError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -28,6 +29,7 @@ _LENGTH_DEPENDENT_ROPES = {"dynamic": "dynamic NTK", "longrope": "longrope", "su
 
 def spec_of(model: PreTrainedModel) -> ModelSpec:
     """Shape, rotation, windows and fingerprint of a model, measured on two one-token runs."""
+    refuse_adapters(model)
     config = model.config.get_text_config(decoder=True)
     refuse_unsupported(model.config, config)
     past = run_one_token(model, 0)

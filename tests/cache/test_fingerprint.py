@@ -96,7 +96,7 @@ def test_a_few_trained_embeddings_are_another_model() -> None:
     embeddings = torch.randn(49152, 64, generator=generator)
     assert embeddings.numel() > PIECE_ELEMENTS
     trained = embeddings.clone()
-    trained[torch.randperm(49152, generator=generator)[:300]] *= 1.5
+    trained[1000:1300] *= 1.5
     assert digest(c_weight=trained) != digest(c_weight=embeddings)
     last = embeddings.clone()
     last[-1, -1] += 1
