@@ -127,7 +127,7 @@ class AsyncClient:
         if known < len(chunks):
             computed = await self.learner.learn(tokens, chunks, known)
         if self.engine.codec.name == "klt":
-            await share_profile(self.engine.codec.spec, self.places)
+            await share_profile(self.engine.codec, self.places)
         await self.places.names.change(
             name, lambda old: self.learner.manifest(old, tokens, style, chunks)
         )

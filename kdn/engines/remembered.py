@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
-from kdn.cache.folder import cache_folder
+from kdn.cache.folder import cache_folder, write_private
 from kdn.cache.spec import FINGERPRINT_BYTES
 
 logger = logging.getLogger(__name__)
@@ -81,14 +81,9 @@ def _entries(path: Path) -> dict[str, bytes]:
 
 
 def _write(path: Path, entries: dict[str, bytes]) -> None:
-    """Aside and renamed, for this user alone."""
     kept = {key: entries[key].hex() for key in list(entries)[-MAX_ENTRIES:]}
-    aside = path.with_suffix(f".{os.getpid()}.part")
     try:
-        aside.unlink(missing_ok=True)
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(kept, file)
-        aside.replace(path)
+        write_private(path, json.dumps(kept).encode())
     except OSError as error:
         logger.debug("%s is not written: %s", path, error)
 
