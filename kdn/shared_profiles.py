@@ -2,46 +2,59 @@
 
 Profiles are kept under the digest of their bytes. Which one a model's caches are coded with is told
 by a name, `profile-FINGERPRINT`, whose manifest points to it; what arrives is verified, checked
-like any profile, and kept on this machine.
+for the model, and only then kept on this machine, for this user alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import logging
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_intdigest
 
+from kdn.cache.folder import write_private
 from kdn.cache.spec import ModelSpec
 from kdn.codec import open_codec
 from kdn.codec.base import Codec
-from kdn.codec.profiles import SHIPPED, find_profile, local_profile
-from kdn.errors import ChecksumError, FormatError, StoreError, UnsupportedError
+from kdn.codec.profiles import load_profile, local_profile
+from kdn.errors import (
+    ChecksumError,
+    FormatError,
+    KdnError,
+    MismatchError,
+    StoreError,
+    UnsupportedError,
+)
 from kdn.places import Places
+
+if TYPE_CHECKING:
+    from kdn.codec.klt import Profile
+
+logger = logging.getLogger(__name__)
 
 ID_BYTES = 16
 
 
 async def codec_for(name: str, spec: ModelSpec, places: Places) -> Codec:
     """`klt` looks for a profile on this machine first, then at the places."""
-    if name == "klt":
-        try:
-            find_profile(spec)
-        except UnsupportedError:
-            await _fetch(spec, places)
-    return await asyncio.to_thread(open_codec, name, spec)
+    if name != "klt":
+        return await asyncio.to_thread(open_codec, name, spec)
+    from kdn.codec.klt import KltCodec
+
+    profile = await asyncio.to_thread(load_profile, spec) or await _fetch(spec, places)
+    return await asyncio.to_thread(KltCodec, spec, profile)
 
 
-async def share_profile(spec: ModelSpec, places: Places) -> bool:
-    """Put this machine's own profile where others find it; False if there is nothing to do."""
-    path = find_profile(spec)
-    if path.parent == SHIPPED:
+async def share_profile(codec: Codec, places: Places) -> bool:
+    """Put the profile in use where others find it; False if there is nothing to do, or if it is
+    one that everybody has."""
+    spec, profile_id = codec.spec, codec.profile_id
+    data = await asyncio.to_thread(_read, local_profile(spec))
+    if _digest(data) != profile_id:
         return False
-    data = await asyncio.to_thread(path.read_bytes)
-    profile_id = _digest(data)
     store = places.profiles[0]
     [found] = await store.lookup([profile_id])
     if found is None:
@@ -51,14 +64,27 @@ async def share_profile(spec: ModelSpec, places: Places) -> bool:
     return found is None
 
 
-async def _fetch(spec: ModelSpec, places: Places) -> None:
-    profile_id = await _shared_id(spec, places)
-    if profile_id is not None:
-        for store in places.profiles:
-            span = await store.get(profile_id)
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+async def _fetch(spec: ModelSpec, places: Places) -> Profile:
+    """From the first place that has a good one."""
+    from kdn.codec.klt.profile import MAX_BYTES
+
+    profile_id, trouble = await _shared_id(spec, places), None
+    for store in places.profiles if profile_id is not None else ():
+        try:
+            span = await store.get(profile_id, 0, MAX_BYTES + 1)
             if span is not None:
-                await asyncio.to_thread(_keep, bytes(span.data), profile_id, local_profile(spec))
-                return
+                return await asyncio.to_thread(_kept, bytes(span.data), profile_id, spec)
+        except KdnError as error:
+            trouble = error
+    if trouble is not None:
+        raise trouble
     raise UnsupportedError(
         f"no klt profile for the model {spec.fingerprint.hex()}, neither here nor where you "
         'connected to: make one with `kdn calibrate MODEL`, or use codec="exact"'
@@ -72,25 +98,32 @@ async def _shared_id(spec: ModelSpec, places: Places) -> bytes | None:
         return None  # nobody there to ask
     models: Any = {} if named is None else named.manifest.get("models", {})
     try:
-        return bytes.fromhex(models[spec.fingerprint.hex()]["profile"])
+        found = bytes.fromhex(models[spec.fingerprint.hex()]["profile"])
     except (KeyError, TypeError, ValueError):
         return None
+    return found if len(found) == ID_BYTES else None
 
 
-def _keep(data: bytes, profile_id: bytes, path: Path) -> None:
-    """Verified, and renamed into place: a reader sees all of it or nothing."""
+def _kept(data: bytes, profile_id: bytes, spec: ModelSpec) -> Profile:
+    """Checked before it is written: what lies here is used by every later start."""
     from kdn.codec.klt import Profile
 
     if _digest(data) != profile_id:
         raise ChecksumError(f"the profile {profile_id.hex()} arrived with other bytes")
     try:
-        Profile.from_bytes(data)
-    except FormatError as error:
-        raise FormatError(f"the shared profile {profile_id.hex()}: {error}") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.part")
-    aside.write_bytes(data)
-    aside.replace(path)
+        profile = Profile.from_bytes(data)
+        profile.check_for(spec)
+    except (FormatError, MismatchError) as error:
+        raise type(error)(
+            f"the shared profile {profile_id.hex()} cannot be used: {error}. Make another with "
+            '`kdn calibrate MODEL`, or use codec="exact"'
+        ) from error
+    path = local_profile(spec)
+    try:
+        write_private(path, data)
+    except OSError as error:
+        logger.warning("the profile is fetched again next time, %s is not written: %s", path, error)
+    return profile
 
 
 def _digest(data: bytes) -> bytes:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import stat
+from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from kdn.cache.spec import ModelSpec
 from kdn.client.asynchronous import AsyncClient
+from kdn.codec import open_codec
 from kdn.codec.klt import Profile
 from kdn.codec.profiles import local_profile
 from kdn.engines.transformers import spec_of
-from kdn.errors import ChecksumError, UnsupportedError
-from kdn.places import open_places
+from kdn.errors import ChecksumError, FormatError, KdnError, MismatchError, UnsupportedError
+from kdn.places import Places, open_places
 from kdn.shared_profiles import codec_for, share_profile
 from tests.client.letters import Letters
 from tests.client.test_asynchronous import TEXT
@@ -52,8 +57,133 @@ def test_a_profile_calibrated_here_is_used_everywhere(
             assert answer.stats.known_tokens == 704
             assert answer.stats.levels[0] >= 1
         assert local_profile(spec).read_bytes() == profile.to_bytes()
+        assert stat.S_IMODE(local_profile(spec).stat().st_mode) == 0o600
+        for folder in (local_profile(spec).parent, tmp_path / "second"):
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         async with open_places(node.url) as places:
-            assert not await share_profile(spec, places)  # it is there already
+            codec = await codec_for("klt", spec, places)
+            assert not await share_profile(codec, places)  # it is there already
+
+    with_node(tmp_path / "node", test)
+
+
+async def share(places: Places, spec: ModelSpec, data: bytes) -> bytes:
+    """Whatever it is, as anybody who may write there can."""
+    profile_id = blake2b(data, digest_size=16).digest()
+    await places.profiles[0].put(
+        profile_id, data, etag=profile_id, checksum=xxh3_64_intdigest(data)
+    )
+    told = {"models": {spec.fingerprint.hex(): {"profile": profile_id.hex()}}}
+    await places.names.change(f"profile-{spec.fingerprint.hex()}", lambda _: told)
+    return profile_id
+
+
+def other_profiles(spec: ModelSpec) -> dict[str, bytes]:
+    """Profiles like any other, but not of this model."""
+    return {
+        "another fingerprint": profile_of(replace(spec, fingerprint=b"?" * 16)).to_bytes(),
+        "another size": profile_of(replace(spec, vocab_size=96)).to_bytes(),
+        "no profile": b"no profile",
+        "cut": profile_of(spec).to_bytes()[:-9],
+    }
+
+
+def test_a_profile_of_another_model_is_not_kept(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
+    spec = spec_of(tiny_model("llama"))
+    good = profile_of(spec)
+
+    async def test(node: Running) -> None:
+        async with open_places(node.url) as places:
+            for data in other_profiles(spec).values():
+                await share(places, spec, data)
+                with pytest.raises((FormatError, MismatchError), match="cannot be used"):
+                    await codec_for("klt", spec, places)
+                assert not local_profile(spec).exists()
+            await share(places, spec, good.to_bytes())
+            codec = await codec_for("klt", spec, places)
+            assert codec.profile_id == good.profile_id
+
+    with_node(tmp_path / "node", test)
+
+
+def test_a_bad_file_does_not_stop_later_starts(
+    tiny_model: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("kdn.codec.profiles.SHIPPED", tmp_path / "shipped")
+    spec = spec_of(tiny_model("llama"))
+    good = profile_of(spec)
+    path, shipped = local_profile(spec), tmp_path / "shipped" / local_profile(spec).name
+    for folder in (path.parent, shipped.parent):
+        folder.mkdir(parents=True)
+
+    async def test(node: Running) -> None:
+        async with open_places(node.url) as places:
+            for data in other_profiles(spec).values():
+                path.write_bytes(data)
+                shipped.write_bytes(good.to_bytes())
+                assert (await codec_for("klt", spec, places)).profile_id == good.profile_id
+                assert f"{path} is not used, please delete it" in caplog.text
+                codec = open_codec("klt", spec)
+                assert not await share_profile(codec, places)  # what lies here is not in use
+                shipped.unlink()
+                with pytest.raises(UnsupportedError, match="kdn calibrate"):
+                    await codec_for("klt", spec, places)
+                caplog.clear()
+            await share(places, spec, good.to_bytes())
+            assert (await codec_for("klt", spec, places)).profile_id == good.profile_id
+            assert path.read_bytes() == good.to_bytes()
+
+    with_node(tmp_path / "node", test)
+
+
+def test_no_more_than_a_profile_can_have_is_read(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
+    spec = spec_of(tiny_model("llama"))
+    good = profile_of(spec)
+    size = len(good.to_bytes())
+    asked = []
+
+    async def test(node: Running) -> None:
+        async with open_places(node.url) as places:
+            await share(places, spec, good.to_bytes())
+            get = places.profiles[0].get
+
+            async def counted(key: bytes, start: int = 0, end: int | None = None) -> Any:
+                asked.append(end)
+                return await get(key, start, end)
+
+            monkeypatch.setattr(places.profiles[0], "get", counted)
+            monkeypatch.setattr("kdn.codec.klt.profile.MAX_BYTES", size - 1)
+            with pytest.raises(KdnError):
+                await codec_for("klt", spec, places)
+            monkeypatch.setattr("kdn.codec.klt.profile.MAX_BYTES", size)
+            assert (await codec_for("klt", spec, places)).profile_id == good.profile_id
+        assert asked == [size, size + 1]
+
+    with_node(tmp_path / "node", test)
+
+
+def test_a_profile_that_cannot_be_kept_is_used(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KDN_CACHE", str(tmp_path / "file" / "cache"))
+    spec = spec_of(tiny_model("llama"))
+    good = profile_of(spec)
+
+    async def test(node: Running) -> None:
+        async with open_places(node.url) as places:
+            await share(places, spec, good.to_bytes())
+            assert (await codec_for("klt", spec, places)).profile_id == good.profile_id
 
     with_node(tmp_path / "node", test)
 
@@ -77,7 +207,7 @@ def test_what_is_no_profile_is_refused(
                 await codec_for("klt", spec, places)  # the name is there, the profile is not
 
             class Liar:
-                async def get(self, key: bytes) -> Any:
+                async def get(self, key: bytes, start: int, end: int) -> Any:
                     from kdn.store.base import Entry, Span
 
                     return Span(Entry(key, key, 3), 0, b"lie")

@@ -21,9 +21,9 @@ from kdn.cache.keys import Namespace, TokenIds, cut
 from kdn.calibrate import moments, tables
 from kdn.calibrate.corpus import Text, default_calibration, default_texts, load_text, windows_of
 from kdn.calibrate.tables import Quantised
-from kdn.codec.klt import KltCodec, Profile, symbols_numba
+from kdn.codec import open_codec
+from kdn.codec.klt import KltCodec, symbols_numba
 from kdn.codec.klt.codec import KIND_ENTERING
-from kdn.codec.profiles import find_profile
 from kdn.engines.models import load_model
 from kdn.engines.transformers import spec_of
 
@@ -40,7 +40,8 @@ def run(
     """Bytes of klt's levels beside those of a single-level stream of the same values."""
     loaded, tokenizer = load_model(model)
     spec = spec_of(loaded)
-    codec = KltCodec(spec, Profile.load(profile or find_profile(spec)))
+    codec = open_codec("klt", spec, profile)
+    assert isinstance(codec, KltCodec)
 
     def samples(texts: Sequence[Text], count: int) -> list[Quantised]:
         windows = windows_of([t.tokens(tokenizer) for t in texts], context, count)

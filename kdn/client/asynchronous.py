@@ -34,6 +34,7 @@ from kdn.engines.prompts import PLAIN, Knowledge, Prompts
 from kdn.engines.reading import pieces
 from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import from_dynamic_cache, spec_of
+from kdn.engines.unchanged import Unchanged
 from kdn.errors import FormatError, MismatchError, StoreError
 from kdn.places import Places, Where, open_places
 from kdn.shared_profiles import codec_for, share_profile
@@ -86,11 +87,14 @@ class AsyncClient:
         places = open_places(self._where, token=self._token, client=self._client)
         self.places = await self._stack.enter_async_context(places)
         model, tokenizer = await asyncio.to_thread(load_pair, self._source)
+        unchanged = Unchanged(model)  # first: what changes while it is being named counts, too
         spec = await asyncio.to_thread(spec_of, model)
         codec = await codec_for(self._codec_name, spec, self.places)
         namespace = Namespace(spec.fingerprint, codec.profile_id, secret=self._secret)
         rooms = Rooms(spec, model.dtype)
-        self.engine = Engine(model, tokenizer, codec, namespace, Prompts(tokenizer), rooms)
+        self.engine = Engine(
+            model, tokenizer, codec, namespace, Prompts(tokenizer), rooms, unchanged
+        )
         speeds = None
         if self._recompute:
             speeds = await asyncio.to_thread(measured_speeds, model, codec)
@@ -117,13 +121,13 @@ class AsyncClient:
         it a name. Returns when it is stored."""
         began_s = self.now_s()
         tokens, style = self.engine.prompts.learn(what)
-        chunks = cut(tokens, self.engine.namespace)
+        chunks = cut(tokens, await self.engine.names())
         known = await self.learner.num_known(chunks)
         computed = 0
         if known < len(chunks):
             computed = await self.learner.learn(tokens, chunks, known)
         if self.engine.codec.name == "klt":
-            await share_profile(self.engine.codec.spec, self.places)
+            await share_profile(self.engine.codec, self.places)
         await self.places.names.change(
             name, lambda old: self.learner.manifest(old, tokens, style, chunks)
         )
@@ -226,7 +230,7 @@ class AsyncClient:
         if after is not None and after.result is not None:
             known = after.num_tokens
             exact = after.result.exact_chunks >= usable_chunks(after.result)
-        chunks = [c for c in cut(tokens, self.engine.namespace) if c.end > known]
+        chunks = [c for c in cut(tokens, await self.engine.names()) if c.end > known]
         return self.learner.publish_given(chunks, values, exact)
 
     async def flush(self, deadline_s: float = FLUSH_S) -> bool:
@@ -254,7 +258,7 @@ class AsyncClient:
 
     async def context_of(self, tokens: Sequence[int], options: Options, stats: Stats) -> Context:
         """All whole chunks of `tokens`: delivered, or read where nothing was to be had."""
-        chunks = cut(tokens, self.engine.namespace)
+        chunks = cut(tokens, await self.engine.names())
         if not chunks:
             return self.engine.new_context()
         room = self.engine.room_for(chunks[-1].end)
@@ -326,12 +330,11 @@ class AsyncClient:
         """The chunk that has just become whole, before any layer drops a part of it."""
         count = context.num_tokens
         if publish and context.exact and count and count % CHUNK_TOKENS == 0:
-            await self.learner.publish(
-                context, cut(context.tokens[:count], self.engine.namespace)[-1]
-            )
+            chunks = cut(context.tokens[:count], await self.engine.names())
+            await self.learner.publish(context, chunks[-1])
 
     async def _publish_tail(self, context: Context) -> None:
-        chunks = cut(context.tokens[: context.num_tokens], self.engine.namespace)
+        chunks = cut(context.tokens[: context.num_tokens], await self.engine.names())
         if chunks and context.exact and chunks[-1].num_tokens < CHUNK_TOKENS:
             values = self.engine.values_of(context, chunks[-1])
             self.learner.publish_given(chunks[-1:], values, True)

@@ -23,6 +23,7 @@ from kdn.engines.growing import Room, Rooms, growing_cache
 from kdn.engines.prompts import Prompts
 from kdn.engines.reading import forward, last_tokens
 from kdn.engines.transformers import to_dynamic_cache
+from kdn.engines.unchanged import Unchanged
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -59,6 +60,7 @@ class Engine:
     namespace: Namespace
     prompts: Prompts
     rooms: Rooms
+    unchanged: Unchanged
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -68,6 +70,11 @@ class Engine:
     @property
     def config(self) -> Any:
         return self.model.config.get_text_config(decoder=True)
+
+    async def names(self) -> Namespace:
+        """`namespace`, if the model is still the one that it names: MismatchError if not."""
+        await asyncio.to_thread(self.unchanged.check)
+        return self.namespace
 
     def new_context(self, room: Room | None = None) -> Context:
         """Empty, to be read into, in `room` if there is one."""
@@ -99,8 +106,12 @@ class Engine:
     async def read(self, context: Context, tokens: Sequence[int]) -> None:
         """Let the model read on."""
         async with self.lock:
-            context.logits = await _finish(forward, self.model, tokens, context.past)
+            context.logits = await _finish(self._forward, tokens, context.past)
         context.tokens += tokens
+
+    def _forward(self, tokens: Sequence[int], past: DynamicCache) -> torch.Tensor:
+        self.unchanged.check()  # or it would go on from what another model has read
+        return forward(self.model, tokens, past)
 
     def append(self, context: Context, cache: KVCache, tokens: Sequence[int]) -> None:
         """Go on with values that were delivered."""
@@ -131,6 +142,7 @@ class Engine:
         self, context: Context, rows: Sequence[Sequence[int]], sampling: Sampling
     ) -> list[list[int]]:
         """A batch of questions; the context is used up."""
+        await self.names()
         async with self.lock:
             answers: list[list[int]] = await _finish(
                 answer_all, self.model, context.past, rows, sampling

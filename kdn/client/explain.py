@@ -7,14 +7,12 @@ codecs, models and secrets that could have been meant, and the names that point 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from kdn.cache.keys import PUBLIC_SECRET, TAIL_MULTIPLE, Chunk, Namespace, Tokens, cut
 from kdn.client.asynchronous import AsyncClient
 from kdn.codec.exact import ExactCodec
-from kdn.codec.profiles import find_profile
-from kdn.errors import UnsupportedError
+from kdn.codec.profiles import load_profile
 from kdn.names import Manifest
 
 MAX_NAMES = 500
@@ -103,12 +101,10 @@ async def _suspects(client: AsyncClient) -> Suspects:
 
 def _own_profiles(client: AsyncClient) -> Mapping[str, bytes]:
     """Of the codecs this client could have used."""
-    from kdn.codec.klt import Profile
-
     spec = client.engine.codec.spec
     profiles = {"exact": ExactCodec(spec).profile_id}
-    with suppress(UnsupportedError):
-        profiles["klt"] = Profile.load(find_profile(spec)).profile_id
+    if (klt := load_profile(spec)) is not None:
+        profiles["klt"] = klt.profile_id
     return profiles
 
 

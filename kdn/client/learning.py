@@ -81,6 +81,7 @@ class Learner:
         publisher has had no room for it all the time."""
         if not context.exact:
             return True
+        await self.engine.names()  # the model that read it was the one that the chunk names
         values = self.engine.values_of(context, chunk)
         until_s = self.clock() + wait_s
         while self.publisher.publish(chunk, values, prefix_exact=True, saved_s=saved_s) is (

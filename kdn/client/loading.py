@@ -32,7 +32,7 @@ class Loader:
 
     async def known_chunks(self, tokens: Tokens) -> list[Chunk]:
         """Whole chunks, then the longest tail, that some place has."""
-        namespace = self.engine.namespace
+        namespace = await self.engine.names()
         whole = [c for c in cut(tokens, namespace) if c.num_tokens == CHUNK_TOKENS]
         found = await self.found(whole)
         known = whole[: found.index(False) if False in found else len(whole)]

@@ -1,16 +1,23 @@
 """Where profiles lie: shipped with the package, or calibrated on this machine.
 
 A file is named after the fingerprint of its model, so finding one needs no index and cannot pair a
-profile with another model.
+profile with another model by mistake; what a file says of itself is checked all the same.
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kdn.cache.folder import cache_folder
 from kdn.cache.spec import ModelSpec
-from kdn.errors import UnsupportedError
+from kdn.errors import FormatError, MismatchError, UnsupportedError
+
+if TYPE_CHECKING:
+    from kdn.codec.klt import Profile
+
+logger = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).parent.parent / "profiles"
 
@@ -24,12 +31,27 @@ def local_profile(spec: ModelSpec) -> Path:
     return cache_folder() / "profiles" / profile_name(spec)
 
 
-def find_profile(spec: ModelSpec) -> Path:
-    """The model's profile; one calibrated here is preferred to the one that was shipped."""
+def load_profile(spec: ModelSpec) -> Profile | None:
+    """The model's profile; one calibrated here is preferred to the one that was shipped. A file
+    that is no profile of this model is passed over with a warning: it must not keep the model
+    from being served."""
+    from kdn.codec.klt import Profile
+
     for path in (local_profile(spec), SHIPPED / profile_name(spec)):
-        if path.exists():
-            return path
-    raise UnsupportedError(
+        if not path.exists():
+            continue
+        try:
+            profile = Profile.load(path)
+            profile.check_for(spec)
+        except (FormatError, MismatchError) as error:
+            logger.warning("%s is not used, please delete it: %s", path, error)
+        else:
+            return profile
+    return None
+
+
+def no_profile(spec: ModelSpec) -> UnsupportedError:
+    return UnsupportedError(
         f"no klt profile for the model {spec.fingerprint.hex()}: "
         "make one with `kdn calibrate MODEL`"
     )

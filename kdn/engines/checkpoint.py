@@ -2,7 +2,8 @@
 
 Equal to `kdn.engines.transformers.spec_of` of the loaded model, without loading it:
 
-- The fingerprint needs a few elements of every weight; the files are mapped, not read.
+- The fingerprint reads every weight, once: it is remembered for as long as the files stay as they
+  are. They are mapped, so memory is used only as far as there is some.
 - Rotation and windows are asked of a model with the same settings, shrunk to one head and random
   weights: they depend on the head size and the settings, not on the widths.
 
@@ -26,15 +27,15 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Cache,
-    DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
-from kdn.cache.fingerprint import CONFIG_FIELDS, fingerprint
+from kdn.cache.fingerprint import VERSION, canonical_settings, fingerprint
 from kdn.cache.spec import ModelSpec, RopeSpec
+from kdn.engines.remembered import remembered
 from kdn.engines.rope_probe import ropes_of, run_one_token
-from kdn.engines.transformers import cache_shape, refuse_unsupported, windows_of
+from kdn.engines.transformers import cache_shape, refuse_unsupported, settings_of, windows_of
 from kdn.errors import FormatError, ModelUnavailableError, UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def spec_of_checkpoint(
         vocab_size=int(config.vocab_size),
         ropes=_ropes(config, head_dim),
         windows=windows_of(past),
-        fingerprint=_fingerprint(folder, hollow, dtype),
+        fingerprint=_fingerprint(folder, whole, hollow, dtype),
     )
 
 
@@ -89,23 +90,34 @@ def _hollow_cache(hollow: PreTrainedModel) -> Cache:
         ) from error
 
 
-def _fingerprint(folder: Path, hollow: PreTrainedModel, dtype: torch.dtype) -> bytes:
-    """`kdn.cache.fingerprint` of the weights in `folder`."""
-    config = hollow.config
-    fields = {name: getattr(config, name, None) for name in CONFIG_FIELDS}
-    fields["windows"] = windows_of(DynamicCache(config=config))
-    with ExitStack() as stack:
-        stored = dict(_stored(folder, stack))
-        wanted = _shapes(hollow)
-        if all(name in stored and stored[name].shape == wanted[name] for name in wanted):
-            stored = {name: stored[name] for name in wanted}
-        else:
-            logger.warning(
-                "the weights of %s are stored in a form of their own: its caches are not shared "
-                "with transformers",
-                folder,
-            )
-        return fingerprint(fields, ((name, _cast(t, dtype)) for name, t in stored.items()))
+def _fingerprint(
+    folder: Path, whole: PreTrainedConfig, hollow: PreTrainedModel, dtype: torch.dtype
+) -> bytes:
+    """`kdn.cache.fingerprint` of the weights in `folder`, read only if they have changed."""
+    settings, wanted = settings_of(whole), _shapes(hollow)
+    rounds = dtype == torch.float16
+    about = (VERSION, canonical_settings(settings).decode(), rounds, sorted(wanted))
+
+    def read() -> bytes:
+        with ExitStack() as stack:
+            stored = _chosen(folder, dict(_stored(folder, stack)), wanted)
+            return fingerprint(settings, ((n, _cast(t, rounds)) for n, t in stored.items()))
+
+    return remembered(_files(folder), about, read)
+
+
+def _chosen(
+    folder: Path, stored: dict[str, torch.Tensor], wanted: dict[str, torch.Size]
+) -> dict[str, torch.Tensor]:
+    """Those that the transformers model has, if it has them so; else all of them."""
+    if all(name in stored and stored[name].shape == wanted[name] for name in wanted):
+        return {name: stored[name] for name in wanted}
+    logger.warning(
+        "the weights of %s are stored in a form of their own: its caches are not shared with "
+        "transformers",
+        folder,
+    )
+    return stored
 
 
 def _stored(folder: Path, stack: ExitStack) -> Iterator[tuple[str, torch.Tensor]]:
@@ -120,19 +132,23 @@ def _stored(folder: Path, stack: ExitStack) -> Iterator[tuple[str, torch.Tensor]
 
 
 def _files(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.safetensors"))
     index = folder / _INDEX
     if index.is_file():
-        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-        return sorted(folder / str(name) for name in names)
-    if found := sorted(folder.glob("*.safetensors")):
-        return found
-    raise ModelUnavailableError(f"no safetensors files in {folder}")
+        try:
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+            found = sorted(folder / name for name in names)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise FormatError(f"{index} does not tell the files of weights: {error}") from error
+    missing = [path.name for path in found if not path.is_file()]
+    if missing or not found:
+        raise ModelUnavailableError(f"no safetensors files in {folder} {' '.join(missing)}".strip())
+    return found
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast(tensor: torch.Tensor, rounds: bool) -> torch.Tensor:
     """Only float16 rounds a float32 weight in a way that its fingerprint shows."""
-    rounds = tensor.dtype == torch.float32 and dtype == torch.float16
-    return tensor.to(dtype) if rounds else tensor
+    return tensor.half() if rounds and tensor.dtype == torch.float32 else tensor
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:

@@ -7,16 +7,18 @@ cannot be carried over exactly is refused by name.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kdn.cache.fingerprint import CONFIG_FIELDS, fingerprint
+from kdn.cache.fingerprint import fingerprint
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.engines.growing import GrowingLayer, Room, growing_cache
 from kdn.engines.rope_probe import ropes_of, run_one_token
+from kdn.engines.unchanged import refuse_adapters
 from kdn.errors import MismatchError, UnsupportedError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -27,6 +29,7 @@ _LENGTH_DEPENDENT_ROPES = {"dynamic": "dynamic NTK", "longrope": "longrope", "su
 
 def spec_of(model: PreTrainedModel) -> ModelSpec:
     """Shape, rotation, windows and fingerprint of a model, measured on two one-token runs."""
+    refuse_adapters(model)
     config = model.config.get_text_config(decoder=True)
     refuse_unsupported(model.config, config)
     past = run_one_token(model, 0)
@@ -44,10 +47,32 @@ def spec_of(model: PreTrainedModel) -> ModelSpec:
 
 def fingerprint_of(model: PreTrainedModel) -> bytes:
     """`kdn.cache.fingerprint` of a loaded model."""
-    config = model.config.get_text_config(decoder=True)
-    fields = {name: getattr(config, name, None) for name in CONFIG_FIELDS}
-    fields["windows"] = windows_of(DynamicCache(config=config))
-    return fingerprint(fields, _weights(model))
+    return fingerprint(settings_of(model.config), _weights(model))
+
+
+def settings_of(config: PreTrainedConfig) -> dict[str, object]:
+    """All settings that are not as the class of the configuration has them by itself.
+
+    Equal for a loaded model and its config.json, in which most defaults are left out; and a release
+    of transformers may add a setting without giving every model a new name.
+    """
+    settings = config.to_dict()
+    usual = _usual_settings(type(config))
+    settings = {k: v for k, v in settings.items() if k == "model_type" or v != usual.get(k)}
+    if getattr(config, "rope_parameters", None):
+        # Users set it at will. Only learned positions are counted from it, in some models.
+        settings.pop("pad_token_id", None)
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
+            settings[name] = settings_of(part)
+    return settings
+
+
+def _usual_settings(kind: type[PreTrainedConfig]) -> dict[str, object]:
+    try:
+        return cast("dict[str, object]", kind().to_dict())
+    except Exception:
+        return {}  # a class that cannot be made of nothing: all settings count
 
 
 def _weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -36,6 +36,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {"head_dim": 16}),
     "cohere": ("cohere", {}),
     "smollm3": ("smollm3", {}),
+    "olmo": ("olmo", {"clip_qkv": 2.0}),
+    "granite": ("granite", {"residual_multiplier": 0.5}),
 }
 
 
@@ -45,6 +47,36 @@ def test_equals_the_loaded_model(family: str, tiny_model: Any, tmp_path: Path) -
     model = tiny_model(name, **settings)
     model.save_pretrained(tmp_path)
     assert spec_of_checkpoint(tmp_path) == spec_of(model)
+
+
+def test_another_setting_is_another_model(tiny_model: Any, tmp_path: Path) -> None:
+    found = set()
+    for clip in (None, 1.0, 2.0):
+        tiny_model("olmo", clip_qkv=clip).save_pretrained(tmp_path)
+        found.add(spec_of_checkpoint(tmp_path).fingerprint)
+    assert len(found) == 3
+
+
+def test_weights_are_read_once(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kdn.engines import checkpoint, remembered
+
+    monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(remembered, "SETTLED_S", -1.0)
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "model")
+    first = spec_of_checkpoint(tmp_path / "model")
+    monkeypatch.setattr(checkpoint, "fingerprint", lambda *_: pytest.fail("read again"))
+    assert spec_of_checkpoint(tmp_path / "model") == first == spec_of(model)
+    # What else decides is not forgotten over it: the rounding, a setting, the files.
+    for dtype, changed in ((torch.float16, None), (torch.float32, {"rms_norm_eps": 0.1})):
+        config = type(model.config)(**{**model.config.to_dict(), **(changed or {})})
+        with pytest.raises(pytest.fail.Exception, match="read again"):
+            spec_of_checkpoint(tmp_path / "model", dtype, config)
+    (tmp_path / "model" / "model.safetensors").touch()
+    with pytest.raises(pytest.fail.Exception, match="read again"):
+        spec_of_checkpoint(tmp_path / "model")
 
 
 @pytest.mark.model
@@ -110,6 +142,14 @@ def test_what_is_missing_or_broken_is_named(tiny_model: Any, tmp_path: Path) -> 
         spec_of_checkpoint(tmp_path)
     path.unlink()
     with pytest.raises(ModelUnavailableError, match="no safetensors"):
+        spec_of_checkpoint(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for text in ("no JSON", "[]", '{"weight_map": [3]}', '{"weight_map": {"a": 3}}'):
+        index.write_text(text)
+        with pytest.raises(FormatError, match="files of weights"):
+            spec_of_checkpoint(tmp_path)
+    index.write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(ModelUnavailableError, match="gone"):
         spec_of_checkpoint(tmp_path)
 
 

@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from kdn.cache.fingerprint import canonical_settings, fingerprint
 from kdn.cache.tensors import KVCache
-from kdn.engines.transformers import fingerprint_of, from_dynamic_cache, spec_of, to_dynamic_cache
+from kdn.engines.transformers import (
+    fingerprint_of,
+    from_dynamic_cache,
+    settings_of,
+    spec_of,
+    to_dynamic_cache,
+)
 from kdn.errors import MismatchError, UnsupportedError
 
 WINDOW = 16
@@ -213,15 +220,12 @@ def test_fingerprint_names_tied_weights_once(tiny_model: Any, tmp_path: Any) -> 
     """So a checkpoint, which stores them once, has the same."""
     from safetensors.torch import load_file
 
-    from kdn.cache.fingerprint import CONFIG_FIELDS, fingerprint
-
     model = tiny_model("llama", tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
-    fields = {name: getattr(model.config, name, None) for name in CONFIG_FIELDS}
-    fields["windows"] = (None,) * 4
     stored = load_file(tmp_path / "model.safetensors")
     assert "lm_head.weight" not in stored
-    assert fingerprint(fields, stored.items()) == fingerprint_of(model)
+    found = fingerprint(settings_of(model.config), stored.items())
+    assert found == fingerprint_of(model)
 
 
 def test_fingerprint_sees_a_fine_tune_and_a_setting(tiny_model: Any) -> None:
@@ -231,6 +235,63 @@ def test_fingerprint_sees_a_fine_tune_and_a_setting(tiny_model: Any) -> None:
     assert fingerprint_of(tiny_model("mistral", sliding_window=WINDOW, rms_norm_eps=1e-3)) != before
     model.model.layers[2].mlp.up_proj.weight.data *= 1.01
     assert fingerprint_of(model) != before
+
+
+# Settings that change keys and values and no weight, each of a family that has it.
+VALUES: dict[str, tuple[str, Any]] = {
+    "norm_topk_prob": ("qwen3_moe", True),
+    "num_experts_per_tok": ("qwen3_moe", 3),
+    "clip_qkv": ("olmo", 0.5),
+    "routed_scaling_factor": ("glm4_moe", 1.5),
+    "key_multiplier": ("falcon_h1", 0.5),
+    "attn_logit_softcapping": ("gemma2", None),
+    "residual_multiplier": ("granite", 0.3),
+    "attention_bias": ("llama", True),
+    "unheard_of": ("llama", 1),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_settings_that_change_values_count(name: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    family, value = VALUES[name]
+    config, other = CONFIG_MAPPING[family](), CONFIG_MAPPING[family](**{name: value})
+    assert getattr(other, name) == value
+    one, two = (canonical_settings(settings_of(one)) for one in (config, other))
+    assert one != two
+
+
+def test_a_setting_of_a_loaded_model_counts(tiny_model: Any) -> None:
+    clips = [fingerprint_of(tiny_model("olmo", clip_qkv=clip)) for clip in (None, 0.5, 1.0)]
+    assert len(set(clips)) == 3
+
+
+def test_settings_of_parts_count() -> None:
+    from transformers import CONFIG_MAPPING
+
+    def composed(**text: Any) -> bytes:
+        return canonical_settings(settings_of(CONFIG_MAPPING["gemma3"](text_config=text)))
+
+    assert composed() == composed(use_cache=False, rms_norm_eps=1e-6)
+    assert composed() != composed(rms_norm_eps=1e-3)
+
+
+def test_settings_that_users_change_do_not_count(tiny_model: Any) -> None:
+    model = tiny_model("llama")
+    before = fingerprint_of(model)
+    model.config.use_cache = False
+    model.config.pad_token_id = model.config.eos_token_id = 5
+    model.config._name_or_path = "elsewhere"
+    model.config.dtype = torch.bfloat16
+    assert fingerprint_of(model) == before
+
+
+def test_the_padding_counts_where_positions_begin_after_it() -> None:
+    from transformers import CONFIG_MAPPING
+
+    one, two = (settings_of(CONFIG_MAPPING["xglm"](pad_token_id=pad)) for pad in (1, 2))
+    assert one != two
 
 
 def test_layout(tiny_model: Any) -> None:

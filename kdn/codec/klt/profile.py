@@ -110,7 +110,12 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        return cls.from_bytes(path.read_bytes())
+        try:
+            with path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        except (OSError, ValueError) as error:
+            raise FormatError(f"{path}: expected a {FORMAT}: {error}") from error
+        return cls.from_bytes(data)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Profile:
