@@ -11,12 +11,13 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import aiohttp
 
 from kdn.errors import FormatError, StoreError, UnsupportedError
+from kdn.manifests import Manifest
 from kdn.protocol.limits import MAX_MANIFEST_BYTES
 from kdn.store.http_answers import Answer, member
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 DEADLINE_S = 30.0
 ATTEMPTS = 8
 PAGE = 1000
-
-Manifest = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
@@ -28,6 +28,7 @@ from kdn.errors import (
     StoreError,
     UnsupportedError,
 )
+from kdn.manifests import entry_of, with_entry
 from kdn.places import Places
 
 if TYPE_CHECKING:
@@ -38,17 +39,18 @@ logger = logging.getLogger(__name__)
 ID_BYTES = 16
 
 
-async def codec_for(name: str, spec: ModelSpec, places: Places) -> Codec:
-    """`klt` looks for a profile on this machine first, then at the places."""
+async def codec_for(name: str, spec: ModelSpec, places: Places, seal_key: bytes) -> Codec:
+    """`klt` looks for a profile on this machine first, then at the places, where a holder of the
+    secret must have named it."""
     if name != "klt":
         return await asyncio.to_thread(open_codec, name, spec)
     from kdn.codec.klt import KltCodec
 
-    profile = await asyncio.to_thread(load_profile, spec) or await _fetch(spec, places)
+    profile = await asyncio.to_thread(load_profile, spec) or await _fetch(spec, places, seal_key)
     return await asyncio.to_thread(KltCodec, spec, profile)
 
 
-async def share_profile(codec: Codec, places: Places) -> bool:
+async def share_profile(codec: Codec, places: Places, seal_key: bytes) -> bool:
     """Put the profile in use where others find it; False if there is nothing to do, or if it is
     one that everybody has."""
     spec, profile_id = codec.spec, codec.profile_id
@@ -59,8 +61,9 @@ async def share_profile(codec: Codec, places: Places) -> bool:
     [found] = await store.lookup([profile_id])
     if found is None:
         await store.put(profile_id, data, etag=profile_id, checksum=xxh3_64_intdigest(data))
-    told = {"models": {spec.fingerprint.hex(): {"profile": profile_id.hex()}}}
-    await places.names.change(_name(spec), lambda _: told)
+    name, entry = _name(spec), {"profile": profile_id.hex()}
+    told = with_entry({}, name, spec.fingerprint, entry, seal_key)
+    await places.names.change(name, lambda _: told)
     return found is None
 
 
@@ -71,11 +74,11 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-async def _fetch(spec: ModelSpec, places: Places) -> Profile:
+async def _fetch(spec: ModelSpec, places: Places, seal_key: bytes) -> Profile:
     """From the first place that has a good one."""
     from kdn.codec.klt.profile import MAX_BYTES
 
-    profile_id, trouble = await _shared_id(spec, places), None
+    profile_id, trouble = await _shared_id(spec, places, seal_key), None
     for store in places.profiles if profile_id is not None else ():
         try:
             span = await store.get(profile_id, 0, MAX_BYTES + 1)
@@ -91,14 +94,15 @@ async def _fetch(spec: ModelSpec, places: Places) -> Profile:
     )
 
 
-async def _shared_id(spec: ModelSpec, places: Places) -> bytes | None:
+async def _shared_id(spec: ModelSpec, places: Places, seal_key: bytes) -> bytes | None:
+    name = _name(spec)
     try:
-        named = await places.names.get(_name(spec))
+        named = await places.names.get(name)
     except StoreError:
         return None  # nobody there to ask
-    models: Any = {} if named is None else named.manifest.get("models", {})
+    entry = named and entry_of(named.manifest, name, spec.fingerprint, seal_key)
     try:
-        found = bytes.fromhex(models[spec.fingerprint.hex()]["profile"])
+        found = bytes.fromhex((entry or {})["profile"])
     except (KeyError, TypeError, ValueError):
         return None
     return found if len(found) == ID_BYTES else None

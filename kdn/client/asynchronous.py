@@ -16,7 +16,7 @@ from random import Random
 from types import TracebackType
 from typing import Any
 
-from kdn.cache.keys import CHUNK_TOKENS, PUBLIC_SECRET, Chunk, Namespace, Tokens, cut
+from kdn.cache.keys import CHUNK_TOKENS, PUBLIC_SECRET, Chunk, Namespace, Tokens, cut, seal_key
 from kdn.cache.tensors import KVCache
 from kdn.client.answers import Answer, Learned, Loaded, Metrics, Stats
 from kdn.client.audit import Audit
@@ -36,6 +36,7 @@ from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import from_dynamic_cache, spec_of
 from kdn.engines.unchanged import Unchanged
 from kdn.errors import FormatError, MismatchError, StoreError
+from kdn.manifests import entry_of
 from kdn.places import Places, Where, open_places
 from kdn.shared_profiles import codec_for, share_profile
 
@@ -89,7 +90,7 @@ class AsyncClient:
         model, tokenizer = await asyncio.to_thread(load_pair, self._source)
         unchanged = Unchanged(model)  # first: what changes while it is being named counts, too
         spec = await asyncio.to_thread(spec_of, model)
-        codec = await codec_for(self._codec_name, spec, self.places)
+        codec = await codec_for(self._codec_name, spec, self.places, seal_key(self._secret))
         namespace = Namespace(spec.fingerprint, codec.profile_id, secret=self._secret)
         rooms = Rooms(spec, model.dtype)
         self.engine = Engine(
@@ -127,9 +128,9 @@ class AsyncClient:
         if known < len(chunks):
             computed = await self.learner.learn(tokens, chunks, known)
         if self.engine.codec.name == "klt":
-            await share_profile(self.engine.codec, self.places)
+            await share_profile(self.engine.codec, self.places, self.engine.namespace.seal_key)
         await self.places.names.change(
-            name, lambda old: self.learner.manifest(old, tokens, style, chunks)
+            name, lambda old: self.learner.manifest(name, old, tokens, style, chunks)
         )
         new = len(chunks) - known
         return Learned(name, len(tokens), known, new, computed, self.now_s() - began_s)
@@ -248,7 +249,8 @@ class AsyncClient:
         found = await self.places.names.get(name)
         if found is None:
             raise StoreError(f"there is no name {name!r} at {self.places.publish_to.name}")
-        entry = found.manifest.get("models", {}).get(self.engine.codec.spec.fingerprint.hex())
+        model, seal_key = self.engine.codec.spec.fingerprint, self.engine.namespace.seal_key
+        entry = entry_of(found.manifest, name, model, seal_key)
         if entry is None:
             raise MismatchError(f"{name!r} was learned with another model: learn it with this one")
         try:

@@ -6,15 +6,17 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.client.engine import Context, Engine
 from kdn.client.loading import Loader
+from kdn.delivery.lookup import Question, ask
 from kdn.delivery.publish import Answer, Publisher
 from kdn.engines.reading import pieces
 from kdn.errors import StoreError
-from kdn.names import Manifest
+from kdn.manifests import Manifest, with_entry
 from kdn.places import Places
 
 FLUSH_S = 600.0
@@ -30,10 +32,10 @@ class Learner:
     clock: Callable[[], float] = time.monotonic
 
     async def num_known(self, chunks: Sequence[Chunk]) -> int:
-        """How many from the front are where new ones would go."""
-        store = await self.places.publish_to.store()
-        found = await store.lookup([chunk.key for chunk in chunks]) if chunks else []
-        return next((i for i, entry in enumerate(found) if entry is None), len(found))
+        """How many from the front are where new ones would go, as streams that can be used."""
+        question = Question(chunks, self.engine.codec, self.clock, Random())
+        found = await ask(question, self.places.publish_to) if chunks else []
+        return next((i for i, one in enumerate(found) if one is None), len(found))
 
     async def learn(self, tokens: Sequence[int], chunks: Sequence[Chunk], known: int) -> int:
         """Read and publish all chunks but the first `known`: how many tokens the model read."""
@@ -107,7 +109,7 @@ class Learner:
         return True
 
     def manifest(
-        self, old: Manifest, tokens: Sequence[int], style: str, chunks: Sequence[Chunk]
+        self, name: str, old: Manifest, tokens: Sequence[int], style: str, chunks: Sequence[Chunk]
     ) -> Manifest:
         """With this context under this model; those of other models stay."""
         codec = self.engine.codec
@@ -117,5 +119,4 @@ class Learner:
             "tokens": list(tokens),
             "style": style,
         }
-        models = dict(old.get("models", {})) | {codec.spec.fingerprint.hex(): entry}
-        return {**old, "models": models}
+        return with_entry(old, name, codec.spec.fingerprint, entry, self.engine.namespace.seal_key)

@@ -93,6 +93,10 @@ class Endpoint:
         if len(self._rejected) > MAX_REJECTED:
             self._rejected.popitem(last=False)
 
+    def accept(self, key: bytes) -> None:
+        """What it has under this key now is right."""
+        self._rejected.pop(key, None)
+
     def rejected(self, key: bytes) -> bytes | None:
         """The etag of the stream under this key that was rejected last."""
         return self._rejected.get(key)

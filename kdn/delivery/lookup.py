@@ -142,7 +142,7 @@ async def _persist(question: Question, endpoint: Endpoint) -> list[Assembly | No
         began_s = question.clock()
         try:
             async with asyncio.timeout(attempt_s):
-                answer = await _ask(question, endpoint)
+                answer = await ask(question, endpoint)
         except (KdnError, OSError):
             endpoint.failed(began_s, question.clock(), question.rng)
             attempt_s *= 2
@@ -151,7 +151,8 @@ async def _persist(question: Question, endpoint: Endpoint) -> list[Assembly | No
             return answer
 
 
-async def _ask(question: Question, endpoint: Endpoint) -> list[Assembly | None]:
+async def ask(question: Question, endpoint: Endpoint) -> list[Assembly | None]:
+    """What one endpoint has of these chunks, each verified as far as it came. Asked once."""
     store = await endpoint.store()
     keys = [chunk.key for chunk in question.chunks]
     entries = await store.lookup(keys, head_bytes=question.head_bytes)

@@ -56,6 +56,8 @@ class Counts:
     published: int = 0
     known: int = 0
     """The store had them already, or another publisher was first."""
+    replaced: int = 0
+    """Of the published ones, those in the place of a stream that was forged or does not decode."""
     refused: int = 0
     """Not encodable, not accepted by the store for good, or given up after a fault."""
     spooled: int = 0
@@ -222,7 +224,7 @@ class Publisher:
         try:
             async with asyncio.timeout(PUT_S):
                 [found] = await (await self._endpoint.store()).lookup([key])
-                return found is not None
+                return found is not None and found.etag != self._endpoint.rejected(key)
         except (KdnError, OSError):
             self._failed(began_s)
             return False
@@ -312,11 +314,16 @@ class Publisher:
     async def _put(self, store: Store, parcel: Parcel) -> bool:
         """True if these bytes are what the store now has, False if another's are."""
         key, data = parcel.key, parcel.data
-        checksum = xxh3_64_intdigest(data)
-        entry = await store.put(key, data, etag=parcel.etag, checksum=checksum, hints=parcel.hints)
+        checksum, bad = xxh3_64_intdigest(data), self._endpoint.rejected(key)
+        entry = await store.put(
+            key, data, etag=parcel.etag, checksum=checksum, hints=parcel.hints, replacing=bad
+        )
         [seen] = await store.lookup([key])
         if seen is None or (seen.etag, seen.size_bytes) != (entry.etag, entry.size_bytes):
             raise StoreError("the store does not have what it acknowledged")
+        if bad is not None and entry.etag == parcel.etag:
+            self._endpoint.accept(key)
+            self.counts.replaced += 1
         return entry.etag == parcel.etag
 
     def _failed(self, began_s: float) -> bool:

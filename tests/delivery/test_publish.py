@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from kdn.cache.keys import Chunk
+from kdn.cache.keys import Chunk, seal_key
 from kdn.cache.tensors import KVCache
-from kdn.codec.format import Bitstream
+from kdn.codec.format import Bitstream, Section, write
 from kdn.delivery.client import deliver
+from kdn.delivery.endpoints import Endpoint
 from kdn.delivery.publish import Answer, Publisher
 from kdn.delivery.spool import Spool
 from kdn.errors import NoSpaceError
@@ -360,3 +362,61 @@ def test_close_has_a_deadline_and_says_what_is_lost(world: World) -> None:
     before = threading.active_count()
     run(work())
     assert threading.active_count() <= before
+
+
+async def forged(world: World, number: int, how: str) -> bytes:
+    """A stream under a chunk's key that no reader can use."""
+    chunk, good = world.chunks[number], Bitstream.parse(world.streams[number])
+    if how == "seal":  # the right values, sealed by somebody else
+        sections = sections_of(world.streams[number])
+        return write(good.info, sections, seal_key(b"somebody else's"))
+    sections = [replace(one, data=b"nonsense") for one in sections_of(world.streams[number])]
+    return write(good.info, sections, chunk.seal_key)
+
+
+def sections_of(stream: bytes) -> list[Section]:
+    return [
+        Section(e.level, e.kind, e.group, stream[e.offset : e.end])
+        for e in Bitstream.parse(stream).header.entries
+    ]
+
+
+@pytest.mark.parametrize("how", ["seal", "payload"])
+def test_a_stream_nobody_can_use_gives_way_to_a_right_one(world: World, how: str) -> None:
+    """It does not block its key: a reader notices it, and what it computes instead replaces it."""
+
+    async def work() -> None:
+        store = await world.store()
+        key = world.chunks[1].key
+        await store.delete(key)
+        await put_stream(store, bad := await forged(world, 1, how))
+        place = Endpoint(store)
+        request = world.request(deadline_s=10.0)
+        result = await deliver(request, [place], policy=level_major)
+        assert result.levels[0]
+        assert not result.levels[1]
+        assert place.rejected(key) == Bitstream.parse(bad).stream_id
+        async with Publisher(place, world.codec) as publisher:
+            assert set(publish_all(publisher, world)) == {Answer.QUEUED}
+            assert await publisher.flush(10.0)
+            assert (publisher.counts.replaced, publisher.counts.published) == (1, 1)
+        assert place.rejected(key) is None
+        world.check(again := await deliver(request, [place], policy=level_major))
+        assert all(again.levels)
+
+    run(work())
+
+
+def test_what_others_can_read_is_not_replaced(world: World) -> None:
+    """Only the very stream that was rejected gives way."""
+
+    async def work() -> None:
+        store = await world.store()
+        place = Endpoint(store)
+        place.reject(world.chunks[1].key, b"a stream that is gone")
+        async with Publisher(place, world.codec) as publisher:
+            publish_all(publisher, world)
+            assert await publisher.flush(10.0)
+            assert (publisher.counts.known, publisher.counts.replaced) == (4, 0)
+
+    run(work())

@@ -109,6 +109,7 @@ class Running:
 @asynccontextmanager
 async def running(config: Config, store: Store | None = None) -> AsyncIterator[Running]:
     store = store or MemoryStore(2**28, open_policy("lru"))
+    config.node.data.mkdir(parents=True, exist_ok=True)
     names = NameStore(config.node.data / "names.sqlite")
     try:
         async with (

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from kdn.background import fault, watched
-from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
+from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut, seal_key
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec import open_codec
@@ -219,7 +219,7 @@ def find_codec(settings: Settings, spec: ModelSpec) -> Codec:
         async with open_places(
             settings.url, token=settings.token, client=settings.client
         ) as places:
-            return await codec_for(settings.codec, spec, places)
+            return await codec_for(settings.codec, spec, places, seal_key(settings.secret))
 
     # In a thread of its own: this one may have an event loop that runs.
     with ThreadPoolExecutor(1) as pool:
