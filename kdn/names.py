@@ -8,6 +8,7 @@ read: whoever comes second reads again.
 from __future__ import annotations
 
 import json
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ import aiohttp
 
 from kdn.errors import FormatError, StoreError, UnsupportedError
 from kdn.store.http_answers import Answer, member
+from kdn.store.session import open_session
+from kdn.store.tls import explain
 
 if TYPE_CHECKING:
     from kdn.node.state import Node
@@ -73,9 +76,16 @@ class Names(ABC):
 
 
 class NodeNames(Names):
-    def __init__(self, url: str, *, token: str | None = None, deadline_s: float = DEADLINE_S):
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
         self._url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._token, self._tls = token, tls
         self._deadline_s = deadline_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -136,7 +146,7 @@ class NodeNames(Names):
     ) -> tuple[Answer, dict[str, str]]:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=self._deadline_s)
-            self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers)
+            self._session = open_session(timeout, token=self._token, tls=self._tls)
         try:
             async with self._session.request(
                 method, self._url + path, data=data, headers=headers, allow_redirects=False
@@ -149,7 +159,7 @@ class NodeNames(Names):
                 told = {key: answer.headers.get(key, "") for key in ("ETag", "Kdn-Version")}
                 return Answer(answer.status, bytes(body)), told
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise StoreError(f"{self._url}: {method} failed: {error!r}") from error
+            raise StoreError(f"{self._url}: {method} failed: {explain(error)}") from error
 
 
 class FolderNames(Names):

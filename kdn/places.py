@@ -10,9 +10,11 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kdn.config import ClientSettings, Config, NodeSettings
@@ -22,6 +24,7 @@ from kdn.names import FolderNames, Names, NodeNames
 from kdn.store.base import Store
 from kdn.store.http import HttpStore
 from kdn.store.part import PartStore
+from kdn.store.tls import client_tls
 
 MEMORY_BYTES = 256 << 20
 DISK_BYTES = 50 << 30
@@ -50,18 +53,21 @@ async def open_places(
     *,
     token: str | None = None,
     client: str | None = None,
+    tls_ca: str | None = None,
     memory_bytes: int = MEMORY_BYTES,
     disk_bytes: int = DISK_BYTES,
 ) -> AsyncIterator[Places]:
-    """`token` and `client` are told to nodes; the sizes bound folders."""
+    """`token` and `client` are told to nodes, whose certificates the authority in the PEM file
+    `tls_ca` has signed (None: one that the system knows); the sizes bound folders."""
     every = [where] if isinstance(where, str | Path) else list(where)
     if not every:
         raise UnsupportedError("expected a folder or the URL of a node, found none")
+    node = partial(_open_node, token=token, client=client, tls=client_tls(tls_ca))
     async with AsyncExitStack() as stack:
         opened = []
         for place in every:
             if is_url(place):
-                opened.append(await _open_node(stack, str(place), token, client))
+                opened.append(await node(stack, str(place)))
             else:
                 path = Path(place).expanduser()
                 opened.append(await _open_folder(stack, path, memory_bytes, disk_bytes))
@@ -84,14 +90,19 @@ class _Opened:
 
 
 async def _open_node(
-    stack: AsyncExitStack, url: str, token: str | None, client: str | None
+    stack: AsyncExitStack,
+    url: str,
+    *,
+    token: str | None,
+    client: str | None,
+    tls: ssl.SSLContext | None,
 ) -> _Opened:
     """Nothing is asked of the node yet: one that is away now may be there later."""
     chunks, profiles = (
-        HttpStore(url, collection=collection, token=token, client=client)
+        HttpStore(url, collection=collection, token=token, client=client, tls=tls)
         for collection in ("chunks", "profiles")
     )
-    names = NodeNames(url, token=token)
+    names = NodeNames(url, token=token, tls=tls)
     for one in (chunks, profiles, names):
         stack.push_async_callback(one.close)
     return _Opened(Endpoint(chunks, name=url), profiles, names)

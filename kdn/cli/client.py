@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Own:
+    """Files that prove who asks, and whom to trust; None: as the configuration tells."""
+
+    token_file: Path | None = None
+    secret_file: Path | None = None
+    tls_ca: Path | None = None
+
+
+@dataclass(frozen=True)
 class Door:
     """Where and how to connect, as flags tell; None: as the configuration tells."""
 
@@ -27,6 +36,7 @@ class Door:
     model: str = "smollm2"
     codec: str = "klt"
     quality: str = "default"
+    own: Own = field(default_factory=Own)
 
 
 def run_with(door: Door, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
@@ -34,7 +44,9 @@ def run_with(door: Door, work: Callable[[AsyncClient], Awaitable[None]]) -> None
 
     from kdn.client.asynchronous import AsyncClient
 
-    settings = load_config(door.config).client
+    flags = {f"client.{name}": path for name, path in vars(door.own).items()}
+    settings = load_config(door.config, flags).client
+    credentials = settings.credentials
 
     async def connected() -> None:
         async with AsyncClient(
@@ -42,8 +54,9 @@ def run_with(door: Door, work: Callable[[AsyncClient], Awaitable[None]]) -> None
             model=door.model,
             codec=door.codec,
             quality=as_quality(door.quality),
-            token=settings.token or None,
-            secret=settings.secret.encode() or None,
+            token=credentials.token,
+            secret=credentials.secret,
+            tls_ca=credentials.tls_ca,
         ) as client:
             await work(client)
 

@@ -8,9 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kdn.config import Config, load_config
-
-SECRETS = ("token", "secret", "upstream_token")
+from kdn.config import SECRETS, Config, load_config
 
 
 def show_config(path: Path | None) -> None:

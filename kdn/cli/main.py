@@ -49,6 +49,15 @@ ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="A TOML file; by default kdn.toml if there is one.")
 ]
 UrlOption = Annotated[str | None, typer.Option(help="The node to ask.")]
+TokenOption = Annotated[
+    Path | None, typer.Option(help="Holds the tenant's token; by default client.token_file.")
+]
+SecretOption = Annotated[
+    Path | None, typer.Option(help="Holds the secret; by default client.secret_file.")
+]
+TlsOption = Annotated[
+    Path | None, typer.Option(help="The private authority of the node's certificate, as PEM.")
+]
 WhereOption = Annotated[
     list[str] | None,
     typer.Option(help="A node's URL or a folder, or several; by default client.url."),
@@ -67,12 +76,16 @@ def learn(
     where: WhereOption = None,
     model: ModelOption = "smollm2",
     codec: CodecOption = "klt",
+    token_file: TokenOption = None,
+    secret_file: SecretOption = None,
+    tls_ca: TlsOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Let the model read a text once, for everybody, and give it a name."""
     from kdn.cli import client
 
-    client.learn(client.Door(config, where, model, codec), name, file)
+    own = client.Own(token_file, secret_file, tls_ca)
+    client.learn(client.Door(config, where, model, codec, own=own), name, file)
 
 
 @app.command()
@@ -87,12 +100,16 @@ def ask(
         float | None, typer.Option(help="Seconds; what is not there by then, the model reads.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    token_file: TokenOption = None,
+    secret_file: SecretOption = None,
+    tls_ca: TlsOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Ask about something learned: the answer, what was known, and what had to be read."""
     from kdn.cli import client
 
-    door = client.Door(config, where, model, codec, quality)
+    own = client.Own(token_file, secret_file, tls_ca)
+    door = client.Door(config, where, model, codec, quality, own)
     client.ask(door, name, question, deadline, max_tokens)
 
 
@@ -105,12 +122,16 @@ def explain(
     where: WhereOption = None,
     model: ModelOption = "smollm2",
     codec: CodecOption = "klt",
+    token_file: TokenOption = None,
+    secret_file: SecretOption = None,
+    tls_ca: TlsOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Which chunks of a prompt are known, and why the others are not."""
     from kdn.cli import client
 
-    client.explain(client.Door(config, where, model, codec), prompt_file, raw)
+    own = client.Own(token_file, secret_file, tls_ca)
+    client.explain(client.Door(config, where, model, codec, own=own), prompt_file, raw)
 
 
 @app.command()
@@ -166,11 +187,13 @@ def list_command(
     chunks: Annotated[bool, typer.Option("--chunks", help="Chunks instead of names.")] = False,
     config: ConfigOption = None,
     url: UrlOption = None,
+    token_file: TokenOption = None,
+    tls_ca: TlsOption = None,
 ) -> None:
     """List the names at a node, or its chunks."""
-    from kdn.cli.remote import list_all
+    from kdn.cli.remote import Whom, list_all
 
-    list_all(config, url, prefix, chunks)
+    list_all(Whom(config, url, token_file, tls_ca), prefix, chunks)
 
 
 @app.command()
@@ -178,11 +201,13 @@ def show(
     what: Annotated[str, typer.Argument(help="A name, or the key of a chunk.")],
     config: ConfigOption = None,
     url: UrlOption = None,
+    token_file: TokenOption = None,
+    tls_ca: TlsOption = None,
 ) -> None:
     """Show a name's versions and chunks, or a chunk's levels."""
-    from kdn.cli.remote import show_one
+    from kdn.cli.remote import Whom, show_one
 
-    show_one(config, url, what)
+    show_one(Whom(config, url, token_file, tls_ca), what)
 
 
 @app.command()
@@ -193,11 +218,13 @@ def rm(
     ] = False,
     config: ConfigOption = None,
     url: UrlOption = None,
+    token_file: TokenOption = None,
+    tls_ca: TlsOption = None,
 ) -> None:
     """Delete a name or a chunk at a node."""
-    from kdn.cli.remote import remove
+    from kdn.cli.remote import Whom, remove
 
-    remove(config, url, what, chunks)
+    remove(Whom(config, url, token_file, tls_ca), what, chunks)
 
 
 @app.command(name="config")

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from random import Random
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,7 @@ from kdn.client.learning import FLUSH_S, Learner
 from kdn.client.loading import Loader, usable_chunks
 from kdn.client.options import Options
 from kdn.client.quality import Quality, enough_kld
+from kdn.config import find_credentials
 from kdn.delivery.publish import Publisher
 from kdn.delivery.request import OnProgress, Result
 from kdn.engines.generating import Sampling, TextPieces
@@ -51,7 +53,10 @@ class AsyncClient:
         quality: Quality = "default",
         deadline_s: float | None = None,
         token: str | None = None,
+        token_file: str | Path | None = None,
         secret: bytes | None = None,
+        secret_file: str | Path | None = None,
+        tls_ca: str | Path | None = None,
         client: str | None = None,
         recompute: bool = True,
         audit_share: float = 0.0,
@@ -62,9 +67,12 @@ class AsyncClient:
         assert 0 <= audit_share <= 1
         self.metrics = Metrics()
         self.now_s = clock
-        self._where, self._token, self._client = where, token, client
+        self._where, self._client = where, client
+        self._credentials = find_credentials(
+            token=token, token_file=token_file, secret=secret, secret_file=secret_file,
+            tls_ca=tls_ca,
+        )  # fmt: skip
         self._source, self._codec_name = model, codec
-        self._secret = PUBLIC_SECRET if secret is None else secret
         self._quality, self._deadline_s = quality, deadline_s
         self._recompute = recompute
         self._audit = Audit(audit_share, rng or Random(), self.metrics)
@@ -83,12 +91,14 @@ class AsyncClient:
         return self
 
     async def _open(self) -> None:
-        places = open_places(self._where, token=self._token, client=self._client)
+        own = self._credentials
+        places = open_places(self._where, token=own.token, client=self._client, tls_ca=own.tls_ca)
         self.places = await self._stack.enter_async_context(places)
         model, tokenizer = await asyncio.to_thread(load_pair, self._source)
         spec = await asyncio.to_thread(spec_of, model)
         codec = await codec_for(self._codec_name, spec, self.places)
-        namespace = Namespace(spec.fingerprint, codec.profile_id, secret=self._secret)
+        secret = own.secret or PUBLIC_SECRET
+        namespace = Namespace(spec.fingerprint, codec.profile_id, secret=secret)
         rooms = Rooms(spec, model.dtype)
         self.engine = Engine(model, tokenizer, codec, namespace, Prompts(tokenizer), rooms)
         speeds = None

@@ -33,7 +33,9 @@ from kdn.protocol.frames import (
 )
 from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put
 from kdn.store.http_answers import Answer, entry_of, join, listed, member, unhex
+from kdn.store.session import open_session
 from kdn.store.streaming import Ask, FrameSplitter, Piece
+from kdn.store.tls import explain
 
 MAX_BATCH_KEYS = 4096
 MAX_HEAD_BYTES = 65_536
@@ -78,9 +80,7 @@ class HttpStore(Store):
         one for fair sharing; `tls` is needed only for certificates the system does not know."""
         self._url = url.rstrip("/")
         self._collection = collection
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        if client:
-            self._headers["Kdn-Client"] = client
+        self._token, self._client = token, client
         self._limits = limits or HttpLimits()
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
@@ -161,7 +161,7 @@ class HttpStore(Store):
                     for piece in splitter.feed(data):
                         yield piece
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise StoreError(f"{self._url}: POST failed: {error!r}") from error
+            raise StoreError(f"{self._url}: POST failed: {explain(error)}") from error
         splitter.finish()
 
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
@@ -293,23 +293,20 @@ class HttpStore(Store):
                     raise LimitError(f"{self._url}: expected at most {limit} bytes, found {length}")
                 return Answer(answer.status, await answer.read())
         except (aiohttp.ServerDisconnectedError, ConnectionResetError) as error:
-            raise _CutError(f"{self._url}: {method} was cut off: {error!r}") from error
+            raise _CutError(f"{self._url}: {method} was cut off: {explain(error)}") from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise StoreError(f"{self._url}: {method} failed: {error!r}") from error
+            raise StoreError(f"{self._url}: {method} failed: {explain(error)}") from error
 
     def _open(self) -> aiohttp.ClientSession:
         """Made at the first request: a session belongs to a running loop."""
         if self._session is None:
             limits = self._limits
-            connector = aiohttp.TCPConnector(
-                limit=limits.connections, ssl=True if self._tls is None else self._tls
-            )
             timeout = aiohttp.ClientTimeout(
                 total=limits.deadline_s, connect=limits.connect_s, sock_read=limits.silence_s
             )
-            self._session = aiohttp.ClientSession(
-                connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False,
-                raise_for_status=False,
+            self._session = open_session(
+                timeout, token=self._token, client=self._client, tls=self._tls,
+                connections=limits.connections,
             )  # fmt: skip
         return self._session
 
