@@ -16,7 +16,7 @@ The file is the one given, else `KDN_CONFIG`, else `kdn.toml` in the current fol
     weight = 2.0
 
 A token or secret is given as it is or as the path of a file that holds it; a later source replaces
-it, in whichever way. `find_credentials` is the same for those who read no file: `kdn.connect`, vLLM.
+it, in whichever way. `find_credentials` does the same for `kdn.connect` and vLLM, without a file.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def test_an_answer_that_is_no_http_does_not_show_the_token() -> None:
 
     async def test() -> None:
         server = await asyncio.start_server(babble, "127.0.0.1", 0)
-        url = "http://127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with server, open_places(url, token="T0KEN") as places:
             store = await places.publish_to.store()
             assert isinstance(store, HttpStore)
