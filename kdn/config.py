@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kdn.cache.folder import cache_folder
+from kdn.checked import shown
 from kdn.credentials import Credentials, secret_from, token_from, warn_if_shared
 from kdn.errors import UnsupportedError
 
@@ -246,7 +247,7 @@ def _find_file(path: Path | None, environ: Mapping[str, str]) -> Path | None:
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # of TOML and UTF-8, too
         raise UnsupportedError(f"configuration file {path}: {error}") from error
 
 
@@ -287,7 +288,7 @@ def _convert(name: str, value: Any, kind: str) -> Any:
             raise ValueError
         return Path(value) if kind == "Path" else str(value)
     except (TypeError, ValueError):
-        found = type(value).__name__ if name.split(".")[-1] in SECRETS else repr(value)
+        found = type(value).__name__ if name.split(".")[-1] in SECRETS else shown(value)
         raise UnsupportedError(f"{name}: expected {_KINDS[kind]}, found {found}") from None
 
 
@@ -320,9 +321,15 @@ def _to_int(value: Any) -> int:
     return int(float(number) * _UNITS[(unit or "").lower()]) if unit else int(number)
 
 
-def _tenant(name: str, table: Any) -> TenantSettings:
+def check_tenant_name(name: str) -> None:
     if not _TENANT.fullmatch(name):
-        raise UnsupportedError(f"tenant {name!r}: expected 1 to 64 letters, digits, '.', '_', '-'")
+        raise UnsupportedError(
+            f"tenant {shown(name)}: expected 1 to 64 letters, digits, '.', '_', '-'"
+        )
+
+
+def _tenant(name: str, table: Any) -> TenantSettings:
+    check_tenant_name(name)
     table = _table(f"tenants.{name}", table)
     kinds = {item.name: str(item.type) for item in fields(TenantSettings) if item.name != "name"}
     _check_names(f"setting in [tenants.{name}]", table, kinds)

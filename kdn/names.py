@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 import aiohttp
 
+from kdn.checked import checked_url, shown
 from kdn.errors import FormatError, StoreError, UnsupportedError
 from kdn.store.http_answers import Answer, member
 from kdn.store.session import open_session
@@ -84,7 +85,7 @@ class NodeNames(Names):
         tls: ssl.SSLContext | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        self._url = url.rstrip("/")
+        self._url = checked_url(url).rstrip("/")
         self._token, self._tls = token, tls
         self._deadline_s = deadline_s
         self._session: aiohttp.ClientSession | None = None
@@ -170,7 +171,7 @@ class FolderNames(Names):
         self._tenant = tenant
 
     async def get(self, name: str) -> Named | None:
-        found = await self._node.names.get(self._tenant.name, _checked(name))
+        found = await self._node.names.get(self._tenant.name, checked_name(name))
         if found is None:
             return None
         about, manifest = found
@@ -183,7 +184,12 @@ class FolderNames(Names):
         node, chunks = self._node, chunks_of(manifest)
         try:
             await put_manifest(
-                node, self._tenant, _checked(name), _dump(manifest), chunks, lambda e: e == after
+                node,
+                self._tenant,
+                checked_name(name),
+                _dump(manifest),
+                chunks,
+                lambda e: e == after,
             )
         except Refusal as refusal:
             if refusal.status == 412:
@@ -197,7 +203,7 @@ class FolderNames(Names):
 
         try:
             return await delete_manifest(
-                self._node, self._tenant, _checked(name), lambda etag: True, chunks
+                self._node, self._tenant, checked_name(name), lambda etag: True, chunks
             )
         except Refusal as refusal:
             if refusal.status == 404:
@@ -215,18 +221,18 @@ class FolderNames(Names):
         """Nothing is its own."""
 
 
-def _checked(name: str) -> str:
+def checked_name(name: str) -> str:
     from kdn.node.names_api import is_name
 
-    if not is_name(name):
+    if not isinstance(name, str) or not is_name(name):
         raise UnsupportedError(
-            f"expected a name of 1 to 128 letters, digits, '.', '_', '-', found {name!r}"
+            f"expected a name of 1 to 128 letters, digits, '.', '_', '-', found {shown(name)}"
         )
     return name
 
 
 def _path(name: str) -> str:
-    return f"/v1/names/{quote(_checked(name), safe='')}"
+    return f"/v1/names/{quote(checked_name(name), safe='')}"
 
 
 def _dump(manifest: Manifest) -> bytes:

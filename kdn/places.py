@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from kdn.checked import checked_url, shown
 from kdn.config import ClientSettings, Config, NodeSettings
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.errors import UnsupportedError
@@ -59,9 +60,7 @@ async def open_places(
 ) -> AsyncIterator[Places]:
     """`token` and `client` are told to nodes, whose certificates the authority in the PEM file
     `tls_ca` has signed (None: one that the system knows); the sizes bound folders."""
-    every = [where] if isinstance(where, str | Path) else list(where)
-    if not every:
-        raise UnsupportedError("expected a folder or the URL of a node, found none")
+    every = checked_places(where)
     node = partial(_open_node, token=token, client=client, tls=client_tls(tls_ca))
     async with AsyncExitStack() as stack:
         opened = []
@@ -76,6 +75,19 @@ async def open_places(
         endpoints = Endpoints([one.endpoint for one in opened])
         profiles = tuple(one.profiles for one in opened)
         yield Places(endpoints, first.endpoint, profiles, first.names)
+
+
+def checked_places(where: Where) -> list[Place]:
+    """Each a folder or a node's URL; what looks like another URL is not taken for a folder."""
+    every = [where] if isinstance(where, str | Path) else where
+    if not isinstance(every, Sequence) or not every:
+        raise UnsupportedError("expected a folder or the URL of a node, found none")
+    for place in every:
+        if not isinstance(place, str | Path) or not str(place).strip() or "\0" in str(place):
+            raise UnsupportedError(f"expected a folder or the URL of a node, found {shown(place)}")
+        if is_url(place) or (isinstance(place, str) and "://" in place):
+            checked_url(str(place))
+    return list(every)
 
 
 def is_url(place: Place) -> bool:

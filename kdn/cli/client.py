@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from kdn.checked import checked_deadline, checked_text, shown
 from kdn.config import load_config
 from kdn.errors import FormatError
 
@@ -72,6 +73,9 @@ def as_quality(told: str) -> str | float:
 
 
 def learn(door: Door, name: str, path: Path) -> None:
+    from kdn.names import checked_name
+
+    checked_name(name)
     text = read_text(path)
 
     async def work(client: AsyncClient) -> None:
@@ -87,6 +91,12 @@ def learn(door: Door, name: str, path: Path) -> None:
 
 
 def ask(door: Door, name: str, question: str, deadline_s: float | None, max_tokens: int) -> None:
+    from kdn.names import checked_name
+
+    checked_name(name)
+    checked_text("question", question)
+    checked_deadline(deadline_s, "deadline")
+
     async def work(client: AsyncClient) -> None:
         console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
         answer = client.ask(name, question, deadline_s=deadline_s, max_new_tokens=max_tokens)
@@ -129,6 +139,6 @@ def explain(door: Door, path: Path, raw: bool) -> None:
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FormatError(f"{path}: expected a text file in UTF-8: {error}") from error
+        return checked_text(str(path), path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{shown(str(path))}: expected a text file in UTF-8: {error}") from error

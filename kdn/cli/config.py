@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kdn.config import SECRETS, Config, load_config
+from kdn.config import SECRETS, Config, check_tenant_name, load_config
 
 
 def show_config(path: Path | None) -> None:
@@ -40,6 +40,7 @@ def print_new_token(tenant: str) -> None:
     """The token is shown once; only its hash goes into the file."""
     from kdn.node.tenants import new_token
 
+    check_tenant_name(tenant)
     token, hashed = new_token()
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"# Give this to {tenant}; it is not kept anywhere:", markup=False)

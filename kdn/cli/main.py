@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from kdn.checked import MAX_COUNT
 from kdn.cli.lazy import lazy_group
 from kdn.errors import KdnError
 
@@ -99,7 +100,7 @@ def ask(
     deadline: Annotated[
         float | None, typer.Option(help="Seconds; what is not there by then, the model reads.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Longest answer.")] = 256,
     token_file: TokenOption = None,
     secret_file: SecretOption = None,
     tls_ca: TlsOption = None,
@@ -139,8 +140,10 @@ def demo(
     text: Annotated[
         Path | None, typer.Option(help="A document instead of Python's own manual.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=512, help="Tokens of it to read.")] = 6144,
-    mbit: Annotated[float, typer.Option(min=0.1, help="The node's link, in Mbit/s.")] = 100.0,
+    tokens: Annotated[
+        int, typer.Option(min=512, max=MAX_COUNT, help="Tokens of it to read.")
+    ] = 6144,
+    mbit: Annotated[float, typer.Option(help="The node's link, in Mbit/s.")] = 100.0,
     quality: QualityOption = "0.008",
     out: Annotated[Path, typer.Option(help="Where the timeline goes.")] = Path("kdn-demo.png"),
 ) -> None:
@@ -159,9 +162,9 @@ def calibrate(
     out: Annotated[Path | None, typer.Option(help="Where to write the profile.")] = None,
 ) -> None:
     """Make the profile that the klt codec needs for a model."""
-    from kdn.calibrate import run
+    from kdn.calibrate import make_profile
 
-    run(model, text=text, out=out)
+    make_profile(model, text=text, out=out)
 
 
 @app.command()
@@ -256,15 +259,17 @@ def spread(arguments: list[str]) -> list[str]:
     return result
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Entry point: what kdn refuses is one clear line, not a traceback."""
     try:
-        app(spread(sys.argv[1:]))
+        app(spread(sys.argv[1:] if arguments is None else arguments))
     except KdnError as error:
         from rich.console import Console
         from rich.text import Text
 
-        Console(stderr=True, soft_wrap=True).print(Text(f"kdn: {error}", style="red"))
+        # One line, in what a terminal can show, whatever a file name is made of.
+        line = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
+        Console(stderr=True, soft_wrap=True).print(Text(f"kdn: {line}", style="red"))
         sys.exit(1)
 
 

@@ -16,8 +16,10 @@ from urllib.parse import quote, urlencode, urlsplit
 from rich.console import Console
 from rich.table import Table
 
+from kdn.checked import checked_text, checked_url
 from kdn.config import ClientSettings, load_config
-from kdn.errors import StoreError, UnsupportedError
+from kdn.errors import StoreError
+from kdn.names import checked_name
 from kdn.store.tls import client_tls, explain
 
 _KEY = re.compile(r"[0-9a-f]{32}")
@@ -28,11 +30,8 @@ class Remote:
     """Asks a node, one request per connection: these commands are for people."""
 
     def __init__(self, settings: ClientSettings):
-        parts = urlsplit(settings.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UnsupportedError(f"expected the URL of a node, found {settings.url!r}")
         self._settings = settings
-        self._parts = parts
+        self._parts = urlsplit(checked_url(settings.url))
         own = settings.credentials
         self._headers = {"Authorization": f"Bearer {own.token}"} if own.token else {}
         self._tls = client_tls(own.tls_ca)
@@ -106,7 +105,7 @@ def _remote(whom: Whom) -> Remote:
 
 def list_all(whom: Whom, prefix: str, chunks: bool) -> None:
     remote = _remote(whom)
-    query = {"prefix": prefix} if prefix else {}
+    query = {"prefix": checked_text("prefix", prefix)} if prefix else {}
     if chunks:
         table = Table("chunk", "bytes", "after", "saves")
         for item in remote.pages("/v1/chunks", "objects", **query):
@@ -129,6 +128,7 @@ def show_one(whom: Whom, what: str) -> None:
 
 
 def _show_name(remote: Remote, name: str) -> None:
+    checked_name(name)
     history = remote.ask_json("GET", f"/v1/names/{quote(name, safe='')}/history")
     manifest = remote.ask_json("GET", f"/v1/names/{quote(name, safe='')}")
     if history is None or manifest is None:
@@ -176,6 +176,7 @@ def remove(whom: Whom, what: str, chunks: bool) -> None:
             raise StoreError(f"there is no chunk {what} here")
         console.print(f"deleted chunk {what}")
         return
+    checked_name(what)
     answer = remote.ask_json(
         "DELETE", f"/v1/names/{quote(what, safe='')}?chunks={'true' if chunks else 'false'}"
     )

@@ -18,15 +18,25 @@ from types import TracebackType
 from typing import Any
 
 from kdn.cache.keys import CHUNK_TOKENS, PUBLIC_SECRET, Chunk, Namespace, Tokens, cut
-from kdn.cache.tensors import KVCache
+from kdn.checked import (
+    MAX_WAIT_S,
+    checked_choice,
+    checked_client,
+    checked_number,
+    checked_text,
+    checked_texts,
+    checked_tokens,
+    shown,
+)
 from kdn.client.answers import Answer, Learned, Loaded, Metrics, Stats
 from kdn.client.audit import Audit
 from kdn.client.conversation import Conversation
-from kdn.client.engine import Context, Engine, ModelSource, load_pair
+from kdn.client.engine import Context, Engine, ModelSource, check_source, load_pair, values_of_cache
 from kdn.client.learning import FLUSH_S, Learner
 from kdn.client.loading import Loader, usable_chunks
 from kdn.client.options import Options
-from kdn.client.quality import Quality, enough_kld
+from kdn.client.quality import Quality
+from kdn.codec import CODECS
 from kdn.config import find_credentials
 from kdn.delivery.publish import Publisher
 from kdn.delivery.request import OnProgress, Result
@@ -35,9 +45,10 @@ from kdn.engines.growing import Room, Rooms
 from kdn.engines.prompts import PLAIN, Knowledge, Prompts
 from kdn.engines.reading import pieces
 from kdn.engines.speeds import measured_speeds
-from kdn.engines.transformers import from_dynamic_cache, spec_of
-from kdn.errors import FormatError, MismatchError, StoreError
-from kdn.places import Places, Where, open_places
+from kdn.engines.transformers import spec_of
+from kdn.errors import FormatError, MismatchError, StoreError, UnsupportedError
+from kdn.names import checked_name
+from kdn.places import Places, Where, checked_places, open_places
 from kdn.shared_profiles import codec_for, share_profile
 
 
@@ -63,8 +74,12 @@ class AsyncClient:
         rng: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        enough_kld(quality)
-        assert 0 <= audit_share <= 1
+        checked_places(where)
+        check_source(model)
+        checked_choice("codec", codec, CODECS)
+        Options(quality, deadline_s)
+        checked_client(client)
+        checked_number("audit_share", audit_share, 0, 1)
         self.metrics = Metrics()
         self.now_s = clock
         self._where, self._client = where, client
@@ -126,7 +141,11 @@ class AsyncClient:
         """Let the model read a text, token ids or messages, publish what nobody has yet, and give
         it a name. Returns when it is stored."""
         began_s = self.now_s()
+        checked_name(name)
+        if isinstance(what, str):
+            checked_text("what", what)
         tokens, style = self.engine.prompts.learn(what)
+        checked_tokens("what", tokens, self.engine.codec.spec.vocab_size)
         chunks = cut(tokens, self.engine.namespace)
         known = await self.learner.num_known(chunks)
         computed = 0
@@ -150,6 +169,7 @@ class AsyncClient:
     ) -> Loaded:
         """The cache of the longest beginning of these tokens that is known."""
         options = Options(quality, deadline_s, on_progress=on_progress)
+        checked_tokens("tokens", tokens, self.engine.codec.spec.vocab_size)
         chunks = await self.loader.known_chunks(tokens)
         if not chunks:
             return Loaded(None, 0, None, self.engine.config)
@@ -173,6 +193,8 @@ class AsyncClient:
         on_progress: OnProgress | None = None,
     ) -> Answer:
         """The answer to a question about something learned, as it is made."""
+        checked_name(name)
+        checked_text("question", question)
         sampling = Sampling(max_new_tokens, temperature, seed)
         stats = Stats()
         options = Options(quality, deadline_s, sampling, on_progress)
@@ -201,12 +223,14 @@ class AsyncClient:
     ) -> list[str]:
         """Answers to several questions about one thing: delivered once, answered as a batch."""
         stats, options = Stats(), Options(quality, deadline_s)
+        sampling = Sampling(max_new_tokens)
+        questions = checked_texts("questions", questions)
         tokens, style = await self.named(name)
         context = await self.context_of(tokens, options, stats)
         rest = tokens[context.num_tokens :]
         rows = [[*rest, *self.engine.prompts.ask(question, style)] for question in questions]
         stats.computed_tokens += sum(map(len, rows))
-        answers = await self.engine.answer_all(context, rows, Sampling(max_new_tokens))
+        answers = await self.engine.answer_all(context, rows, sampling)
         self.engine.leave(context)
         self.metrics.count(stats)
         return [self.engine.text(answer) for answer in answers]
@@ -223,6 +247,8 @@ class AsyncClient:
     ) -> Conversation:
         """Questions that build on each other, about something learned or about nothing yet."""
         sampling = Sampling(max_new_tokens, temperature, seed)
+        if name is not None:
+            checked_name(name)
         return Conversation(self, name, Options(quality, deadline_s, sampling))
 
     async def publish(self, tokens: Tokens, cache: Any, *, after: Loaded | None = None) -> int:
@@ -231,7 +257,11 @@ class AsyncClient:
         `after` is what it went on from, if that was loaded: what was computed on top of losses is
         not published. Returns how many chunks are on their way; `flush` waits for them.
         """
-        values = cache if isinstance(cache, KVCache) else from_dynamic_cache(cache)
+        spec = self.engine.codec.spec
+        checked_tokens("tokens", tokens, spec.vocab_size)
+        if after is not None and not isinstance(after, Loaded):
+            raise UnsupportedError(f"after: expected what was loaded, found {shown(after)}")
+        values = values_of_cache(cache, spec)
         known, exact = 0, True
         if after is not None and after.result is not None:
             known = after.num_tokens
@@ -241,11 +271,13 @@ class AsyncClient:
 
     async def flush(self, deadline_s: float = FLUSH_S) -> bool:
         """Wait until all that was published is stored; False if that took too long."""
-        return await self.learner.publisher.flush(deadline_s)
+        return await self.learner.publisher.flush(
+            checked_number("deadline_s", deadline_s, 0, MAX_WAIT_S)
+        )
 
     async def forget(self, name: str) -> bool:
         """Forget a name, and the chunks that only it used. False if there is none."""
-        return await self.places.names.delete(name) is not None
+        return await self.places.names.delete(checked_name(name)) is not None
 
     # for conversations, too
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 
+from kdn.checked import checked_url
 from kdn.errors import (
     FormatError,
     LimitError,
@@ -78,7 +79,7 @@ class HttpStore(Store):
     ) -> None:
         """`url` is the node's, as http://127.0.0.1:8700; `token` the tenant's; `client` names this
         one for fair sharing; `tls` is needed only for certificates the system does not know."""
-        self._url = url.rstrip("/")
+        self._url = checked_url(url).rstrip("/")
         self._collection = collection
         self._token, self._client = token, client
         self._limits = limits or HttpLimits()

@@ -110,7 +110,11 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        return cls.from_bytes(path.read_bytes())
+        try:
+            data = path.read_bytes()
+        except (OSError, ValueError) as error:
+            raise FormatError(f"{path}: expected a {FORMAT}: {error}") from error
+        return cls.from_bytes(data)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Profile:
