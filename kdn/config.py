@@ -8,11 +8,15 @@ The file is the one given, else `KDN_CONFIG`, else `kdn.toml` in the current fol
 
     [node]                       # KDN_NODE_HOST, KDN_NODE_PORT, ...
     host = "127.0.0.1"
-    [client]                     # KDN_CLIENT_URL, KDN_CLIENT_TOKEN
+    [client]                     # KDN_CLIENT_URL, KDN_CLIENT_TOKEN, KDN_CLIENT_TOKEN_FILE, ...
     url = "http://127.0.0.1:8470"
+    token_file = "/etc/kdn/token"
     [tenants.research]           # only in the file; see `kdn config --new-token`
     tokens = ["sha256:..."]      # may publish; also read_tokens, operate_tokens
     weight = 2.0
+
+A token or secret is given as it is or as the path of a file that holds it; a later source replaces
+it, in whichever way. `find_credentials` does the same for `kdn.connect` and vLLM, without a file.
 """
 
 from __future__ import annotations
@@ -21,13 +25,17 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kdn.cache.folder import cache_folder
+from kdn.checked import shown
+from kdn.credentials import Credentials, secret_from, token_from, warn_if_shared
 from kdn.errors import UnsupportedError
+
+T = TypeVar("T")
 
 DEFAULT_FILE = "kdn.toml"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -36,6 +44,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?(?:b|bit)?", re.IGNORECASE)
 _TOKEN = re.compile(r"sha256:[0-9a-f]{64}")
 TOKEN_LISTS = ("read_tokens", "tokens", "operate_tokens")
 """Of a tenant, by what they may do."""
+SECRETS = ("token", "secret", "upstream_token")
+"""Settings that are never shown. Each has a twin that names a file: `token_file`, ..."""
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -55,7 +65,10 @@ class NodeSettings:
     policy: str = "cost"
     upstream: str = ""
     """URL of a node behind this one."""
-    upstream_token: str = ""
+    upstream_token: str = field(default="", repr=False)
+    upstream_token_file: str = ""
+    upstream_tls_ca: str = ""
+    """A PEM file: the authority that signed the upstream's certificate, if a private one did."""
     egress_bits_per_s: int = 0
     egress_trace: str = ""
     """A recorded trace that shapes egress, for tests and benchmarks."""
@@ -92,6 +105,14 @@ class NodeSettings:
     """For responses in flight to finish when the node is told to stop."""
     log_level: str = "info"
 
+    @property
+    def upstream_credentials(self) -> Credentials:
+        """Read from their files now."""
+        token = token_from(
+            self.upstream_token or None, self.upstream_token_file or None, "upstream_token"
+        )
+        return Credentials(token, tls_ca=self.upstream_tls_ca or None)
+
 
 @dataclass(frozen=True)
 class ClientSettings:
@@ -99,10 +120,24 @@ class ClientSettings:
 
     url: str = "http://127.0.0.1:8470"
     """Or, for `kdn learn`, `ask` and `explain`, a folder."""
-    token: str = ""
-    secret: str = ""
+    token: str = field(default="", repr=False)
+    token_file: str = ""
+    secret: str = field(default="", repr=False)
     """Names chunks so that only those who have it find them; never sent to a node."""
+    secret_file: str = ""
+    tls_ca: str = ""
+    """A PEM file: the authority that signed the nodes' certificates, if a private one did."""
     timeout_s: float = 30.0
+
+    @property
+    def credentials(self) -> Credentials:
+        """Read from their files now."""
+        secret = self.secret.encode("utf-8", "surrogateescape")  # any bytes of the environment
+        return Credentials(
+            token_from(self.token or None, self.token_file or None),
+            secret_from(secret or None, self.secret_file or None),
+            self.tls_ca or None,
+        )
 
 
 @dataclass(frozen=True)
@@ -152,24 +187,74 @@ def load_config(
     sources: dict[str, str] = {}
     sections: dict[str, Any] = {}
     for name, kind in (("node", NodeSettings), ("client", ClientSettings)):
-        known = {item.name: item.type for item in fields(kind)}
-        given = dict.fromkeys((f"{name}.{key}" for key in known), "default")
-        values: dict[str, Any] = {}
         table = _table(name, tables.get(name, {}))
-        _check_names(f"setting in [{name}]", table, known)
-        layers = [(str(path), table), *_from_environment(name, known, environ)]
-        layers.append(("flag", _from_flags(name, flags or {})))
-        for source, layer in layers:
-            for key, value in layer.items():
-                values[key] = _convert(f"{name}.{key}", value, str(known[key]))
-                given[f"{name}.{key}"] = source if source != "flag" else f"--{key}"
-        sections[name] = kind(**values)
+        layers = [
+            {key: (value, str(path)) for key, value in table.items()},
+            _from_environment(name, kind, environ),
+            _from_flags(name, flags or {}),
+        ]
+        sections[name], given = _section(name, kind, layers)
         sources |= given
+    if path and any(sources.get(f"{s}.{key}") == str(path) for s in sections for key in SECRETS):
+        warn_if_shared(path.stat().st_mode, "configuration file", path)
     tenants = tuple(
         _tenant(name, table) for name, table in _table("tenants", tables.get("tenants", {})).items()
     )
     _check_tokens_differ(tenants)
     return Config(sections["node"], sections["client"], tenants, sources)
+
+
+def find_credentials(
+    *,
+    token: str | None = None,
+    token_file: str | Path | None = None,
+    secret: bytes | None = None,
+    secret_file: str | Path | None = None,
+    tls_ca: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Credentials:
+    """What was given; what was not, as the environment has it (KDN_CLIENT_TOKEN, ...)."""
+    environ = os.environ if environ is None else environ
+    settings, _ = _section(
+        "client", ClientSettings, [_from_environment("client", ClientSettings, environ)]
+    )
+    own = Credentials(token_from(token, token_file), secret_from(secret, secret_file))
+    if own.token is not None:  # files that are not needed need not be there
+        settings = replace(settings, token="", token_file="")
+    if own.secret is not None:
+        settings = replace(settings, secret="", secret_file="")
+    other = settings.credentials
+    ca = other.tls_ca if tls_ca is None else _convert("tls_ca", tls_ca, "str")
+    return Credentials(own.token or other.token, own.secret or other.secret, ca)
+
+
+_Layer = Mapping[str, tuple[Any, str]]
+"""Setting to (value, where it came from)."""
+
+
+def _section(name: str, kind: type[T], layers: Sequence[_Layer]) -> tuple[T, dict[str, str]]:
+    """A section of which later layers win, and where each setting came from."""
+    known = {item.name: str(item.type) for item in fields(kind)}  # type: ignore[arg-type]
+    sources = dict.fromkeys(known, "default")
+    values: dict[str, Any] = {}
+    for layer in layers:
+        _check_names(f"setting in [{name}]", layer, known)
+        for key, (value, source) in layer.items():
+            values[key] = _convert(f"{name}.{key}", value, known[key])
+            sources[key] = source
+            if (twin := _twin(key)) in known:
+                if twin in layer:
+                    raise UnsupportedError(f"{name}: expected {key} or {twin}, found both")
+                values.pop(twin, None)
+                sources[twin] = "default"
+    return kind(**values), {f"{name}.{key}": source for key, source in sources.items()}
+
+
+def _twin(key: str) -> str:
+    """The other way to give a token or secret; of other settings, no setting's name."""
+    if key in SECRETS:
+        return f"{key}_file"
+    return key.removesuffix("_file") if key.removesuffix("_file") in SECRETS else ""
 
 
 def _find_file(path: Path | None, environ: Mapping[str, str]) -> Path | None:
@@ -183,29 +268,29 @@ def _find_file(path: Path | None, environ: Mapping[str, str]) -> Path | None:
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # of TOML and UTF-8, too
         raise UnsupportedError(f"configuration file {path}: {error}") from error
 
 
-def _from_environment(
-    section: str, known: Mapping[str, Any], environ: Mapping[str, str]
-) -> list[tuple[str, dict[str, str]]]:
+def _from_environment(section: str, kind: type, environ: Mapping[str, str]) -> _Layer:
+    known = {item.name for item in fields(kind)}
     prefix = f"KDN_{section.upper()}_"
     found = {name: value for name, value in environ.items() if name.startswith(prefix)}
     names = {name: name.removeprefix(prefix).lower() for name in found}
     for variable, name in names.items():
         if name not in known:
             raise UnsupportedError(f"environment variable {variable}: there is no such setting")
-    return [(variable, {name: found[variable]}) for variable, name in names.items()]
+    return {name: (found[variable], variable) for variable, name in names.items()}
 
 
-def _from_flags(section: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+def _from_flags(section: str, flags: Mapping[str, Any]) -> _Layer:
     prefix = f"{section}."
-    return {
+    given = {
         name.removeprefix(prefix): value
         for name, value in flags.items()
         if name.startswith(prefix) and value is not None
     }
+    return {name: (value, f"--{name.replace('_', '-')}") for name, value in given.items()}
 
 
 def _convert(name: str, value: Any, kind: str) -> Any:
@@ -224,7 +309,8 @@ def _convert(name: str, value: Any, kind: str) -> Any:
             raise ValueError
         return Path(value) if kind == "Path" else str(value)
     except (TypeError, ValueError):
-        raise UnsupportedError(f"{name}: expected {_KINDS[kind]}, found {value!r}") from None
+        found = type(value).__name__ if name.split(".")[-1] in SECRETS else shown(value)
+        raise UnsupportedError(f"{name}: expected {_KINDS[kind]}, found {found}") from None
 
 
 _KINDS = {
@@ -256,9 +342,15 @@ def _to_int(value: Any) -> int:
     return int(float(number) * _UNITS[(unit or "").lower()]) if unit else int(number)
 
 
-def _tenant(name: str, table: Any) -> TenantSettings:
+def check_tenant_name(name: str) -> None:
     if not _TENANT.fullmatch(name):
-        raise UnsupportedError(f"tenant {name!r}: expected 1 to 64 letters, digits, '.', '_', '-'")
+        raise UnsupportedError(
+            f"tenant {shown(name)}: expected 1 to 64 letters, digits, '.', '_', '-'"
+        )
+
+
+def _tenant(name: str, table: Any) -> TenantSettings:
+    check_tenant_name(name)
     table = _table(f"tenants.{name}", table)
     kinds = {item.name: str(item.type) for item in fields(TenantSettings) if item.name != "name"}
     _check_names(f"setting in [tenants.{name}]", table, kinds)
@@ -306,5 +398,5 @@ def _check_names(what: str, found: Mapping[str, Any], known: Any) -> None:
 
 def _table(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UnsupportedError(f"[{name}]: expected a table, found {value!r}")
+        raise UnsupportedError(f"[{name}]: expected a table, found {type(value).__name__}")
     return value

@@ -8,6 +8,7 @@ read: whoever comes second reads again.
 from __future__ import annotations
 
 import json
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -16,10 +17,13 @@ from urllib.parse import quote
 
 import aiohttp
 
+from kdn.checked import checked_url, shown
 from kdn.errors import FormatError, StoreError, UnsupportedError
 from kdn.manifests import Manifest
 from kdn.protocol.limits import MAX_MANIFEST_BYTES
 from kdn.store.http_answers import Answer, member
+from kdn.store.session import open_session
+from kdn.store.tls import explain
 
 if TYPE_CHECKING:
     from kdn.node.state import Node
@@ -72,9 +76,16 @@ class Names(ABC):
 
 
 class NodeNames(Names):
-    def __init__(self, url: str, *, token: str | None = None, deadline_s: float = DEADLINE_S):
-        self._url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self._url = checked_url(url).rstrip("/")
+        self._token, self._tls = token, tls
         self._deadline_s = deadline_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -135,7 +146,7 @@ class NodeNames(Names):
     ) -> tuple[Answer, dict[str, str]]:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=self._deadline_s)
-            self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers)
+            self._session = open_session(timeout, token=self._token, tls=self._tls)
         try:
             async with self._session.request(
                 method, self._url + path, data=data, headers=headers, allow_redirects=False
@@ -148,7 +159,7 @@ class NodeNames(Names):
                 told = {key: answer.headers.get(key, "") for key in ("ETag", "Kdn-Version")}
                 return Answer(answer.status, bytes(body)), told
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise StoreError(f"{self._url}: {method} failed: {error!r}") from error
+            raise StoreError(f"{self._url}: {method} failed: {explain(error)}") from error
 
 
 class FolderNames(Names):
@@ -159,7 +170,7 @@ class FolderNames(Names):
         self._tenant = tenant
 
     async def get(self, name: str) -> Named | None:
-        found = await self._node.names.get(self._tenant.name, _checked(name))
+        found = await self._node.names.get(self._tenant.name, checked_name(name))
         if found is None:
             return None
         about, manifest = found
@@ -171,7 +182,7 @@ class FolderNames(Names):
 
         try:
             await put_manifest(
-                self._node, self._tenant, _checked(name), _dump(manifest), lambda e: e == after
+                self._node, self._tenant, checked_name(name), _dump(manifest), lambda e: e == after
             )
         except Refusal as refusal:
             if refusal.status == 412:
@@ -185,7 +196,7 @@ class FolderNames(Names):
 
         try:
             return await delete_manifest(
-                self._node, self._tenant, _checked(name), lambda etag: True, chunks
+                self._node, self._tenant, checked_name(name), lambda etag: True, chunks
             )
         except Refusal as refusal:
             if refusal.status == 404:
@@ -203,18 +214,18 @@ class FolderNames(Names):
         """Nothing is its own."""
 
 
-def _checked(name: str) -> str:
+def checked_name(name: str) -> str:
     from kdn.node.names_api import is_name
 
-    if not is_name(name):
+    if not isinstance(name, str) or not is_name(name):
         raise UnsupportedError(
-            f"expected a name of 1 to 128 letters, digits, '.', '_', '-', found {name!r}"
+            f"expected a name of 1 to 128 letters, digits, '.', '_', '-', found {shown(name)}"
         )
     return name
 
 
 def _path(name: str) -> str:
-    return f"/v1/names/{quote(_checked(name), safe='')}"
+    return f"/v1/names/{quote(checked_name(name), safe='')}"
 
 
 def _dump(manifest: Manifest) -> bytes:

@@ -10,11 +10,14 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from kdn.checked import checked_url, shown
 from kdn.config import ClientSettings, Config, NodeSettings
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.errors import UnsupportedError
@@ -22,6 +25,7 @@ from kdn.names import FolderNames, Names, NodeNames
 from kdn.store.base import Store
 from kdn.store.http import HttpStore
 from kdn.store.part import PartStore
+from kdn.store.tls import client_tls
 
 MEMORY_BYTES = 256 << 20
 DISK_BYTES = 50 << 30
@@ -50,18 +54,19 @@ async def open_places(
     *,
     token: str | None = None,
     client: str | None = None,
+    tls_ca: str | None = None,
     memory_bytes: int = MEMORY_BYTES,
     disk_bytes: int = DISK_BYTES,
 ) -> AsyncIterator[Places]:
-    """`token` and `client` are told to nodes; the sizes bound folders."""
-    every = [where] if isinstance(where, str | Path) else list(where)
-    if not every:
-        raise UnsupportedError("expected a folder or the URL of a node, found none")
+    """`token` and `client` are told to nodes, whose certificates the authority in the PEM file
+    `tls_ca` has signed (None: one that the system knows); the sizes bound folders."""
+    every = checked_places(where)
+    node = partial(_open_node, token=token, client=client, tls=client_tls(tls_ca))
     async with AsyncExitStack() as stack:
         opened = []
         for place in every:
             if is_url(place):
-                opened.append(await _open_node(stack, str(place), token, client))
+                opened.append(await node(stack, str(place)))
             else:
                 path = Path(place).expanduser()
                 opened.append(await _open_folder(stack, path, memory_bytes, disk_bytes))
@@ -70,6 +75,19 @@ async def open_places(
         endpoints = Endpoints([one.endpoint for one in opened])
         profiles = tuple(one.profiles for one in opened)
         yield Places(endpoints, first.endpoint, profiles, first.names)
+
+
+def checked_places(where: Where) -> list[Place]:
+    """Each a folder or a node's URL; what looks like another URL is not taken for a folder."""
+    every = [where] if isinstance(where, str | Path) else where
+    if not isinstance(every, Sequence) or not every:
+        raise UnsupportedError("expected a folder or the URL of a node, found none")
+    for place in every:
+        if not isinstance(place, str | Path) or not str(place).strip() or "\0" in str(place):
+            raise UnsupportedError(f"expected a folder or the URL of a node, found {shown(place)}")
+        if is_url(place) or (isinstance(place, str) and "://" in place):
+            checked_url(str(place))
+    return list(every)
 
 
 def is_url(place: Place) -> bool:
@@ -84,14 +102,19 @@ class _Opened:
 
 
 async def _open_node(
-    stack: AsyncExitStack, url: str, token: str | None, client: str | None
+    stack: AsyncExitStack,
+    url: str,
+    *,
+    token: str | None,
+    client: str | None,
+    tls: ssl.SSLContext | None,
 ) -> _Opened:
     """Nothing is asked of the node yet: one that is away now may be there later."""
     chunks, profiles = (
-        HttpStore(url, collection=collection, token=token, client=client)
+        HttpStore(url, collection=collection, token=token, client=client, tls=tls)
         for collection in ("chunks", "profiles")
     )
-    names = NodeNames(url, token=token)
+    names = NodeNames(url, token=token, tls=tls)
     for one in (chunks, profiles, names):
         stack.push_async_callback(one.close)
     return _Opened(Endpoint(chunks, name=url), profiles, names)

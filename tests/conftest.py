@@ -1,7 +1,9 @@
-"""Shared by all tests: tiny random models of any family, and the real SmolLM2."""
+"""Shared by all tests: tiny random models of any family, the real SmolLM2, and a certificate."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -49,3 +51,19 @@ def smollm2() -> tuple[Any, Any]:
     from kdn.engines.models import load_model
 
     return load_model("smollm2")
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Of 127.0.0.1, signed by itself, and its key: PEM files."""
+    folder = tmp_path_factory.mktemp("tls")
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl to make a certificate")
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-nodes", "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return cert, key

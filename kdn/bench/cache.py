@@ -20,11 +20,12 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
+from kdn.bench import options
 from kdn.bench.cache_replay import Replay
 from kdn.bench.cache_report import OPTIMUM, Row, plot, print_report, write_json
 from kdn.bench.cache_traces import load_trace
+from kdn.bench.options import JsonFile, PlotFile
 from kdn.bench.report import report_console
-from kdn.errors import UnsupportedError
 from kdn.store.evict import POLICIES
 
 SHARES = (0.01, 0.05, 0.2)
@@ -34,19 +35,16 @@ Job = tuple[Path, int, str, float]
 
 def run(
     requests: Annotated[
-        list[Path], typer.Option(help="Request traces (.jsonl, .jsonl.gz); repeatable.")
+        list[Path], options.files("Request traces (.jsonl, .jsonl.gz); repeatable.")
     ],
     policies: Annotated[str, typer.Option(help="Comma-separated names.")] = ",".join(POLICIES),
-    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all as JSON.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw it as PNG.")] = None,
-    seed: Annotated[int, typer.Option(help="Chooses when recorded sessions begin.")] = 0,
+    jobs: Annotated[int, options.count(0, "Processes; 0: one per core.")] = 0,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    seed: Annotated[int, options.seed("Chooses when recorded sessions begin.")] = 0,
 ) -> None:
     """Token hit ratio of each eviction policy on recorded requests, beside the optimum."""
-    names = [name.strip() for name in policies.split(",")]
-    for name in names:
-        if name not in POLICIES:
-            raise UnsupportedError(f"expected policies of {', '.join(POLICIES)}, found {name!r}")
+    names = options.words("policies", policies, tuple(POLICIES))
     todo = [
         (path, seed, name, share)
         for path in dict.fromkeys(requests)

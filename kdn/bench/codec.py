@@ -15,8 +15,10 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
+from kdn.bench import options
 from kdn.bench.calibration import Calibration
 from kdn.bench.measure import measure
+from kdn.bench.options import JsonFile, PlotFile
 from kdn.bench.report import hardware, plot, print_report, report_console, write_json
 from kdn.bench.rivals import NAMES, open_rivals
 from kdn.cache.keys import TAIL_MULTIPLE
@@ -38,36 +40,36 @@ OVERLAP_WARNING = 0.05
 
 def run(
     text: Annotated[
-        list[Path] | None, typer.Option(help="Text to measure on (.txt, .jsonl, .gz); repeatable.")
+        list[Path] | None, options.files("Text to measure on (.txt, .jsonl, .gz); repeatable.")
     ] = None,
     codecs: Annotated[str, typer.Option(help="Comma-separated names.")] = ",".join(NAMES),
-    context: Annotated[int, typer.Option(min=512, help="Tokens of each context.")] = 3072,
-    contexts: Annotated[int, typer.Option(min=1, help="Contexts of each text.")] = 4,
-    continuation: Annotated[int, typer.Option(min=1, help="Tokens scored after each.")] = 128,
+    context: Annotated[int, options.count(512, "Tokens of each context.")] = 3072,
+    contexts: Annotated[int, options.count(1, "Contexts of each text.")] = 4,
+    continuation: Annotated[int, options.count(1, "Tokens scored after each.")] = 128,
     calibration: Annotated[
-        list[Path] | None, typer.Option(help="Text to fit kvtc and cachegen on; repeatable.")
+        list[Path] | None, options.files("Text to fit kvtc and cachegen on; repeatable.")
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(min=1, help="About so many of it.")] = 25_000,
-    profile: Annotated[Path | None, typer.Option(help="A klt profile to use instead.")] = None,
+    calibration_tokens: Annotated[int, options.count(1, "About so many of it.")] = 25_000,
+    profile: Annotated[Path | None, options.files("A klt profile to use instead.")] = None,
     model: Annotated[str, typer.Option(help="smollm2, a folder, or a hub name.")] = "smollm2",
     device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all as JSON.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw it as PNG.")] = None,
-    seed: Annotated[int, typer.Option(help="Chooses the contexts.")] = 0,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    seed: Annotated[int, options.seed("Chooses the contexts.")] = 0,
 ) -> None:
     """Rate, quality and speed of every codec on a real model."""
     if context % TAIL_MULTIPLE:
         raise UnsupportedError(f"expected a context of a multiple of {TAIL_MULTIPLE} tokens")
-    loaded, tokenizer = load_model(model, device=device)
+    chosen = options.words("codecs", codecs, NAMES)
+    texts = list(_unique(map(load_text, text) if text else default_texts()))
+    fitted = [load_text(path) for path in calibration or ()] or default_calibration()
+    loaded, tokenizer = load_model(model, device=options.device(device))
     spec = spec_of(loaded)
     samples = [
         Sample.of(part, part.tokens(tokenizer), context, contexts, continuation, seed)
-        for part in _unique(map(load_text, text) if text else default_texts())
+        for part in texts
     ]
-    learnt = [
-        (part, part.tokens(tokenizer))
-        for part in (map(load_text, calibration) if calibration else default_calibration())
-    ]
+    learnt = [(part, part.tokens(tokenizer)) for part in fitted]
     shared = {s.name: max(overlap(s.tokens, ids) for _, ids in learnt) for s in samples}
     notes = _notes(samples, shared, contexts)
     with _progress() as progress:
@@ -78,7 +80,7 @@ def run(
             track=lambda windows: iter(progress.track(windows, description="calibrating")),
             klt_profile=profile,
         )  # fmt: skip
-        rivals = open_rivals([name.strip() for name in codecs.split(",")], spec, fit)
+        rivals = open_rivals(chosen, spec, fit)
         rows = list(measure(loaded, rivals, samples, progress))
     facts = hardware(device)
     extra: dict[str, Any] = {

@@ -25,9 +25,12 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
+from kdn.bench import options
 from kdn.bench.delivery_models import CHUNK_TOKENS, MACHINES, Machine, offers_of
 from kdn.bench.delivery_report import Row, document, plot, print_report, write_json
+from kdn.bench.options import JsonFile, PlotFile
 from kdn.bench.report import report_console
+from kdn.checked import shown
 from kdn.delivery.estimate import UNKNOWN, Estimator, LastBytes
 from kdn.delivery.oracle import Oracle
 from kdn.delivery.plan import Link
@@ -39,6 +42,7 @@ from kdn.errors import UnsupportedError
 GBIT = 1e9 / 8
 RATES_GBIT = (0.05, 0.2, 1.0, 5.0, 25.0)
 CONTEXTS = "2048,8192,32768"
+MAX_TOKENS = 1 << 20
 FACTORS = (1.1, 1.5, 2.0, 4.0)
 LATENCY_S = 0.01
 TRACE_SECONDS = 20
@@ -52,20 +56,15 @@ def run(
     traces: Annotated[Path, typer.Option(help="Folder of network traces (t_s,mbps), *.csv.")],
     policies: Annotated[str, typer.Option(help="Comma-separated names.")] = ",".join(POLICIES),
     contexts: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = CONTEXTS,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all as JSON.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw it as PNG.")] = None,
-    seed: Annotated[int, typer.Option(help="Chooses starts, sizes and speeds.")] = 0,
+    jobs: Annotated[int, options.count(0, "Processes; 0: one per core.")] = 0,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    seed: Annotated[int, options.seed("Chooses starts, sizes and speeds.")] = 0,
 ) -> None:
     """Deadlines met and quality of each policy over recorded links, beside an oracle's."""
-    names = tuple(name.strip() for name in policies.split(","))
-    for name in names:
-        if name not in POLICIES:
-            raise UnsupportedError(f"expected policies of {', '.join(POLICIES)}, found {name!r}")
-    paths = sorted(traces.glob("*.csv"))
-    if not paths:
-        raise UnsupportedError(f"expected traces (*.csv) in {traces}")
-    lengths = _lengths(contexts)
+    names = tuple(options.words("policies", policies, tuple(POLICIES)))
+    paths = _traces(traces)
+    lengths = [int(one) for one in options.numbers("contexts", contexts, CHUNK_TOKENS, MAX_TOKENS)]
     todo = [(path, tokens, seed, names) for path, tokens in product(paths, lengths)]
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -80,14 +79,14 @@ def run(
     print_report(report_console(), results)
 
 
-def _lengths(contexts: str) -> list[int]:
+def _traces(folder: Path) -> list[Path]:
     try:
-        lengths = [int(one) for one in contexts.split(",")]
-    except ValueError:
-        lengths = [0]
-    if min(lengths) < CHUNK_TOKENS:
-        raise UnsupportedError(f"expected at least {CHUNK_TOKENS} tokens, found {contexts!r}")
-    return lengths
+        paths = sorted(folder.glob("*.csv"))
+    except (OSError, ValueError):
+        paths = []
+    if not paths:
+        raise UnsupportedError(f"expected traces (*.csv) in {shown(str(folder))}")
+    return paths
 
 
 def _run_all(todo: Sequence[Job], jobs: int) -> Iterator[list[Row]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -19,6 +18,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kdn.bench import options
+from kdn.bench.options import JsonFile
 from kdn.bench.report import report_console
 from kdn.errors import UnsupportedError
 
@@ -34,19 +35,21 @@ def run(
         "2048,8192,32768,65536"
     ),
     shapes: Annotated[str, typer.Option(help="Comma-separated: 8b, 70b.")] = "8b,70b",
-    group_layers: Annotated[int, typer.Option(min=1, help="Layers coded together.")] = 2,
-    chunks: Annotated[int, typer.Option(min=2, help="Chunks that are encoded.")] = 4,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all as JSON.")] = None,
-    seed: Annotated[int, typer.Option(help="Chooses weights, tokens and values.")] = 0,
+    group_layers: Annotated[int, options.count(1, "Layers coded together.")] = 2,
+    chunks: Annotated[int, options.count(2, "Chunks that are encoded.")] = 4,
+    json_file: JsonFile = None,
+    seed: Annotated[int, options.seed("Chooses weights, tokens and values.")] = 0,
 ) -> None:
     """Decode and prefill milliseconds on this GPU, and time to first token over links."""
+    from kdn.bench.gpu_prefill import SHAPES
+
+    lengths = [int(one) for one in options.numbers("contexts", contexts, 256, 1 << 20)]
+    names = options.words("shapes", shapes, tuple(SHAPES))
     if not torch.cuda.is_available():
         raise UnsupportedError("kdn bench gpu needs a CUDA device; there is none")
     from kdn.bench.gpu_measure import Ceilings
-    from kdn.bench.gpu_prefill import SHAPES
 
     ceilings = Ceilings.measure()
-    lengths = [int(one) for one in contexts.split(",")]
     results: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -57,22 +60,22 @@ def run(
         "8 layers and scaled by 10",
         "shapes": {},
     }
-    for name in shapes.split(","):
-        options = (group_layers, chunks, seed)
-        results["shapes"][name] = _shape(SHAPES[name], lengths, ceilings, options)
+    for name in names:
+        setting = (group_layers, chunks, seed)
+        results["shapes"][name] = _shape(SHAPES[name], lengths, ceilings, setting)
         if json_file:
             json_file.write_text(json.dumps(results, indent=1))
     report(report_console(), results)
 
 
 def _shape(
-    shape: Any, lengths: list[int], ceilings: Any, options: tuple[int, int, int]
+    shape: Any, lengths: list[int], ceilings: Any, setting: tuple[int, int, int]
 ) -> dict[str, Any]:
     from kdn.bench.gpu_measure import DecodeBench
     from kdn.bench.gpu_model import Synthetic, encode_many, llama_spec
     from kdn.bench.gpu_prefill import PrefillBench
 
-    group_layers, num_chunks, seed = options
+    group_layers, num_chunks, seed = setting
     log = Console(stderr=True)
     spec = llama_spec(shape.num_layers)
     log.print(f"{shape.name}: making a profile and encoding {num_chunks} chunks")

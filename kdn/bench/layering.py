@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kdn.bench import options
 from kdn.cache.keys import Namespace, TokenIds, cut
 from kdn.calibrate import moments, tables
 from kdn.calibrate.corpus import Text, default_calibration, default_texts, load_text, windows_of
@@ -29,15 +30,17 @@ from kdn.engines.transformers import spec_of
 
 
 def run(
-    text: Annotated[list[Path] | None, typer.Option(help="Text to measure on.")] = None,
-    calibration: Annotated[list[Path] | None, typer.Option(help="Text to count tables on.")] = None,
-    context: Annotated[int, typer.Option(min=512, help="Tokens of each context.")] = 3072,
-    contexts: Annotated[int, typer.Option(min=1, help="Contexts measured.")] = 2,
-    counted: Annotated[int, typer.Option(min=1, help="Contexts counted.")] = 12,
-    profile: Annotated[Path | None, typer.Option(help="A klt profile to use instead.")] = None,
+    text: Annotated[list[Path] | None, options.files("Text to measure on.")] = None,
+    calibration: Annotated[list[Path] | None, options.files("Text to count tables on.")] = None,
+    context: Annotated[int, options.count(512, "Tokens of each context.")] = 3072,
+    contexts: Annotated[int, options.count(1, "Contexts measured.")] = 2,
+    counted: Annotated[int, options.count(1, "Contexts counted.")] = 12,
+    profile: Annotated[Path | None, options.files("A klt profile to use instead.")] = None,
     model: Annotated[str, typer.Option(help="smollm2, a folder, or a hub name.")] = "smollm2",
 ) -> None:
     """Bytes of klt's levels beside those of a single-level stream of the same values."""
+    fitted = [load_text(path) for path in calibration or ()] or default_calibration()
+    texts = [load_text(path) for path in text or ()] or default_texts()
     loaded, tokenizer = load_model(model)
     spec = spec_of(loaded)
     codec = open_codec("klt", spec, profile)
@@ -47,8 +50,8 @@ def run(
         windows = windows_of([t.tokens(tokenizer) for t in texts], context, count)
         return [sample for ids in windows for sample in _quantised(loaded, codec, ids)]
 
-    learnt = samples([load_text(p) for p in calibration or ()] or default_calibration(), counted)
-    tested = samples([load_text(p) for p in text or ()] or default_texts(), contexts)
+    learnt = samples(fitted, counted)
+    tested = samples(texts, contexts)
     shown = Table("level", "bytes in levels", "bytes at once", "cost of layering")
     for level in range(codec.num_levels - 1):
         layered = sum(layered_bytes(codec, sample, level) for sample in tested)

@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 
+from kdn.bench import options
 from kdn.bench.node_fairness import Fairness, Load, measure_fairness
 from kdn.bench.node_load import (
     Crowd,
@@ -39,6 +39,7 @@ from kdn.bench.node_servers import (
     start_nginx,
     start_redis,
 )
+from kdn.bench.options import JsonFile, PlotFile
 from kdn.bench.report import hardware, report_console
 from kdn.node.scheduler import ORDERS
 
@@ -65,10 +66,10 @@ class Plan:
 
 
 def run(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all as JSON.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw it as PNG.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of every server.")] = Plan.repeats,
-    seed: Annotated[int, typer.Option(help="Of the bytes stored and the light client.")] = 0,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    repeats: Annotated[int, options.count(1, "Turns of every server.")] = Plan.repeats,
+    seed: Annotated[int, options.seed("Of the bytes stored and the light client.")] = 0,
 ) -> None:
     """A node beside nginx and Redis over loopback, and how fairly it sends."""
     results = bench(Plan(repeats=repeats), seed, Console(stderr=True))

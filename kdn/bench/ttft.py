@@ -25,12 +25,16 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from kdn.bench import options
+from kdn.bench.options import JsonFile, PlotFile
 from kdn.bench.report import hardware, report_console
 from kdn.bench.ttft_report import Row, plot, print_report, write_json
 from kdn.cache.keys import Namespace, TokenIds, cut
 from kdn.cache.tensors import KVCache
 from kdn.calibrate.corpus import default_calibration, default_texts, load_text
+from kdn.client.quality import enough_kld
 from kdn.errors import UnsupportedError
+from kdn.node.traces import TraceRate
 
 if TYPE_CHECKING:
     from kdn.codec.base import Codec
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from kdn.engines.quality import QualityProbe
 
 MBITS = "1,10,50,200,1000"
+WAYS = ("fp16", "int8", "cachegen", "klt")
 CONTINUATION_TOKENS = 128
 ANSWER_TOKENS = 24
 CALIBRATION_TOKENS = 25_000
@@ -65,14 +70,14 @@ class Way:
 
 def run(
     model: Annotated[str, typer.Option(help="smollm2, a local folder, or a hub name.")] = "smollm2",
-    text: Annotated[Path | None, typer.Option(help="The document; by default of Python's.")] = None,
-    context: Annotated[int, typer.Option(min=512, help="Tokens of it.")] = 4096,
+    text: Annotated[Path | None, options.files("The document; by default of Python's.")] = None,
+    context: Annotated[int, options.count(512, "Tokens of it.")] = 4096,
     mbits: Annotated[str, typer.Option(help="Link rates, comma-separated, in Mbit/s.")] = MBITS,
     traces: Annotated[str, typer.Option(help="Recorded links (t_s,mbps), comma-separated.")] = "",
     kld: Annotated[float, typer.Option(help="The quality asked of klt.")] = 0.008,
-    ways: Annotated[str, typer.Option(help="Comma-separated.")] = "fp16,int8,cachegen,klt",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all as JSON.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw it as PNG.")] = None,
+    ways: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(WAYS),
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
 ) -> None:
     """Time to the first token over shaped links: read, fetched, or delivered by kdn."""
     from kdn.engines.grouped import use_grouped_attention
@@ -80,11 +85,13 @@ def run(
     from kdn.engines.quality import QualityProbe
 
     links = _links(mbits, traces)
+    names = options.words("ways", ways, WAYS)
+    kld = enough_kld(kld)
+    document = load_text(text) if text else default_texts()[0]
     told = Console(stderr=True)
     with told.status(f"loading {model}"):
         loaded, tokenizer = load_model(model)
         use_grouped_attention(loaded)
-    document = load_text(text) if text else default_texts()[0]
     tokens = document.tokens(tokenizer)[: context + CONTINUATION_TOKENS]
     if len(tokens) < context + CONTINUATION_TOKENS:
         raise UnsupportedError(f"{document.name} has {len(tokens)} tokens, expected more")
@@ -92,7 +99,7 @@ def run(
         probe = QualityProbe(loaded, tokens, context)
     question = np.asarray(tokenizer(QUESTION, add_special_tokens=False).input_ids, np.uint32)
     bench = Bench(loaded, tokens[:context], question, probe, told)
-    chosen = bench.open_ways([name.strip() for name in ways.split(",")], tokenizer, kld)
+    chosen = bench.open_ways(names, tokenizer, kld)
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(bench.measure(chosen, links, Path(folder)))
     extra: dict[str, Any] = {
@@ -110,11 +117,10 @@ def run(
 def _links(mbits: str, traces: str) -> dict[str, dict[str, object]]:
     """Name of each link to the node settings that shape it."""
     links: dict[str, dict[str, object]] = {}
-    for one in filter(None, mbits.split(",")):
-        links[f"{float(one):g} Mbit/s"] = {"egress_bits_per_s": round(float(one) * 1e6)}
+    for one in options.numbers("mbits", mbits, 0.001, 1e6) if mbits else ():
+        links[f"{one:g} Mbit/s"] = {"egress_bits_per_s": round(one * 1e6)}
     for path in map(Path, filter(None, traces.split(","))):
-        if not path.is_file():
-            raise UnsupportedError(f"expected a trace (t_s,mbps) at {path}")
+        TraceRate.read(path)  # a file that is no trace is told at once
         links[path.stem] = {"egress_trace": str(path.resolve())}
     return links
 
@@ -163,11 +169,9 @@ class Bench:
                     ).cachegen()  # fmt: skip
                 codec = cachegen_at(CacheGenCodec(spec, profile), CACHEGEN_LEVEL)
                 ways.append(Way("cachegen", codec, POLICIES["fixed"], (0.0,)))
-            elif name in ("fp16", "int8"):
+            else:
                 codec = plain(Half(spec) if name == "fp16" else Int8(spec))
                 ways.append(Way(name, codec, POLICIES["fixed"], (0.0,)))
-            else:
-                raise UnsupportedError(f"expected ways of fp16,int8,cachegen,klt, found {name!r}")
         return ways
 
     async def measure(

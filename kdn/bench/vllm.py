@@ -27,6 +27,8 @@ import typer
 import xxhash
 from rich.console import Console
 
+from kdn.bench import options
+from kdn.bench.options import JsonFile, PlotFile
 from kdn.bench.report import hardware, report_console
 from kdn.bench.vllm_engine import (
     Engine,
@@ -39,7 +41,8 @@ from kdn.bench.vllm_engine import (
 from kdn.bench.vllm_report import Row, document, plot, print_report, read_rows, write_json
 from kdn.bench.vllm_systems import LINKS, LOOPBACK, Example, Kdn, LMCache, NoCache, Route, System
 from kdn.calibrate.corpus import Text, default_texts, load_text, window_starts
-from kdn.errors import FormatError, UnsupportedError
+from kdn.client.quality import enough_kld
+from kdn.errors import FormatError, ModelUnavailableError, UnsupportedError
 
 INSTALL_LMCACHE = "pip install --no-deps lmcache==0.5.6, and the packages it asks for"
 SYSTEMS = ("none", "example", "lmcache", "kdn", "kdn-decoding")
@@ -77,28 +80,30 @@ def run(
     systems: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(SYSTEMS),
     links: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(LINKS),
     model: Annotated[str, typer.Option(help="smollm2, or a local folder.")] = "smollm2",
-    text: Annotated[Path | None, typer.Option(help="Instead of Python's manual.")] = None,
-    context: Annotated[int, typer.Option(min=256, help="Tokens of a document.")] = 3500,
-    documents: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
-    answer: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 16,
+    text: Annotated[Path | None, options.files("Instead of Python's manual.")] = None,
+    context: Annotated[int, options.count(256, "Tokens of a document.")] = 3500,
+    documents: Annotated[int, options.count(1, "How many.")] = 3,
+    answer: Annotated[int, options.count(1, "Tokens of each answer.")] = 16,
     quality: Annotated[
         float | None, typer.Option(help="Divergence good enough for kdn, in nats.")
     ] = None,
     add: Annotated[
-        list[Path] | None, typer.Option(help="JSON of earlier runs of the same task to tell with.")
+        list[Path] | None, options.files("JSON of earlier runs of the same task to tell with.")
     ] = None,
     keep: Annotated[
         Path | None,
         typer.Option(help="Folder for logs and stores; those that an earlier run filled are used."),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all as JSON.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw it as PNG.")] = None,
-    seed: Annotated[int, typer.Option(help="Chooses the documents.")] = 0,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    seed: Annotated[int, options.seed("Chooses the documents.")] = 0,
 ) -> None:
     """Time to first token of a fresh vLLM engine: no cache, ExampleConnector, LMCache and kdn."""
     # Told to stop, engines and servers must be stopped, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     console = Console(stderr=True)
+    if quality is not None:
+        quality = enough_kld(quality)
     chosen_links = _chosen("links", links, tuple(LINKS))
     names = _chosen("systems", systems, SYSTEMS)
     chosen, notes = choose(names, _found(python), _found(lmcache_python or python), quality)
@@ -171,7 +176,10 @@ def make_task(
     from kdn.engines.models import SMOLLM2, smollm2_folder
 
     folder = smollm2_folder() if model == SMOLLM2 else Path(model)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ModelUnavailableError(f"expected {SMOLLM2} or a folder: {model!r}") from error
     source = load_text(path) if path else default_texts()[0]
     ids = source.tokens(tokenizer)
     starts = window_starts(len(ids), context, documents, seed)

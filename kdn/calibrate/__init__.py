@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kdn.calibrate.run import Options
 
-__all__ = ["run"]
+__all__ = ["make_profile"]
 
 
-def run(
+def make_profile(
     model: str,
     *,
     text: list[Path] | None = None,
@@ -27,15 +27,18 @@ def run(
     from kdn.calibrate.corpus import default_calibration, load_text, windows_of
     from kdn.calibrate.progress import bar
     from kdn.calibrate.run import Options, calibrate
+    from kdn.checked import checked_output
     from kdn.codec.profiles import local_profile
     from kdn.engines.models import load_model
     from kdn.engines.transformers import spec_of
     from kdn.files import write_whole
 
     chosen = options or Options()
+    if out is not None:
+        checked_output(out)
+    texts = [load_text(path) for path in text] if text else default_calibration()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded, tokenizer = load_model(model, device=device)
-    texts = [load_text(path) for path in text] if text else default_calibration()
     windows = windows_of([t.tokens(tokenizer) for t in texts], chosen.window, num_windows)
     target = out or local_profile(spec_of(loaded))
     target.parent.mkdir(parents=True, exist_ok=True)

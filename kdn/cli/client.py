@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from kdn.checked import checked_deadline, checked_text, shown
 from kdn.config import load_config
 from kdn.errors import FormatError
 
 if TYPE_CHECKING:
     from kdn.client.answers import Stats
     from kdn.client.asynchronous import AsyncClient
+
+
+@dataclass(frozen=True)
+class Own:
+    """Files that prove who asks, and whom to trust; None: as the configuration tells."""
+
+    token_file: Path | None = None
+    secret_file: Path | None = None
+    tls_ca: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,7 @@ class Door:
     model: str = "smollm2"
     codec: str = "klt"
     quality: str = "default"
+    own: Own = field(default_factory=Own)
 
 
 def run_with(door: Door, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
@@ -34,7 +45,9 @@ def run_with(door: Door, work: Callable[[AsyncClient], Awaitable[None]]) -> None
 
     from kdn.client.asynchronous import AsyncClient
 
-    settings = load_config(door.config).client
+    flags = {f"client.{name}": path for name, path in vars(door.own).items()}
+    settings = load_config(door.config, flags).client
+    credentials = settings.credentials
 
     async def connected() -> None:
         async with AsyncClient(
@@ -42,8 +55,9 @@ def run_with(door: Door, work: Callable[[AsyncClient], Awaitable[None]]) -> None
             model=door.model,
             codec=door.codec,
             quality=as_quality(door.quality),
-            token=settings.token or None,
-            secret=settings.secret.encode() or None,
+            token=credentials.token,
+            secret=credentials.secret,
+            tls_ca=credentials.tls_ca,
         ) as client:
             await work(client)
 
@@ -59,6 +73,9 @@ def as_quality(told: str) -> str | float:
 
 
 def learn(door: Door, name: str, path: Path) -> None:
+    from kdn.names import checked_name
+
+    checked_name(name)
     text = read_text(path)
 
     async def work(client: AsyncClient) -> None:
@@ -74,6 +91,12 @@ def learn(door: Door, name: str, path: Path) -> None:
 
 
 def ask(door: Door, name: str, question: str, deadline_s: float | None, max_tokens: int) -> None:
+    from kdn.names import checked_name
+
+    checked_name(name)
+    checked_text("question", question)
+    checked_deadline(deadline_s, "deadline")
+
     async def work(client: AsyncClient) -> None:
         console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
         answer = client.ask(name, question, deadline_s=deadline_s, max_new_tokens=max_tokens)
@@ -116,6 +139,6 @@ def explain(door: Door, path: Path, raw: bool) -> None:
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FormatError(f"{path}: expected a text file in UTF-8: {error}") from error
+        return checked_text(str(path), path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{shown(str(path))}: expected a text file in UTF-8: {error}") from error

@@ -8,10 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kdn.config import TOKEN_LISTS, Config, load_config
+from kdn.config import SECRETS, TOKEN_LISTS, Config, check_tenant_name, load_config
 from kdn.errors import UnsupportedError
-
-SECRETS = ("token", "secret", "upstream_token")
 
 
 def show_config(path: Path | None) -> None:
@@ -43,6 +41,7 @@ def print_new_token(tenant: str, right: str) -> None:
     """The token is shown once; only its hash goes into the file."""
     from kdn.node.tenants import RIGHTS, new_token
 
+    check_tenant_name(tenant)
     kinds = {known.name.lower(): kind for kind, known in RIGHTS.items()}
     if right not in kinds:
         raise UnsupportedError(f"right: expected one of {', '.join(kinds)}, found {right!r}")

@@ -22,8 +22,10 @@ from typing import Any
 
 from rich.console import Console
 
+from kdn.checked import checked_number, checked_plot
 from kdn.cli.client import as_quality, read_text
 from kdn.cli.demo_show import Screen, Side, report
+from kdn.client.quality import enough_kld
 from kdn.errors import KdnError
 
 START_S = 60.0
@@ -44,8 +46,12 @@ def run(text_path: Path | None, num_tokens: int, mbit: float, quality: str, out:
     from kdn.engines.models import smollm2_folder
 
     console = Console()
+    mbit = checked_number("mbit", mbit, 0.1, 1e6)
+    enough_kld(as_quality(quality))
+    checked_plot(out)
+    own = read_text(text_path) if text_path else None
     smollm2_folder()  # fetched once, before anything is timed
-    text = document(read_text(text_path) if text_path else None, num_tokens)
+    text = document(own, num_tokens)
     screen = Screen(console, QUESTIONS, mbit)
     with (
         tempfile.TemporaryDirectory(prefix="kdn-demo-") as folder,

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from kdn.checked import MAX_COUNT
 from kdn.cli.lazy import lazy_group
 from kdn.errors import KdnError
 
@@ -49,6 +50,15 @@ ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="A TOML file; by default kdn.toml if there is one.")
 ]
 UrlOption = Annotated[str | None, typer.Option(help="The node to ask.")]
+TokenOption = Annotated[
+    Path | None, typer.Option(help="Holds the tenant's token; by default client.token_file.")
+]
+SecretOption = Annotated[
+    Path | None, typer.Option(help="Holds the secret; by default client.secret_file.")
+]
+TlsOption = Annotated[
+    Path | None, typer.Option(help="The private authority of the node's certificate, as PEM.")
+]
 WhereOption = Annotated[
     list[str] | None,
     typer.Option(help="A node's URL or a folder, or several; by default client.url."),
@@ -67,12 +77,16 @@ def learn(
     where: WhereOption = None,
     model: ModelOption = "smollm2",
     codec: CodecOption = "klt",
+    token_file: TokenOption = None,
+    secret_file: SecretOption = None,
+    tls_ca: TlsOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Let the model read a text once, for everybody, and give it a name."""
     from kdn.cli import client
 
-    client.learn(client.Door(config, where, model, codec), name, file)
+    own = client.Own(token_file, secret_file, tls_ca)
+    client.learn(client.Door(config, where, model, codec, own=own), name, file)
 
 
 @app.command()
@@ -86,13 +100,17 @@ def ask(
     deadline: Annotated[
         float | None, typer.Option(help="Seconds; what is not there by then, the model reads.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Longest answer.")] = 256,
+    token_file: TokenOption = None,
+    secret_file: SecretOption = None,
+    tls_ca: TlsOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Ask about something learned: the answer, what was known, and what had to be read."""
     from kdn.cli import client
 
-    door = client.Door(config, where, model, codec, quality)
+    own = client.Own(token_file, secret_file, tls_ca)
+    door = client.Door(config, where, model, codec, quality, own)
     client.ask(door, name, question, deadline, max_tokens)
 
 
@@ -105,12 +123,16 @@ def explain(
     where: WhereOption = None,
     model: ModelOption = "smollm2",
     codec: CodecOption = "klt",
+    token_file: TokenOption = None,
+    secret_file: SecretOption = None,
+    tls_ca: TlsOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Which chunks of a prompt are known, and why the others are not."""
     from kdn.cli import client
 
-    client.explain(client.Door(config, where, model, codec), prompt_file, raw)
+    own = client.Own(token_file, secret_file, tls_ca)
+    client.explain(client.Door(config, where, model, codec, own=own), prompt_file, raw)
 
 
 @app.command()
@@ -118,8 +140,10 @@ def demo(
     text: Annotated[
         Path | None, typer.Option(help="A document instead of Python's own manual.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=512, help="Tokens of it to read.")] = 6144,
-    mbit: Annotated[float, typer.Option(min=0.1, help="The node's link, in Mbit/s.")] = 100.0,
+    tokens: Annotated[
+        int, typer.Option(min=512, max=MAX_COUNT, help="Tokens of it to read.")
+    ] = 6144,
+    mbit: Annotated[float, typer.Option(help="The node's link, in Mbit/s.")] = 100.0,
     quality: QualityOption = "0.008",
     out: Annotated[Path, typer.Option(help="Where the timeline goes.")] = Path("kdn-demo.png"),
 ) -> None:
@@ -138,9 +162,9 @@ def calibrate(
     out: Annotated[Path | None, typer.Option(help="Where to write the profile.")] = None,
 ) -> None:
     """Make the profile that the klt codec needs for a model."""
-    from kdn.calibrate import run
+    from kdn.calibrate import make_profile
 
-    run(model, text=text, out=out)
+    make_profile(model, text=text, out=out)
 
 
 @app.command()
@@ -166,11 +190,13 @@ def list_command(
     chunks: Annotated[bool, typer.Option("--chunks", help="Chunks instead of names.")] = False,
     config: ConfigOption = None,
     url: UrlOption = None,
+    token_file: TokenOption = None,
+    tls_ca: TlsOption = None,
 ) -> None:
     """List the names at a node, or its chunks."""
-    from kdn.cli.remote import list_all
+    from kdn.cli.remote import Whom, list_all
 
-    list_all(config, url, prefix, chunks)
+    list_all(Whom(config, url, token_file, tls_ca), prefix, chunks)
 
 
 @app.command()
@@ -178,11 +204,13 @@ def show(
     what: Annotated[str, typer.Argument(help="A name, or the key of a chunk.")],
     config: ConfigOption = None,
     url: UrlOption = None,
+    token_file: TokenOption = None,
+    tls_ca: TlsOption = None,
 ) -> None:
     """Show a name's versions and chunks, or a chunk's levels."""
-    from kdn.cli.remote import show_one
+    from kdn.cli.remote import Whom, show_one
 
-    show_one(config, url, what)
+    show_one(Whom(config, url, token_file, tls_ca), what)
 
 
 @app.command()
@@ -193,11 +221,13 @@ def rm(
     ] = False,
     config: ConfigOption = None,
     url: UrlOption = None,
+    token_file: TokenOption = None,
+    tls_ca: TlsOption = None,
 ) -> None:
     """Delete a name or a chunk at a node."""
-    from kdn.cli.remote import remove
+    from kdn.cli.remote import Whom, remove
 
-    remove(config, url, what, chunks)
+    remove(Whom(config, url, token_file, tls_ca), what, chunks)
 
 
 @app.command(name="config")
@@ -232,15 +262,17 @@ def spread(arguments: list[str]) -> list[str]:
     return result
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Entry point: what kdn refuses is one clear line, not a traceback."""
     try:
-        app(spread(sys.argv[1:]))
+        app(spread(sys.argv[1:] if arguments is None else arguments))
     except KdnError as error:
         from rich.console import Console
         from rich.text import Text
 
-        Console(stderr=True, soft_wrap=True).print(Text(f"kdn: {error}", style="red"))
+        # One line, in what a terminal can show, whatever a file name is made of.
+        line = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
+        Console(stderr=True, soft_wrap=True).print(Text(f"kdn: {line}", style="red"))
         sys.exit(1)
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import ssl
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from urllib.parse import quote, urlencode, urlsplit
 from rich.console import Console
 from rich.table import Table
 
+from kdn.checked import checked_text, checked_url
 from kdn.config import ClientSettings, load_config
-from kdn.errors import StoreError, UnsupportedError
+from kdn.errors import StoreError
+from kdn.names import checked_name
+from kdn.store.tls import client_tls, explain
 
 _KEY = re.compile(r"[0-9a-f]{32}")
 MAX_ANSWER_BYTES = 2**28
@@ -26,22 +30,21 @@ class Remote:
     """Asks a node, one request per connection: these commands are for people."""
 
     def __init__(self, settings: ClientSettings):
-        parts = urlsplit(settings.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UnsupportedError(f"expected the URL of a node, found {settings.url!r}")
         self._settings = settings
-        self._parts = parts
+        self._parts = urlsplit(checked_url(settings.url))
+        own = settings.credentials
+        self._headers = {"Authorization": f"Bearer {own.token}"} if own.token else {}
+        self._tls = client_tls(own.tls_ca)
 
     def ask(self, method: str, path: str, headers: dict[str, str] | None = None) -> bytes | None:
         """The body of a good answer; None if there is no such thing."""
         connection = self._connect()
-        token = {"Authorization": f"Bearer {self._settings.token}"} if self._settings.token else {}
         try:
-            connection.request(method, path, headers={**token, **(headers or {})})
+            connection.request(method, path, headers={**self._headers, **(headers or {})})
             response = connection.getresponse()
             body = response.read(MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:
-            raise StoreError(f"the node at {self._settings.url}: {error}") from error
+            raise StoreError(f"the node at {self._settings.url}: {explain(error)}") from error
         finally:
             connection.close()
         if response.status == 404:
@@ -72,7 +75,7 @@ class Remote:
         assert host is not None
         timeout_s = self._settings.timeout_s
         if self._parts.scheme == "https":
-            context = ssl.create_default_context()
+            context = self._tls or ssl.create_default_context()
             return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
         return http.client.HTTPConnection(host, port, timeout=timeout_s)
 
@@ -84,13 +87,25 @@ def _message(body: bytes, status: int) -> str:
         return f"status {status}"
 
 
-def _remote(path: Path | None, url: str | None) -> Remote:
-    return Remote(load_config(path, {"client.url": url}).client)
+@dataclass(frozen=True)
+class Whom:
+    """Which node to ask, as flags tell; None: as the configuration tells."""
+
+    config: Path | None = None
+    url: str | None = None
+    token_file: Path | None = None
+    tls_ca: Path | None = None
 
 
-def list_all(path: Path | None, url: str | None, prefix: str, chunks: bool) -> None:
-    remote = _remote(path, url)
-    query = {"prefix": prefix} if prefix else {}
+def _remote(whom: Whom) -> Remote:
+    flags = {"url": whom.url, "token_file": whom.token_file, "tls_ca": whom.tls_ca}
+    given = {f"client.{name}": value for name, value in flags.items()}
+    return Remote(load_config(whom.config, given).client)
+
+
+def list_all(whom: Whom, prefix: str, chunks: bool) -> None:
+    remote = _remote(whom)
+    query = {"prefix": checked_text("prefix", prefix)} if prefix else {}
     if chunks:
         table = Table("chunk", "bytes", "after", "saves")
         for item in remote.pages("/v1/chunks", "objects", **query):
@@ -104,8 +119,8 @@ def list_all(path: Path | None, url: str | None, prefix: str, chunks: bool) -> N
     Console().print(table)
 
 
-def show_one(path: Path | None, url: str | None, what: str) -> None:
-    remote = _remote(path, url)
+def show_one(whom: Whom, what: str) -> None:
+    remote = _remote(whom)
     if _KEY.fullmatch(what):
         _show_chunk(remote, what)
     else:
@@ -113,6 +128,7 @@ def show_one(path: Path | None, url: str | None, what: str) -> None:
 
 
 def _show_name(remote: Remote, name: str) -> None:
+    checked_name(name)
     history = remote.ask_json("GET", f"/v1/names/{quote(name, safe='')}/history")
     manifest = remote.ask_json("GET", f"/v1/names/{quote(name, safe='')}")
     if history is None or manifest is None:
@@ -152,14 +168,15 @@ def _show_chunk(remote: Remote, key: str) -> None:
     console.print(f"model {info.model.hex()}, {tokens}", markup=False)
 
 
-def remove(path: Path | None, url: str | None, what: str, chunks: bool) -> None:
-    remote = _remote(path, url)
+def remove(whom: Whom, what: str, chunks: bool) -> None:
+    remote = _remote(whom)
     console = Console(highlight=False)
     if _KEY.fullmatch(what):
         if remote.ask("DELETE", f"/v1/chunks/{what}") is None:
             raise StoreError(f"there is no chunk {what} here")
         console.print(f"deleted chunk {what}")
         return
+    checked_name(what)
     answer = remote.ask_json(
         "DELETE", f"/v1/names/{quote(what, safe='')}?chunks={'true' if chunks else 'false'}"
     )

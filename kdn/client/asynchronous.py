@@ -12,20 +12,32 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from random import Random
 from types import TracebackType
 from typing import Any
 
 from kdn.cache.keys import CHUNK_TOKENS, PUBLIC_SECRET, Chunk, Namespace, Tokens, cut, seal_key
-from kdn.cache.tensors import KVCache
+from kdn.checked import (
+    MAX_WAIT_S,
+    checked_choice,
+    checked_client,
+    checked_number,
+    checked_text,
+    checked_texts,
+    checked_tokens,
+    shown,
+)
 from kdn.client.answers import Answer, Learned, Loaded, Metrics, Stats
 from kdn.client.audit import Audit
 from kdn.client.conversation import Conversation
-from kdn.client.engine import Context, Engine, ModelSource, load_pair
+from kdn.client.engine import Context, Engine, ModelSource, check_source, load_pair, values_of_cache
 from kdn.client.learning import FLUSH_S, Learner
 from kdn.client.loading import Loader, usable_chunks
 from kdn.client.options import Options
-from kdn.client.quality import Quality, enough_kld
+from kdn.client.quality import Quality
+from kdn.codec import CODECS
+from kdn.config import find_credentials
 from kdn.delivery.publish import Publisher
 from kdn.delivery.request import OnProgress, Result
 from kdn.engines.generating import Sampling, TextPieces
@@ -33,11 +45,12 @@ from kdn.engines.growing import Room, Rooms
 from kdn.engines.prompts import PLAIN, Knowledge, Prompts
 from kdn.engines.reading import pieces
 from kdn.engines.speeds import measured_speeds
-from kdn.engines.transformers import from_dynamic_cache, spec_of
+from kdn.engines.transformers import spec_of
 from kdn.engines.unchanged import Unchanged
-from kdn.errors import FormatError, MismatchError, StoreError
+from kdn.errors import FormatError, MismatchError, StoreError, UnsupportedError
 from kdn.manifests import entry_of
-from kdn.places import Places, Where, open_places
+from kdn.names import checked_name
+from kdn.places import Places, Where, checked_places, open_places
 from kdn.shared_profiles import codec_for, share_profile
 
 
@@ -53,20 +66,30 @@ class AsyncClient:
         quality: Quality = "default",
         deadline_s: float | None = None,
         token: str | None = None,
+        token_file: str | Path | None = None,
         secret: bytes | None = None,
+        secret_file: str | Path | None = None,
+        tls_ca: str | Path | None = None,
         client: str | None = None,
         recompute: bool = True,
         audit_share: float = 0.0,
         rng: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        enough_kld(quality)
-        assert 0 <= audit_share <= 1
+        checked_places(where)
+        check_source(model)
+        checked_choice("codec", codec, CODECS)
+        Options(quality, deadline_s)
+        checked_client(client)
+        checked_number("audit_share", audit_share, 0, 1)
         self.metrics = Metrics()
         self.now_s = clock
-        self._where, self._token, self._client = where, token, client
+        self._where, self._client = where, client
+        self._credentials = find_credentials(
+            token=token, token_file=token_file, secret=secret, secret_file=secret_file,
+            tls_ca=tls_ca,
+        )  # fmt: skip
         self._source, self._codec_name = model, codec
-        self._secret = PUBLIC_SECRET if secret is None else secret
         self._quality, self._deadline_s = quality, deadline_s
         self._recompute = recompute
         self._audit = Audit(audit_share, rng or Random(), self.metrics)
@@ -85,13 +108,15 @@ class AsyncClient:
         return self
 
     async def _open(self) -> None:
-        places = open_places(self._where, token=self._token, client=self._client)
+        own = self._credentials
+        places = open_places(self._where, token=own.token, client=self._client, tls_ca=own.tls_ca)
         self.places = await self._stack.enter_async_context(places)
         model, tokenizer = await asyncio.to_thread(load_pair, self._source)
         unchanged = Unchanged(model)  # first: what changes while it is being named counts, too
         spec = await asyncio.to_thread(spec_of, model)
-        codec = await codec_for(self._codec_name, spec, self.places, seal_key(self._secret))
-        namespace = Namespace(spec.fingerprint, codec.profile_id, secret=self._secret)
+        secret = own.secret or PUBLIC_SECRET
+        codec = await codec_for(self._codec_name, spec, self.places, seal_key(secret))
+        namespace = Namespace(spec.fingerprint, codec.profile_id, secret=secret)
         rooms = Rooms(spec, model.dtype)
         self.engine = Engine(
             model, tokenizer, codec, namespace, Prompts(tokenizer), rooms, unchanged
@@ -121,7 +146,11 @@ class AsyncClient:
         """Let the model read a text, token ids or messages, publish what nobody has yet, and give
         it a name. Returns when it is stored."""
         began_s = self.now_s()
+        checked_name(name)
+        if isinstance(what, str):
+            checked_text("what", what)
         tokens, style = self.engine.prompts.learn(what)
+        checked_tokens("what", tokens, self.engine.codec.spec.vocab_size)
         chunks = cut(tokens, await self.engine.names())
         known = await self.learner.num_known(chunks)
         computed = 0
@@ -145,6 +174,7 @@ class AsyncClient:
     ) -> Loaded:
         """The cache of the longest beginning of these tokens that is known."""
         options = Options(quality, deadline_s, on_progress=on_progress)
+        checked_tokens("tokens", tokens, self.engine.codec.spec.vocab_size)
         chunks = await self.loader.known_chunks(tokens)
         if not chunks:
             return Loaded(None, 0, None, self.engine.config)
@@ -168,6 +198,8 @@ class AsyncClient:
         on_progress: OnProgress | None = None,
     ) -> Answer:
         """The answer to a question about something learned, as it is made."""
+        checked_name(name)
+        checked_text("question", question)
         sampling = Sampling(max_new_tokens, temperature, seed)
         stats = Stats()
         options = Options(quality, deadline_s, sampling, on_progress)
@@ -196,12 +228,14 @@ class AsyncClient:
     ) -> list[str]:
         """Answers to several questions about one thing: delivered once, answered as a batch."""
         stats, options = Stats(), Options(quality, deadline_s)
+        sampling = Sampling(max_new_tokens)
+        questions = checked_texts("questions", questions)
         tokens, style = await self.named(name)
         context = await self.context_of(tokens, options, stats)
         rest = tokens[context.num_tokens :]
         rows = [[*rest, *self.engine.prompts.ask(question, style)] for question in questions]
         stats.computed_tokens += sum(map(len, rows))
-        answers = await self.engine.answer_all(context, rows, Sampling(max_new_tokens))
+        answers = await self.engine.answer_all(context, rows, sampling)
         self.engine.leave(context)
         self.metrics.count(stats)
         return [self.engine.text(answer) for answer in answers]
@@ -218,6 +252,8 @@ class AsyncClient:
     ) -> Conversation:
         """Questions that build on each other, about something learned or about nothing yet."""
         sampling = Sampling(max_new_tokens, temperature, seed)
+        if name is not None:
+            checked_name(name)
         return Conversation(self, name, Options(quality, deadline_s, sampling))
 
     async def publish(self, tokens: Tokens, cache: Any, *, after: Loaded | None = None) -> int:
@@ -226,7 +262,11 @@ class AsyncClient:
         `after` is what it went on from, if that was loaded: what was computed on top of losses is
         not published. Returns how many chunks are on their way; `flush` waits for them.
         """
-        values = cache if isinstance(cache, KVCache) else from_dynamic_cache(cache)
+        spec = self.engine.codec.spec
+        checked_tokens("tokens", tokens, spec.vocab_size)
+        if after is not None and not isinstance(after, Loaded):
+            raise UnsupportedError(f"after: expected what was loaded, found {shown(after)}")
+        values = values_of_cache(cache, spec)
         known, exact = 0, True
         if after is not None and after.result is not None:
             known = after.num_tokens
@@ -236,11 +276,13 @@ class AsyncClient:
 
     async def flush(self, deadline_s: float = FLUSH_S) -> bool:
         """Wait until all that was published is stored; False if that took too long."""
-        return await self.learner.publisher.flush(deadline_s)
+        return await self.learner.publisher.flush(
+            checked_number("deadline_s", deadline_s, 0, MAX_WAIT_S)
+        )
 
     async def forget(self, name: str) -> bool:
         """Forget a name, and the chunks that only it used. False if there is none."""
-        return await self.places.names.delete(name) is not None
+        return await self.places.names.delete(checked_name(name)) is not None
 
     # for conversations, too
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
+from kdn.checked import checked_text
 from kdn.client.answers import Answer, Stats
 from kdn.client.engine import Context
 from kdn.engines.prompts import CHAT, PLAIN
@@ -35,6 +36,7 @@ class Conversation:
         return [] if self._context is None else list(self._context.tokens)
 
     def ask(self, question: str) -> Answer:
+        checked_text("question", question)
         stats = Stats()
         return Answer(self._ask(question, stats), stats)
 

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kdn.cache.keys import Chunk, Namespace
+from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
+from kdn.checked import shown
 from kdn.codec.base import Codec
 from kdn.codec.expected import expected_kld
 from kdn.engines.batching import answer_all
@@ -22,8 +24,9 @@ from kdn.engines.generating import Sampling, generate
 from kdn.engines.growing import Room, Rooms, growing_cache
 from kdn.engines.prompts import Prompts
 from kdn.engines.reading import forward, last_tokens
-from kdn.engines.transformers import to_dynamic_cache
+from kdn.engines.transformers import from_dynamic_cache, to_dynamic_cache
 from kdn.engines.unchanged import Unchanged
+from kdn.errors import MismatchError, UnsupportedError
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -162,6 +165,32 @@ async def _finish(function: Any, *arguments: Any) -> Any:
     except asyncio.CancelledError:
         await asyncio.wait([running])
         raise
+
+
+def values_of_cache(cache: Any, spec: ModelSpec) -> KVCache:
+    """Of a model of transformers or in the canonical layout, if it is one of this model's."""
+    from transformers import Cache
+
+    if not isinstance(cache, KVCache | Cache):
+        raise UnsupportedError(
+            f"expected past_key_values or a KVCache, found {type(cache).__name__}"
+        )
+    values = cache if isinstance(cache, KVCache) else from_dynamic_cache(cache)
+    found = (values.num_layers, values.num_kv_heads, values.head_dim)
+    expected = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    if found != expected:
+        raise MismatchError(f"expected (layers, heads, size) {expected}, found {found}")
+    return values
+
+
+def check_source(source: ModelSource) -> None:
+    """Its kind only: whether there is such a model shows when it is loaded."""
+    is_named = isinstance(source, str | Path) and bool(str(source).strip())
+    if not is_named and not (isinstance(source, tuple) and len(source) == 2):
+        raise UnsupportedError(
+            "model: expected a name, a folder, or (model, tokenizer) of transformers, "
+            f"found {shown(source)}"
+        )
 
 
 def load_pair(source: ModelSource) -> tuple[Any, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kdn.client.quality import Quality
+from kdn.checked import checked_deadline
+from kdn.client.quality import Quality, enough_kld
 from kdn.delivery.request import OnProgress
 from kdn.engines.generating import Sampling
+from kdn.errors import UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -15,3 +17,10 @@ class Options:
     deadline_s: float | None = None
     sampling: Sampling = field(default_factory=Sampling)
     on_progress: OnProgress | None = None
+
+    def __post_init__(self) -> None:
+        if self.quality is not None:
+            enough_kld(self.quality)
+        checked_deadline(self.deadline_s)
+        if self.on_progress is not None and not callable(self.on_progress):
+            raise UnsupportedError(f"on_progress: expected a function, found {self.on_progress!r}")

@@ -9,11 +9,13 @@ places. Asked for 0.01, they were off by .0071, .0091, .0128 and .0061, in less 
 
 from __future__ import annotations
 
-from math import isfinite
-
+from kdn.checked import checked_number, shown
 from kdn.errors import UnsupportedError
 
 QUALITIES = {"draft": 0.03, "default": 0.0035, "high": 0.001, "exact": 0.0}
+
+MAX_KLD = 3600.0
+"""More nats than any difference."""
 
 Quality = str | float
 
@@ -23,9 +25,7 @@ def enough_kld(quality: Quality) -> float:
     if isinstance(quality, str):
         if quality not in QUALITIES:
             raise UnsupportedError(
-                f"expected a quality of {', '.join(QUALITIES)} or a KLD, found {quality!r}"
+                f"expected a quality of {', '.join(QUALITIES)} or a KLD, found {shown(quality)}"
             )
         return QUALITIES[quality]
-    if isinstance(quality, bool) or not isfinite(quality) or quality < 0:
-        raise UnsupportedError(f"expected a KLD of 0 or more, found {quality!r}")
-    return float(quality)
+    return checked_number("quality", quality, 0, MAX_KLD)

@@ -33,8 +33,12 @@ def connect(where: Where, **settings: Any) -> Client:
     - `codec`: "klt", or "exact" without any loss;
     - `quality`: "draft", "default", "high", "exact", or the KL divergence that is good enough;
     - `deadline_s`: what has not arrived by then, the model reads itself;
-    - `token`: of the tenant, for nodes that have tenants; `client`: a name for fair sharing;
-    - `secret`: bytes that only your engines know; who lacks them cannot find your chunks;
+    - `token` or `token_file`: of the tenant, for nodes that have tenants;
+    - `secret` (bytes) or `secret_file`: only your engines know it; who lacks it cannot find your
+      chunks. Where none of them is given, KDN_CLIENT_TOKEN, KDN_CLIENT_TOKEN_FILE,
+      KDN_CLIENT_SECRET and KDN_CLIENT_SECRET_FILE are asked;
+    - `tls_ca`: a PEM file, if a private authority signed the node's certificate;
+    - `client`: a name for fair sharing;
     - `recompute`: whether the model may read along while chunks load (True);
     - `audit_share`: what part of all answers is held against the model's own, in `metrics`.
     """

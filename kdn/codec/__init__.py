@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kdn.errors import UnsupportedError
+from kdn.errors import FormatError, UnsupportedError
 
 if TYPE_CHECKING:
     from kdn.cache.spec import ModelSpec
@@ -37,5 +37,9 @@ def open_codec(name: str, spec: ModelSpec, profile: Path | None = None) -> Codec
 
         if profile is None:
             raise UnsupportedError("the cachegen codec needs a profile: see CacheGenProfile.fit")
-        return CacheGenCodec(spec, CacheGenProfile.from_bytes(profile.read_bytes()))
+        try:
+            data = profile.read_bytes()
+        except (OSError, ValueError) as error:
+            raise FormatError(f"{profile}: expected a profile of cachegen: {error}") from error
+        return CacheGenCodec(spec, CacheGenProfile.from_bytes(data))
     raise UnsupportedError(f"no codec {name!r}; there are {', '.join(CODECS)}")

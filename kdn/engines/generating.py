@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
+from kdn.checked import MAX_SEED, checked_count, checked_number
 from kdn.engines.reading import forward
 
+MAX_TEMPERATURE = 100.0
+"""Nearly any token is as likely as any other."""
 REPLACEMENT = "\ufffd"
 """What an unfinished character decodes to."""
 
@@ -23,8 +26,9 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        assert self.max_new_tokens > 0
-        assert self.temperature >= 0
+        checked_count("max_new_tokens", self.max_new_tokens)
+        checked_number("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        checked_count("seed", self.seed, 0, MAX_SEED)
 
 
 def generate(

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jinja2.exceptions import TemplateError
 
 from kdn.cache.keys import Tokens
+from kdn.checked import checked_text
 from kdn.errors import UnsupportedError
 
 ANSWER_MARK = "@@kdn-answer@@"
@@ -35,9 +37,12 @@ class Prompts:
         """Token ids of a text, a conversation, or given ones; and how to ask about them."""
         if isinstance(what, str):
             return self._learn_text(what)
-        if len(what) and isinstance(what[0], Mapping):
+        if isinstance(what, Sequence) and what and isinstance(what[0], Mapping):
             return self._learn_messages(what), CHAT  # type: ignore[arg-type]
-        ids = np.asarray(what)
+        try:
+            ids = np.asarray(what)
+        except (TypeError, ValueError):
+            ids = np.zeros(())
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise UnsupportedError("expected a text, a list of token ids, or a list of messages")
         return [int(token) for token in ids], PLAIN
@@ -51,6 +56,11 @@ class Prompts:
     def _learn_messages(self, messages: Sequence[Message]) -> list[int]:
         if not self.has_template:
             raise UnsupportedError("this tokenizer has no chat template: learn a text instead")
+        for one in messages:
+            if not isinstance(one, Mapping) or not {"role", "content"} <= set(one):
+                raise UnsupportedError("expected messages of a role and a content")
+            for value in one.values():
+                checked_text("message", value, empty=True)
         head, _ = self._around(messages, QUESTION_MARK)
         return self._ids(head)
 
@@ -82,9 +92,12 @@ class Prompts:
     def _around(self, before: Sequence[Message], content: str) -> tuple[str, str]:
         """The conversation with one more user message, cut at the question's mark."""
         messages = [*(dict(one) for one in before), {"role": "user", "content": content}]
-        shown = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        try:
+            shown = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:  # as of roles that it does not know
+            raise UnsupportedError(f"the chat template refuses these messages: {error}") from error
         parts = shown.split(QUESTION_MARK)
         if len(parts) != 2:
             raise UnsupportedError("the chat template does not show a message exactly once")

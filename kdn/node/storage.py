@@ -63,5 +63,7 @@ async def open_store(settings: NodeSettings, disk_policy: Retention) -> Store:
 
 def _open_upstream(settings: NodeSettings) -> Store:
     from kdn.store.http import HttpStore
+    from kdn.store.tls import client_tls
 
-    return HttpStore(settings.upstream, token=settings.upstream_token or None)
+    own = settings.upstream_credentials
+    return HttpStore(settings.upstream, token=own.token, tls=client_tls(own.tls_ca))

@@ -55,12 +55,14 @@ class TraceRate:
     @classmethod
     def read(cls, path: Path, scale: float = 1.0) -> TraceRate:
         """From a CSV with the header `t_s,mbps`."""
-        with path.open(newline="") as lines:
-            rows = csv.reader(lines)
-            header = next(rows, [])
-            if header != _HEADER:
-                raise FormatError(f"{path.name}: expected {_HEADER} at the top, found {header}")
-            samples = [_sample(path.name, row) for row in rows]
+        try:
+            with path.open(newline="") as lines:
+                rows = list(csv.reader(lines))
+        except (OSError, ValueError, csv.Error) as error:
+            raise FormatError(f"{path.name}: expected a trace (t_s,mbps): {error}") from error
+        if not rows or rows[0] != _HEADER:
+            raise FormatError(f"{path.name}: expected {_HEADER} at the top, found {rows[:1]}")
+        samples = [_sample(path.name, row) for row in rows[1:]]
         try:
             return cls([t_s for t_s, _ in samples], [mbps * 1e6 for _, mbps in samples], scale)
         except ValueError as error:

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 
+from kdn.checked import checked_url
 from kdn.errors import (
     FormatError,
     LimitError,
@@ -34,7 +35,9 @@ from kdn.protocol.frames import (
 from kdn.protocol.limits import MAX_HEAD_BYTES, MAX_HEADS_BYTES, MAX_SPANS
 from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put
 from kdn.store.http_answers import Answer, entry_of, join, listed, member, unhex
+from kdn.store.session import open_session
 from kdn.store.streaming import Ask, FrameSplitter, Piece
+from kdn.store.tls import explain
 
 MAX_JSON_BYTES = 4 << 20
 LIST_PAGE = 1000
@@ -74,11 +77,9 @@ class HttpStore(Store):
     ) -> None:
         """`url` is the node's, as http://127.0.0.1:8700; `token` the tenant's; `client` names this
         one for fair sharing; `tls` is needed only for certificates the system does not know."""
-        self._url = url.rstrip("/")
+        self._url = checked_url(url).rstrip("/")
         self._collection = collection
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        if client:
-            self._headers["Kdn-Client"] = client
+        self._token, self._client = token, client
         self._limits = limits or HttpLimits()
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
@@ -177,7 +178,7 @@ class HttpStore(Store):
                     for piece in splitter.feed(data):
                         yield piece
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise StoreError(f"{self._url}: POST failed: {error!r}") from error
+            raise StoreError(f"{self._url}: POST failed: {explain(error)}") from error
         splitter.finish()
 
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
@@ -309,23 +310,20 @@ class HttpStore(Store):
                     raise LimitError(f"{self._url}: expected at most {limit} bytes, found {length}")
                 return Answer(answer.status, await answer.read())
         except (aiohttp.ServerDisconnectedError, ConnectionResetError) as error:
-            raise _CutError(f"{self._url}: {method} was cut off: {error!r}") from error
+            raise _CutError(f"{self._url}: {method} was cut off: {explain(error)}") from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise StoreError(f"{self._url}: {method} failed: {error!r}") from error
+            raise StoreError(f"{self._url}: {method} failed: {explain(error)}") from error
 
     def _open(self) -> aiohttp.ClientSession:
         """Made at the first request: a session belongs to a running loop."""
         if self._session is None:
             limits = self._limits
-            connector = aiohttp.TCPConnector(
-                limit=limits.connections, ssl=True if self._tls is None else self._tls
-            )
             timeout = aiohttp.ClientTimeout(
                 total=limits.deadline_s, connect=limits.connect_s, sock_read=limits.silence_s
             )
-            self._session = aiohttp.ClientSession(
-                connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False,
-                raise_for_status=False,
+            self._session = open_session(
+                timeout, token=self._token, client=self._client, tls=self._tls,
+                connections=limits.connections,
             )  # fmt: skip
         return self._session
 

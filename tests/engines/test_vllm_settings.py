@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +40,42 @@ def test_defaults_and_kinds() -> None:
 def test_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedError, match=reason):
         Settings.parse(given)
+
+
+def test_credentials_from_files_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    token, secret = tmp_path / "token", tmp_path / "secret"
+    for path, content in ((token, "T0KEN\n"), (secret, "S3CRET\n")):
+        path.write_text(content)
+        path.chmod(0o600)
+    given = {"url": "x", "token_file": str(token), "secret_file": str(secret), "tls_ca": "/ca"}
+    settings = Settings.parse(given)
+    assert (settings.token, settings.secret, settings.tls_ca) == ("T0KEN", b"S3CRET", "/ca")
+    monkeypatch.setenv("KDN_CLIENT_TOKEN", "other")
+    monkeypatch.setenv("KDN_CLIENT_SECRET_FILE", str(secret))
+    settings = Settings.parse({"url": "x"})
+    assert (settings.token, settings.secret) == ("other", b"S3CRET")
+    assert Settings.parse(given).token == "T0KEN"
+    assert caplog.messages == []
+    for name in ("token", "secret"):
+        caplog.clear()
+        assert Settings.parse({"url": "x", name: "PL4IN"})
+        assert f"set {name}_file" in caplog.text
+        assert f"KDN_CLIENT_{name.upper()}" in caplog.text
+        assert "PL4IN" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"token": ["PL4IN"]}, {"token": "PL4IN two"}, {"secret": ["PL4IN"]}, {"secret": "PL4IN" * 20},
+     {"token": "PL4IN", "token_file": "/x"}, {"token_file": "/no/such"}, {"secret_file": 5},
+     {"tls_ca": 5}],
+)  # fmt: skip
+def test_bad_credentials_are_refused_and_not_shown(given: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="|".join(given)) as caught:
+        Settings.parse({"url": "x", **given})
+    assert "PL4IN" not in str(caught.value)
 
 
 def test_secrets_do_not_show() -> None:

@@ -192,7 +192,7 @@ class Runtime:
     async def _serve(self) -> None:
         settings = self.settings
         async with open_places(
-            settings.url, token=settings.token, client=settings.client
+            settings.url, token=settings.token, client=settings.client, tls_ca=settings.tls_ca
         ) as places:
             publisher = Publisher(
                 places.publish_to, self.codec, max_queue_bytes=settings.queue_bytes
@@ -217,7 +217,7 @@ def find_codec(settings: Settings, spec: ModelSpec) -> Codec:
 
     async def find() -> Codec:
         async with open_places(
-            settings.url, token=settings.token, client=settings.client
+            settings.url, token=settings.token, client=settings.client, tls_ca=settings.tls_ca
         ) as places:
             return await codec_for(settings.codec, spec, places, seal_key(settings.secret))
 

@@ -6,18 +6,23 @@ refused too, by not using any cache for it: a request must not bring an engine d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from kdn.cache.keys import PUBLIC_SECRET
 from kdn.codec import CODECS
+from kdn.config import find_credentials
 from kdn.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
 
 REQUEST_KEY = "kdn"
 """Under which `kv_transfer_params` holds the settings of one request."""
 MAX_FLOAT = 3600.0
 """An hour to wait, or more nats than any difference: nothing waits for ever."""
+_CREDENTIALS = ("token", "token_file", "secret", "secret_file", "tls_ca")
 _PER_REQUEST = ("quality", "deadline_s", "load", "publish")
 
 
@@ -26,8 +31,14 @@ class Settings:
     url: str | tuple[str, ...]
     """A node, a folder (for one process only), or several of both."""
     token: str | None = field(default=None, repr=False)
+    token_file: str | None = None
+    """Holds the token. Without either it is KDN_CLIENT_TOKEN or KDN_CLIENT_TOKEN_FILE."""
     secret: bytes = field(default=PUBLIC_SECRET, repr=False)
     """Names chunks: engines with the same secret share them, nobody else can find them."""
+    secret_file: str | None = None
+    """Holds the secret. Without either it is KDN_CLIENT_SECRET or KDN_CLIENT_SECRET_FILE."""
+    tls_ca: str | None = None
+    """A PEM file: the authority that signed the nodes' certificates, if a private one did."""
     client: str | None = None
     """Names this engine to nodes, for fair sharing."""
     codec: str = "klt"
@@ -61,7 +72,7 @@ class Settings:
         values["url"] = tuple(url) if isinstance(url, list | tuple) else url
         if isinstance(values.get("secret"), str):
             values["secret"] = values["secret"].encode()
-        settings = cls(**_checked(cls, values))
+        settings = cls(**_checked(cls, values | _credentials(values)))
         if settings.queue_bytes == 0:
             raise UnsupportedError(
                 'queue_bytes: expected more than 0; "publish": false publishes nothing'
@@ -92,6 +103,21 @@ class Settings:
             load=self.load and wanted.load,
             publish=self.publish and wanted.publish,
         )
+
+
+def _credentials(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the settings and the environment come to, checked without being shown."""
+    given = {name: values.get(name) for name in _CREDENTIALS}
+    for name in ("token", "secret"):
+        if given[name] is not None:
+            logger.warning(
+                "%s is in vLLM's settings, which show in `ps` and in its log: set %s_file to the "
+                "path of a file that holds it, or KDN_CLIENT_%s in the environment",
+                name, name, name.upper(),
+            )  # fmt: skip
+    found = find_credentials(**given)
+    secret = found.secret or PUBLIC_SECRET
+    return {"token": found.token, "secret": secret, "tls_ca": found.tls_ca}
 
 
 def _checked(cls: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
