@@ -11,19 +11,33 @@ from typing import Any
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from kdn.cache.keys import PUBLIC_SEAL_KEY, seal_key
 from kdn.cache.spec import ModelSpec
 from kdn.client.asynchronous import AsyncClient
 from kdn.codec import open_codec
+from kdn.codec.base import Codec
 from kdn.codec.klt import Profile
 from kdn.codec.profiles import local_profile
 from kdn.engines.transformers import spec_of
-from kdn.errors import ChecksumError, FormatError, KdnError, MismatchError, UnsupportedError
+from kdn.errors import (
+    AuthenticityError,
+    ChecksumError,
+    FormatError,
+    KdnError,
+    MismatchError,
+    UnsupportedError,
+)
+from kdn.manifests import with_entry
 from kdn.places import Places, open_places
 from kdn.shared_profiles import codec_for, share_profile
 from tests.client.letters import Letters
 from tests.client.test_asynchronous import TEXT
 from tests.codec.klt_profile import LEVELS, parts
 from tests.node.harness import Running, with_node
+
+
+async def klt_for(spec: ModelSpec, places: Places) -> Codec:
+    return await codec_for("klt", spec, places, PUBLIC_SEAL_KEY)
 
 
 def profile_of(spec: ModelSpec) -> Profile:
@@ -61,20 +75,21 @@ def test_a_profile_calibrated_here_is_used_everywhere(
         for folder in (local_profile(spec).parent, tmp_path / "second"):
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         async with open_places(node.url) as places:
-            codec = await codec_for("klt", spec, places)
-            assert not await share_profile(codec, places)  # it is there already
+            codec = await klt_for(spec, places)
+            assert not await share_profile(codec, places, PUBLIC_SEAL_KEY)  # it is there already
 
     with_node(tmp_path / "node", test)
 
 
 async def share(places: Places, spec: ModelSpec, data: bytes) -> bytes:
-    """Whatever it is, as anybody who may write there can."""
+    """Whatever it is, as anybody can in the public namespace."""
     profile_id = blake2b(data, digest_size=16).digest()
     await places.profiles[0].put(
         profile_id, data, etag=profile_id, checksum=xxh3_64_intdigest(data)
     )
-    told = {"models": {spec.fingerprint.hex(): {"profile": profile_id.hex()}}}
-    await places.names.change(f"profile-{spec.fingerprint.hex()}", lambda _: told)
+    name, entry = f"profile-{spec.fingerprint.hex()}", {"profile": profile_id.hex()}
+    told = with_entry({}, name, spec.fingerprint, entry, PUBLIC_SEAL_KEY)
+    await places.names.change(name, lambda _: told)
     return profile_id
 
 
@@ -100,10 +115,10 @@ def test_a_profile_of_another_model_is_not_kept(
             for data in other_profiles(spec).values():
                 await share(places, spec, data)
                 with pytest.raises((FormatError, MismatchError), match="cannot be used"):
-                    await codec_for("klt", spec, places)
+                    await klt_for(spec, places)
                 assert not local_profile(spec).exists()
             await share(places, spec, good.to_bytes())
-            codec = await codec_for("klt", spec, places)
+            codec = await klt_for(spec, places)
             assert codec.profile_id == good.profile_id
 
     with_node(tmp_path / "node", test)
@@ -128,16 +143,18 @@ def test_a_bad_file_does_not_stop_later_starts(
             for data in other_profiles(spec).values():
                 path.write_bytes(data)
                 shipped.write_bytes(good.to_bytes())
-                assert (await codec_for("klt", spec, places)).profile_id == good.profile_id
+                assert (await klt_for(spec, places)).profile_id == good.profile_id
                 assert f"{path} is not used, please delete it" in caplog.text
                 codec = open_codec("klt", spec)
-                assert not await share_profile(codec, places)  # what lies here is not in use
+                assert not await share_profile(
+                    codec, places, PUBLIC_SEAL_KEY
+                )  # what lies here is not in use
                 shipped.unlink()
                 with pytest.raises(UnsupportedError, match="kdn calibrate"):
-                    await codec_for("klt", spec, places)
+                    await klt_for(spec, places)
                 caplog.clear()
             await share(places, spec, good.to_bytes())
-            assert (await codec_for("klt", spec, places)).profile_id == good.profile_id
+            assert (await klt_for(spec, places)).profile_id == good.profile_id
             assert path.read_bytes() == good.to_bytes()
 
     with_node(tmp_path / "node", test)
@@ -164,9 +181,9 @@ def test_no_more_than_a_profile_can_have_is_read(
             monkeypatch.setattr(places.profiles[0], "get", counted)
             monkeypatch.setattr("kdn.codec.klt.profile.MAX_BYTES", size - 1)
             with pytest.raises(KdnError):
-                await codec_for("klt", spec, places)
+                await klt_for(spec, places)
             monkeypatch.setattr("kdn.codec.klt.profile.MAX_BYTES", size)
-            assert (await codec_for("klt", spec, places)).profile_id == good.profile_id
+            assert (await klt_for(spec, places)).profile_id == good.profile_id
         assert asked == [size, size + 1]
 
     with_node(tmp_path / "node", test)
@@ -183,7 +200,7 @@ def test_a_profile_that_cannot_be_kept_is_used(
     async def test(node: Running) -> None:
         async with open_places(node.url) as places:
             await share(places, spec, good.to_bytes())
-            assert (await codec_for("klt", spec, places)).profile_id == good.profile_id
+            assert (await klt_for(spec, places)).profile_id == good.profile_id
 
     with_node(tmp_path / "node", test)
 
@@ -198,13 +215,14 @@ def test_what_is_no_profile_is_refused(
     async def test(node: Running) -> None:
         async with open_places(node.url) as places:
             with pytest.raises(UnsupportedError, match="kdn calibrate"):
-                await codec_for("klt", spec, places)
-            assert (await codec_for("exact", spec, places)).name == "exact"
+                await klt_for(spec, places)
+            assert (await codec_for("exact", spec, places, PUBLIC_SEAL_KEY)).name == "exact"
             name = f"profile-{spec.fingerprint.hex()}"
             entry = {"profile": profile.profile_id.hex()}
-            await places.names.put(name, {"models": {spec.fingerprint.hex(): entry}}, None)
+            told = with_entry({}, name, spec.fingerprint, entry, PUBLIC_SEAL_KEY)
+            await places.names.put(name, told, None)
             with pytest.raises(UnsupportedError, match="kdn calibrate"):
-                await codec_for("klt", spec, places)  # the name is there, the profile is not
+                await klt_for(spec, places)  # the name is there, the profile is not
 
             class Liar:
                 async def get(self, key: bytes, start: int, end: int) -> Any:
@@ -214,7 +232,24 @@ def test_what_is_no_profile_is_refused(
 
             object.__setattr__(places, "profiles", (Liar(),))
             with pytest.raises(ChecksumError, match="other bytes"):
-                await codec_for("klt", spec, places)
+                await klt_for(spec, places)
+        assert not local_profile(spec).exists()
+
+    with_node(tmp_path / "node", test)
+
+
+def test_only_a_holder_of_the_secret_names_a_profile(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profile decides what streams decode to: nobody else may choose it."""
+    monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
+    spec = spec_of(tiny_model("llama"))
+
+    async def test(node: Running) -> None:
+        async with open_places(node.url) as places:
+            await share(places, spec, profile_of(spec).to_bytes())
+            with pytest.raises(AuthenticityError, match="secret"):
+                await codec_for("klt", spec, places, seal_key(b"a tenant's own"))
         assert not local_profile(spec).exists()
 
     with_node(tmp_path / "node", test)

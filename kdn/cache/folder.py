@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
+
+from kdn.files import FOLDER_MODE, write_whole
 
 
 def cache_folder() -> Path:
@@ -18,12 +19,5 @@ def write_private(path: Path, data: bytes) -> None:
     """For this user alone, aside and renamed: a reader sees all of it or nothing. OSError if that
     cannot be."""
     for folder in (cache_folder(), path.parent):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    number, aside = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".part", dir=path.parent)
-    try:
-        with open(number, "wb") as file:
-            file.write(data)
-        os.replace(aside, path)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
+        folder.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
+    write_whole(path, data, path.with_name(f".{path.stem}-{os.getpid()}.part"))
