@@ -415,6 +415,20 @@ def test_what_is_known_is_not_published_again() -> None:
     assert world.step(new=[(again, list(range(8)), 0, 1000)]).saves == ()
 
 
+def test_what_was_known_and_did_not_load_is_offered_again() -> None:
+    """It may be a stream that nobody can use: it must not keep a right one away for ever."""
+    world = World()
+    world.arrive(first := request("first", 1000), 0)
+    world.step(new=[(first, list(range(8)), 0, 1000)])  # published once, and forged since
+    asked = request("r", 1000)
+    world.arrive(asked, 768)
+    world.side.matched(asked, 0)
+    world.side.allocated(asked, list(range(8, 16)), 768)
+    world.side.loaded(Loaded({"r": 256}, {"r": 256}))
+    [save] = world.step(new=[(asked, list(range(8, 16)), 256, 744)]).saves
+    assert [(c.start, c.end) for c in save.chunks] == [(256, 512), (512, 768)]
+
+
 def test_publishing_can_be_off() -> None:
     world = World(publish=False)
     asked = request("r", 1000)

@@ -50,12 +50,22 @@ class KdnWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     loaded: Loaded = field(default_factory=Loaded)
 
     def aggregate(self, other: KdnWorkerMetadata) -> KdnWorkerMetadata:
-        """Of several ranks: exact is what is exact on all."""
-        both = dict(self.loaded.exact_until)
-        for request_id, end in other.loaded.exact_until.items():
-            both[request_id] = min(end, both.get(request_id, end))
-        changed = self.loaded.weights_changed or other.loaded.weights_changed
-        return KdnWorkerMetadata(Loaded(both, changed))
+        """Of several ranks: exact is what is exact on all, failed what failed on one."""
+        mine, theirs = self.loaded, other.loaded
+        return KdnWorkerMetadata(
+            Loaded(
+                _least(mine.exact_until, theirs.exact_until),
+                _least(mine.failed_from, theirs.failed_from),
+                mine.weights_changed or theirs.weights_changed,
+            )
+        )
+
+
+def _least(mine: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
+    both = dict(mine)
+    for request_id, end in theirs.items():
+        both[request_id] = min(end, both.get(request_id, end))
+    return both
 
 
 class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]

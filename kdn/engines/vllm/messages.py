@@ -48,6 +48,8 @@ class Loaded:
     """Loads that have ended: up to where each is as the model itself would have it."""
 
     exact_until: dict[str, int] = field(default_factory=dict)
+    failed_from: dict[str, int] = field(default_factory=dict)
+    """Of those that failed: tokens from here on did not come, and the model computes them."""
     weights_changed: bool = False
     """The model is not the one any more that chunks are named after."""
 

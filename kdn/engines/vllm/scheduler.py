@@ -65,6 +65,8 @@ class Context:
     block_ids: list[int] = field(default_factory=list)
     exact_until: int | None = None
     """Tokens from here on were computed on top of losses. None: there are none."""
+    failed_from: int | None = None
+    """Tokens from here on were known, and did not load. None: all that was tried did."""
     saved_until: int = 0
     tail_saved: bool = False
 
@@ -134,7 +136,7 @@ class SchedulerSide:
     def _begin_lookup(self, context: Context) -> None:
         """Unless there is not even one block, nobody to ask, or no use for an answer."""
         context.asked = _turn(context.request)
-        context.lookup = None
+        context.lookup = context.failed_from = None
         if context.namespace is None or not context.settings.load or must_compute(context.request):
             return
         tokens = list(context.request.all_token_ids)
@@ -225,6 +227,17 @@ class SchedulerSide:
             for number in range(first, last):
                 is_exact = (number + 1) * self._block_tokens <= exact_until
                 self._mark(load.block_ids[number], lossy=not is_exact)
+            if request_id in report.failed_from:
+                self._is_unknown_from(load, report.failed_from[request_id])
+
+    def _is_unknown_from(self, load: Load, start: int) -> None:
+        """What did not load may be a stream that nobody can use: what is computed in its place is
+        offered again, and whoever publishes it knows whether it is wanted."""
+        for chunk in load.chunks:
+            if chunk.end > start:
+                self._saved_keys.pop(chunk.key, None)
+        if (context := self._contexts.get(load.request_id)) is not None:
+            context.failed_from = start
 
     def finished(self, request_id: str) -> None:
         """Loads that are under way go on: the worker reports them."""
@@ -316,7 +329,8 @@ class SchedulerSide:
         lookup = context.lookup
         if lookup is None or not lookup.done() or lookup.cancelled() or lookup.exception():
             return 0
-        return lookup.result().end // CHUNK_TOKENS * CHUNK_TOKENS
+        end = lookup.result().end if context.failed_from is None else context.failed_from
+        return end // CHUNK_TOKENS * CHUNK_TOKENS
 
     def _is_new(self, context: Context, chunk: Chunk) -> bool:
         if context.exact_until is not None and chunk.end > context.exact_until:

@@ -198,6 +198,8 @@ class WorkerSide:
         load, size = ended.load, self._paged.block_tokens
         self._failed_blocks.update(load.block_ids[ended.good_until // size : load.end // size])
         self._report.exact_until[load.request_id] = ended.exact_until
+        if ended.good_until < load.end:
+            self._report.failed_from[load.request_id] = ended.good_until
         self.counts["loads"] += 1
         self.counts["loaded_tokens"] += ended.good_until - load.start
         self.counts["failed_tokens"] += load.end - ended.good_until
