@@ -78,20 +78,21 @@ async def _fetch(spec: ModelSpec, places: Places, seal_key: bytes) -> Profile:
     """From the first place that has a good one."""
     from kdn.codec.klt.profile import MAX_BYTES
 
-    profile_id, trouble = await _shared_id(spec, places, seal_key), None
-    for store in places.profiles if profile_id is not None else ():
+    trouble: KdnError = UnsupportedError(
+        f"no klt profile for the model {spec.fingerprint.hex()}, neither here nor where you "
+        'connected to: make one with `kdn calibrate MODEL`, or use codec="exact"'
+    )
+    profile_id = await _shared_id(spec, places, seal_key)
+    if profile_id is None:
+        raise trouble
+    for store in places.profiles:
         try:
             span = await store.get(profile_id, 0, MAX_BYTES + 1)
             if span is not None:
                 return await asyncio.to_thread(_kept, bytes(span.data), profile_id, spec)
         except KdnError as error:
             trouble = error
-    if trouble is not None:
-        raise trouble
-    raise UnsupportedError(
-        f"no klt profile for the model {spec.fingerprint.hex()}, neither here nor where you "
-        'connected to: make one with `kdn calibrate MODEL`, or use codec="exact"'
-    )
+    raise trouble
 
 
 async def _shared_id(spec: ModelSpec, places: Places, seal_key: bytes) -> bytes | None:

@@ -137,7 +137,7 @@ def _digests(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, bytes]:
 
 
 def _digest(piece: torch.Tensor) -> bytes:
-    return blake2b(piece.numpy(), digest_size=32, person=b"kdn-weight").digest()
+    return blake2b(memoryview(piece.numpy()), digest_size=32, person=b"kdn-weight").digest()
 
 
 def _shape(name: str, tensor: torch.Tensor) -> bytes:

@@ -49,6 +49,14 @@ def test_dtype_does_not_matter(dtype: torch.dtype) -> None:
     assert fingerprint(CONFIG, named).hex() == digest()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_where_it_lies_does_not_matter(dtype: torch.dtype) -> None:
+    named = ((name, tensor.to("cuda", dtype)) for name, tensor in weights().items())
+    assert fingerprint(CONFIG, named).hex() == digest()
+
+
 def test_memory_layout_does_not_matter() -> None:
     matrix = weights()["a.weight"]
     assert digest(a_weight=matrix.t().contiguous().t()) == digest()

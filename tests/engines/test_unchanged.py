@@ -52,7 +52,8 @@ def a_norm_through_data(model: Any) -> None:
 
 def trained(model: Any, **options: Any) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **options)
-    model(torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+    tokens = torch.arange(9, device=model.device)[None]
+    model(tokens, labels=tokens).loss.backward()
     optimizer.step()
 
 
@@ -133,6 +134,21 @@ def test_use_is_no_change(family: str, dtype: torch.dtype, tiny_model: Any) -> N
     hook = model.register_forward_pre_hook(lambda *_: None)
     hook.remove()
     unchanged.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("change", [through_data, trained_fused, loaded, another_dtype])
+def test_changes_on_a_gpu_are_seen(change: Callable[[Any], None], tiny_model: Any) -> None:
+    model = tiny_model("llama")
+    before = fingerprint_of(model)
+    model.to("cuda")
+    assert fingerprint_of(model) == before
+    unchanged = Unchanged(model)
+    unchanged.check()
+    change(model)
+    with pytest.raises(MismatchError, match="has changed since you connected"):
+        unchanged.check()
 
 
 def test_weights_that_are_no_numbers_are_not_always_new(tiny_model: Any) -> None:
