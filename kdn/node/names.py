@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kdn.errors import NoSpaceError, StoreError
-from kdn.files import private_database
+from kdn.files import FOLDER_MODE, private_database
 
 MAX_VERSIONS = 100
 MAX_PENDING = 4
@@ -252,7 +252,7 @@ class NameStore:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """In a folder that is there: its maker says who may look into it."""
+    path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
     private_database(path)
     db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
     db.execute("PRAGMA journal_mode = WAL")
