@@ -51,6 +51,8 @@ def run(
         for share in SHARES
         for name in (*names, OPTIMUM)
     ]
+    for path in dict.fromkeys(requests):
+        load_trace(path)  # a file that is no trace is told at once
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         rows = list(progress.track(_replay_all(todo, jobs), len(todo), description="replaying"))
@@ -64,8 +66,6 @@ def run(
 def _replay_all(todo: Sequence[Job], jobs: int) -> Iterator[Row]:
     """Rows in the order of `todo`."""
     workers = min(jobs or os.cpu_count() or 1, len(todo))
-    for path in {job[0] for job in todo}:
-        load_trace(path)  # a file that is no trace is told at once
     if workers == 1:
         yield from map(replay, todo)
         return

@@ -62,14 +62,14 @@ def run(
         raise UnsupportedError(f"expected a context of a multiple of {TAIL_MULTIPLE} tokens")
     chosen = options.words("codecs", codecs, NAMES)
     texts = list(_unique(map(load_text, text) if text else default_texts()))
-    fitted = [load_text(path) for path in calibration or ()] or default_calibration()
+    fitted = [load_text(path) for path in calibration or ()]
     loaded, tokenizer = load_model(model, device=options.device(device))
     spec = spec_of(loaded)
     samples = [
         Sample.of(part, part.tokens(tokenizer), context, contexts, continuation, seed)
         for part in texts
     ]
-    learnt = [(part, part.tokens(tokenizer)) for part in fitted]
+    learnt = [(part, part.tokens(tokenizer)) for part in fitted or default_calibration()]
     shared = {s.name: max(overlap(s.tokens, ids) for _, ids in learnt) for s in samples}
     notes = _notes(samples, shared, contexts)
     with _progress() as progress:

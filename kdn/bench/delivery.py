@@ -66,6 +66,8 @@ def run(
     paths = _traces(traces)
     lengths = [int(one) for one in options.numbers("contexts", contexts, CHUNK_TOKENS, MAX_TOKENS)]
     todo = [(path, tokens, seed, names) for path, tokens in product(paths, lengths)]
+    for path in paths:
+        load_trace(path)  # a file that is no trace is told at once
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         groups = progress.track(_run_all(todo, jobs), len(todo), description="simulating")
@@ -91,8 +93,6 @@ def _traces(folder: Path) -> list[Path]:
 
 def _run_all(todo: Sequence[Job], jobs: int) -> Iterator[list[Row]]:
     workers = min(jobs or os.cpu_count() or 1, len(todo))
-    for path in {job[0] for job in todo}:
-        load_trace(path)  # a file that is no trace is told at once
     if workers == 1:
         yield from map(run_job, todo)
         return

@@ -39,7 +39,7 @@ def run(
     model: Annotated[str, typer.Option(help="smollm2, a folder, or a hub name.")] = "smollm2",
 ) -> None:
     """Bytes of klt's levels beside those of a single-level stream of the same values."""
-    fitted = [load_text(path) for path in calibration or ()] or default_calibration()
+    fitted = [load_text(path) for path in calibration or ()]
     texts = [load_text(path) for path in text or ()] or default_texts()
     loaded, tokenizer = load_model(model)
     spec = spec_of(loaded)
@@ -50,7 +50,7 @@ def run(
         windows = windows_of([t.tokens(tokenizer) for t in texts], context, count)
         return [sample for ids in windows for sample in _quantised(loaded, codec, ids)]
 
-    learnt = samples(fitted, counted)
+    learnt = samples(fitted or default_calibration(), counted)
     tested = samples(texts, contexts)
     shown = Table("level", "bytes in levels", "bytes at once", "cost of layering")
     for level in range(codec.num_levels - 1):

@@ -36,9 +36,10 @@ def make_profile(
     chosen = options or Options()
     if out is not None:
         checked_output(out)
-    texts = [load_text(path) for path in text] if text else default_calibration()
+    given = [load_text(path) for path in text or ()]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded, tokenizer = load_model(model, device=device)
+    texts = given or default_calibration()
     windows = windows_of([t.tokens(tokenizer) for t in texts], chosen.window, num_windows)
     target = out or local_profile(spec_of(loaded))
     target.parent.mkdir(parents=True, exist_ok=True)

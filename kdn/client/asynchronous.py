@@ -22,6 +22,7 @@ from kdn.checked import (
     MAX_WAIT_S,
     checked_choice,
     checked_client,
+    checked_deadline,
     checked_number,
     checked_text,
     checked_texts,
@@ -35,7 +36,7 @@ from kdn.client.engine import Context, Engine, ModelSource, check_source, load_p
 from kdn.client.learning import FLUSH_S, Learner
 from kdn.client.loading import Loader, usable_chunks
 from kdn.client.options import Options
-from kdn.client.quality import Quality
+from kdn.client.quality import Quality, enough_kld
 from kdn.codec import CODECS
 from kdn.config import find_credentials
 from kdn.delivery.publish import Publisher
@@ -79,7 +80,8 @@ class AsyncClient:
         checked_places(where)
         check_source(model)
         checked_choice("codec", codec, CODECS)
-        Options(quality, deadline_s)
+        enough_kld(quality)
+        checked_deadline(deadline_s)
         checked_client(client)
         checked_number("audit_share", audit_share, 0, 1)
         self.metrics = Metrics()

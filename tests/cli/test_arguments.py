@@ -20,10 +20,10 @@ import typer
 from kdn.cli import main as cli
 from kdn.errors import KdnError, ModelUnavailableError
 
-ABSURD = ("", " ", "0", "-1", "nan", "inf", "-inf", "1e400", "1" + "0" * 30, "no/such/file",
-          "a,b", ",", "\udcff", "a\0b", "x" * 5000, "http://", "http://u:p@h", "ftp://h",
-          "http://h:99999", "FOLDER", "NOT_UTF8", "EMPTY", "UNDER_FILE")  # fmt: skip
-NOT_NUMBERS = ("", "-1", "nan", "inf", "-inf", "1e400", "1" + "0" * 30)
+ABSURD = ("", "0", "nan", "1" + "0" * 30, "no/such/file", "a,b", "\udcff", "a\0b", "x" * 5000,
+          "http://", "http://u:p@h", "ftp://h", "http://h:99999", "FOLDER", "NOT_UTF8", "EMPTY",
+          "UNDER_FILE")  # fmt: skip
+NOT_NUMBERS = ("", "-1", "nan", "inf", "-inf", "1e400", "1" + "0" * 30, "x", "\udcff")
 SAMPLES = {
     "name": "handbook", "file": "TEXT", "question": "what?", "prompt_file": "TEXT", "what": "x",
     "model": "smollm2", "requests": "REQUESTS", "traces": "TRACES", "prefix": "",
@@ -142,7 +142,7 @@ def test_absurd_values(
     command = COMMANDS[path]
     [tried] = [one for one in command.params if one.name == name]
     is_number = re.search(r"\b(int|float|integer)\b", kind_of(tried), re.IGNORECASE) is not None
-    for value in ABSURD:
+    for value in ("0", *NOT_NUMBERS) if is_number else ABSURD:
         given = [*path, *arguments(command, tried, value, closed)]
         try:
             code, said = run(given, capsys)
