@@ -55,8 +55,7 @@ async def put_manifest(
     """Make a name's next version, and hold what it uses. Refusal (412) if `must` does not hold."""
     async with node.names.changes:
         if tenant.settings.quota_bytes:
-            held_bytes = await node.names.size_bytes(tenant.name)
-            await tenant.quota.check(len(manifest), node.store.list, held_bytes)
+            tenant.quota.check(len(manifest), await node.held_bytes(tenant))
         try:
             made = await node.names.put(tenant.name, name, manifest, chunks, must)
         except ConditionError as error:
@@ -140,7 +139,6 @@ async def _delete_chunks(node: Node, tenant: Tenant, name: str) -> dict[str, lis
         batch = keys[first : first + DELETES_AT_ONCE]
         await asyncio.gather(*(node.store.delete(key) for key in batch))
     for entry in filter(None, entries):
-        tenant.quota.add(-entry.size_bytes)
         node.checksums.forget(entry.key, entry.etag)
     left = await node.store.lookup(keys)
     if any(left):

@@ -124,13 +124,11 @@ async def _put(
     if entry is not None:
         return entry, False
     if tenant.settings.quota_bytes:
-        held_bytes = await node.names.size_bytes(tenant.name)
-        await tenant.quota.check(len(data), node.store.list, held_bytes)
+        tenant.quota.check(len(data), await node.held_bytes(tenant))
     with tenant.quota.reserve(len(data)):
         entry = await node.wait(
             node.store.put(store_key, data, etag=etag, checksum=checksum, hints=hints)
         )
-    tenant.quota.add(len(data))
     node.checksums.forget(store_key, entry.etag)
     return entry, entry.etag == etag
 
@@ -142,7 +140,6 @@ async def delete_object(request: web.Request) -> web.StreamResponse:
     if not await node.wait(node.store.delete(store_key)):
         raise not_found()
     if entry is not None:
-        request[TENANT].quota.add(-entry.size_bytes)
         node.checksums.forget(store_key, entry.etag)
     return web.Response(status=204)
 
@@ -177,11 +174,9 @@ async def _collect(node: Node, prefix: bytes, after: bytes, limit: int) -> list[
 
 async def get_stats(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
-    objects, size_bytes = await node.wait(tenant.quota.count(node.store.list))
-    size_bytes += await node.names.size_bytes(tenant.name)
     shown = {
-        "objects": objects,
-        "size_bytes": size_bytes,
+        "objects": node.store.usage(tenant.prefix).objects,
+        "size_bytes": await node.held_bytes(tenant),
         "quota_bytes": tenant.settings.quota_bytes,
     }
     return web.json_response(shown, dumps=dumps)
