@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from kdn.store.base import Hints
 from kdn.store.evict.base import Policy
@@ -40,11 +41,14 @@ class _Part:
     weight: float
     sizes: dict[bytes, int] = field(default_factory=dict)
     size_bytes: int = 0
+    level: float = 0.0  # bytes for each unit of weight
 
-    @property
-    def level(self) -> float:
-        """Bytes for each unit of weight."""
-        return self.size_bytes / self.weight
+    def grow(self, size_bytes: int) -> None:
+        self.size_bytes += size_bytes
+        self.level = self.size_bytes / self.weight
+
+
+_LEVEL = attrgetter("level")
 
 
 class Shares(Policy):
@@ -63,7 +67,7 @@ class Shares(Policy):
             part = self._parts[owner] = _Part(self._make(), weight)
         if key not in part.sizes:
             part.sizes[key] = size_bytes
-            part.size_bytes += size_bytes
+            part.grow(size_bytes)
         part.policy.add(key, size_bytes, hints)
 
     def touch(self, key: bytes) -> None:
@@ -72,22 +76,26 @@ class Shares(Policy):
 
     def remove(self, key: bytes) -> None:
         if part := self._part(key):
-            part.size_bytes -= part.sizes.pop(key, 0)
+            part.grow(-part.sizes.pop(key, 0))
             part.policy.remove(key)
 
     def victim(self, held: bool = False) -> bytes | None:
-        parts = [part for part in self._parts.values() if part.sizes]
-        if not parts:
+        parts = self._parts.values()
+        most = max(parts, key=_LEVEL, default=None)
+        if most is None:
             return None
-        total_bytes = sum(part.size_bytes for part in parts)
-        fair_level = total_bytes / sum(part.weight for part in parts)
-        for part in sorted(parts, key=lambda part: part.level, reverse=True):
-            named = part.policy.victim(held)
-            if named is None and part.level > fair_level:
-                named = part.policy.victim(held=True)
-            if named is not None:
-                return named
-        return None
+        named = most.policy.victim(held)
+        if named is None and most.level > self._fair_level():
+            named = most.policy.victim(held=True)
+        if named is not None:
+            return named
+        # Nobody is beyond their share, and what the first one has is held.
+        return next(filter(None, (part.policy.victim(held) for part in parts)), None)
+
+    def _fair_level(self) -> float:
+        """Where all who have something would be if they had their share."""
+        parts = [part for part in self._parts.values() if part.sizes]
+        return sum(part.size_bytes for part in parts) / (sum(part.weight for part in parts) or 1.0)
 
     def hold(self, key: bytes) -> None:
         if part := self._part(key):
