@@ -11,7 +11,7 @@ The file is the one given, else `KDN_CONFIG`, else `kdn.toml` in the current fol
     [client]                     # KDN_CLIENT_URL, KDN_CLIENT_TOKEN
     url = "http://127.0.0.1:8470"
     [tenants.research]           # only in the file; see `kdn config --new-token`
-    tokens = ["sha256:..."]
+    tokens = ["sha256:..."]      # may publish; also read_tokens, operate_tokens
     weight = 2.0
 """
 
@@ -34,6 +34,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?(?:b|bit)?", re.IGNORECASE)
 _TOKEN = re.compile(r"sha256:[0-9a-f]{64}")
+TOKEN_LISTS = ("read_tokens", "tokens", "operate_tokens")
+"""Of a tenant, by what they may do."""
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -69,11 +71,18 @@ class NodeSettings:
     max_chunk_bytes: int = 256 * 2**20
     max_profile_bytes: int = 2 * 2**30
     max_bodies_bytes: int = 4 * 2**30
-    """Memory for all request bodies being received."""
+    """Memory for all objects being received."""
+    max_questions_bytes: int = 256 * 2**20
+    """Memory for all requests in JSON (lookups, reads, manifests) being received and served."""
+    max_answers_bytes: int = 256 * 2**20
+    """Memory for what they found, on its way out. What reads send comes on top, frame by frame."""
     idle_timeout_s: float = 60.0
     """For the next request on a connection, and for its head to arrive."""
-    body_timeout_s: float = 30.0
-    """For a request body, besides what its size takes at `min_body_bytes_per_s`."""
+    body_timeout_s: float = 600.0
+    """For a whole request body, however steadily it comes."""
+    body_window_s: float = 10.0
+    """So much of a body must come in each such time as `min_body_bytes_per_s` makes of it; also how
+    long a request waits for memory."""
     min_body_bytes_per_s: int = 50_000
     store_timeout_s: float = 60.0
     """For one operation of the store."""
@@ -98,15 +107,27 @@ class ClientSettings:
 
 @dataclass(frozen=True)
 class TenantSettings:
-    """One tenant, as the file tells. Tokens are kept as hashes only."""
+    """One tenant, as the file tells. Tokens are kept as hashes only. 0 means "no limit of its own":
+    what the node has is shared among its tenants anyway (`kdn/node/shares.py`)."""
 
     name: str
     tokens: tuple[str, ...] = ()
+    """May read and publish: chunks, profiles, objects, names."""
+    read_tokens: tuple[str, ...] = ()
+    """May only read."""
+    operate_tokens: tuple[str, ...] = ()
+    """May do all of that, and read /metrics."""
     weight: float = 1.0
     quota_bytes: int = 0
     requests_per_s: float = 0.0
-    operator: bool = False
-    """May read /metrics."""
+    max_requests: int = 0
+    """In progress at once."""
+    max_connections: int = 0
+    max_names: int = 10_000
+    max_names_bytes: int = 2**30
+    """Of all versions of all manifests."""
+    max_named_chunks: int = 200_000
+    """Chunks of all names, each counted once for every name: a node keeps them all in memory."""
 
 
 @dataclass(frozen=True)
@@ -241,32 +262,40 @@ def _tenant(name: str, table: Any) -> TenantSettings:
     table = _table(f"tenants.{name}", table)
     kinds = {item.name: str(item.type) for item in fields(TenantSettings) if item.name != "name"}
     _check_names(f"setting in [tenants.{name}]", table, kinds)
-    tokens = table.get("tokens", [])
-    if not isinstance(tokens, list) or not tokens:
-        raise UnsupportedError(f"tenants.{name}.tokens: expected at least one hash")
-    for token in tokens:
-        if not isinstance(token, str) or not _TOKEN.fullmatch(token):
-            raise UnsupportedError(
-                f"tenants.{name}.tokens: expected 'sha256:' and 64 hex digits; "
-                "make one with `kdn config --new-token`"
-            )
     values = {
-        key: _convert(f"tenants.{name}.{key}", value, kinds[key])
+        key: _tokens(f"tenants.{name}.{key}", value)
+        if key in TOKEN_LISTS
+        else _convert(f"tenants.{name}.{key}", value, kinds[key])
         for key, value in table.items()
-        if key != "tokens"
     }
+    if not any(values.get(key) for key in TOKEN_LISTS):
+        raise UnsupportedError(f"tenants.{name}.tokens: expected at least one hash")
     if values.get("weight", 1.0) <= 0:
         raise UnsupportedError(f"tenants.{name}.weight: expected more than 0")
-    return TenantSettings(name, tuple(tokens), **values)
+    return TenantSettings(name, **values)
+
+
+def _tokens(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise UnsupportedError(f"{name}: expected {_KINDS['tuple[str, ...]']}, found {value!r}")
+    for token in value:
+        if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+            raise UnsupportedError(
+                f"{name}: expected 'sha256:' and 64 hex digits; "
+                "make one with `kdn config --new-token`"
+            )
+    return tuple(value)
 
 
 def _check_tokens_differ(tenants: tuple[TenantSettings, ...]) -> None:
     owner: dict[str, str] = {}
     for tenant in tenants:
-        for token in tenant.tokens:
-            if token in owner:
-                raise UnsupportedError(f"{owner[token]} and {tenant.name} have the same token")
-            owner[token] = tenant.name
+        for kind in TOKEN_LISTS:
+            for token in getattr(tenant, kind):
+                if token in owner:
+                    where = f"{tenant.name}.{kind}"
+                    raise UnsupportedError(f"{owner[token]} and {where} have the same token")
+                owner[token] = f"{tenant.name}.{kind}"
 
 
 def _check_names(what: str, found: Mapping[str, Any], known: Any) -> None:

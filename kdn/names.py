@@ -17,6 +17,7 @@ from urllib.parse import quote
 import aiohttp
 
 from kdn.errors import FormatError, StoreError, UnsupportedError
+from kdn.protocol.limits import MAX_MANIFEST_BYTES
 from kdn.store.http_answers import Answer, member
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from kdn.node.tenants import Tenant
 
 DEADLINE_S = 30.0
-MAX_MANIFEST_BYTES = 16 << 20
 ATTEMPTS = 8
 PAGE = 1000
 
@@ -168,12 +168,11 @@ class FolderNames(Names):
 
     async def put(self, name: str, manifest: Manifest, after: str | None) -> bool:
         from kdn.node.answers import Refusal
-        from kdn.node.names_api import chunks_of, put_manifest
+        from kdn.node.names_api import put_manifest
 
-        node, chunks = self._node, chunks_of(manifest)
         try:
             await put_manifest(
-                node, self._tenant, _checked(name), _dump(manifest), chunks, lambda e: e == after
+                self._node, self._tenant, _checked(name), _dump(manifest), lambda e: e == after
             )
         except Refusal as refusal:
             if refusal.status == 412:

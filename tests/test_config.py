@@ -11,7 +11,7 @@ from kdn.cli.config import rows
 from kdn.config import ClientSettings, NodeSettings, load_config
 from kdn.errors import UnsupportedError
 
-HASH = "sha256:" + "ab" * 32
+HASH, OTHER, THIRD = ("sha256:" + digits * 32 for digits in ("ab", "cd", "ef"))
 
 
 def write(folder: Path, text: str) -> Path:
@@ -58,11 +58,13 @@ def test_the_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_tenants(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        f'[tenants.ann]\ntokens = ["{HASH}"]\nweight = 2\nquota_bytes = "1MB"\noperator = true\n',
+        f'[tenants.ann]\ntokens = ["{HASH}"]\nweight = 2\nquota_bytes = "1MB"\n'
+        f'read_tokens = ["{OTHER}"]\n[tenants.bob]\noperate_tokens = ["{THIRD}"]\n',
     )
-    (ann,) = load_config(path, environ={}).tenants
+    ann, bob = load_config(path, environ={}).tenants
     assert (ann.name, ann.tokens, ann.weight) == ("ann", (HASH,), 2.0)
-    assert (ann.quota_bytes, ann.requests_per_s, ann.operator) == (10**6, 0.0, True)
+    assert (ann.quota_bytes, ann.requests_per_s, ann.read_tokens) == (10**6, 0.0, (OTHER,))
+    assert (bob.tokens, bob.read_tokens, bob.operate_tokens) == ((), (), (THIRD,))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,9 @@ def test_tenants(tmp_path: Path) -> None:
         (f'[tenants.ann]\ntokens = ["{HASH}"]\ncolour = 1\n', "colour"),
         (f'[tenants."a b"]\ntokens = ["{HASH}"]\n', "a b"),
         (f'[tenants.a]\ntokens = ["{HASH}"]\n[tenants.b]\ntokens = ["{HASH}"]\n', "same token"),
+        (f'[tenants.a]\ntokens = ["{HASH}"]\nread_tokens = ["{HASH}"]\n', "same token"),
+        (f'[tenants.a]\nread_tokens = "{HASH}"\n', "a list of texts"),
+        ('[tenants.a]\noperate_tokens = ["x"]\n', "sha256"),
         ("[tenants]\nann = 3\n", "ann"),
     ],
 )

@@ -8,7 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kdn.config import Config, load_config
+from kdn.config import TOKEN_LISTS, Config, load_config
+from kdn.errors import UnsupportedError
 
 SECRETS = ("token", "secret", "upstream_token")
 
@@ -31,19 +32,22 @@ def rows(config: Config) -> list[tuple[str, str, str]]:
             hidden = item.name in SECRETS and value
             shown.append((name, "(set)" if hidden else str(value), config.sources[name]))
     for tenant in config.tenants:
-        told = f"{len(tenant.tokens)} tokens, weight {tenant.weight:g}"
+        counts = [f"{len(getattr(tenant, kind))} {kind}" for kind in TOKEN_LISTS]
+        told = f"{', '.join(counts)}, weight {tenant.weight:g}"
         told += f", quota {tenant.quota_bytes or 'none'}, rate {tenant.requests_per_s or 'none'}"
-        told += ", operator" if tenant.operator else ""
         shown.append((f"tenants.{tenant.name}", told, "file"))
     return shown
 
 
-def print_new_token(tenant: str) -> None:
+def print_new_token(tenant: str, right: str) -> None:
     """The token is shown once; only its hash goes into the file."""
-    from kdn.node.tenants import new_token
+    from kdn.node.tenants import RIGHTS, new_token
 
+    kinds = {known.name.lower(): kind for kind, known in RIGHTS.items()}
+    if right not in kinds:
+        raise UnsupportedError(f"right: expected one of {', '.join(kinds)}, found {right!r}")
     token, hashed = new_token()
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"# Give this to {tenant}; it is not kept anywhere:", markup=False)
     console.print(f"# {token}", markup=False)
-    console.print(f'[tenants.{tenant}]\ntokens = ["{hashed}"]', markup=False)
+    console.print(f'[tenants.{tenant}]\n{kinds[right]} = ["{hashed}"]', markup=False)

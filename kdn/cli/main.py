@@ -206,12 +206,15 @@ def config_command(
     new_token: Annotated[
         str | None, typer.Option(metavar="TENANT", help="Make a token for a tenant.")
     ] = None,
+    right: Annotated[
+        str, typer.Option(help="What the new token may do: read, publish or operate.")
+    ] = "publish",
 ) -> None:
     """Show the effective settings and where each came from."""
     from kdn.cli.config import print_new_token, show_config
 
     if new_token is not None:
-        print_new_token(new_token)
+        print_new_token(new_token, right)
     else:
         show_config(config)
 

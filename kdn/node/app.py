@@ -6,29 +6,31 @@ from aiohttp import web
 
 from kdn.node import batch, names_api, objects, service
 from kdn.node.bodies import expect_later
-from kdn.node.guard import Handler, guard
+from kdn.node.guard import RIGHTS, Handler, guard
 from kdn.node.state import NODE, Node
+from kdn.node.tenants import Right
 
 _COLLECTION = "/v1/{collection:chunks|profiles|objects}"
 
-ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("GET", _COLLECTION, objects.list_objects),
-    ("GET", _COLLECTION + "/{key}", objects.get_object),
-    ("HEAD", _COLLECTION + "/{key}", objects.get_object),
-    ("PUT", _COLLECTION + "/{key}", objects.put_object),
-    ("DELETE", _COLLECTION + "/{key}", objects.delete_object),
-    ("POST", "/v1/lookup", batch.lookup),
-    ("POST", "/v1/read", batch.read),
-    ("GET", "/v1/names", names_api.list_names),
-    ("GET", "/v1/names/{name}", names_api.get_name),
-    ("PUT", "/v1/names/{name}", names_api.put_name),
-    ("DELETE", "/v1/names/{name}", names_api.delete_name),
-    ("GET", "/v1/names/{name}/history", names_api.get_history),
-    ("GET", "/v1/stats", objects.get_stats),
-    ("GET", "/v1/openapi.json", service.get_openapi),
-    ("GET", "/healthz", service.get_health),
-    ("GET", "/metrics", service.get_metrics),
+ROUTES: tuple[tuple[str, str, Handler, Right | None], ...] = (
+    ("GET", _COLLECTION, objects.list_objects, Right.READ),
+    ("GET", _COLLECTION + "/{key}", objects.get_object, Right.READ),
+    ("HEAD", _COLLECTION + "/{key}", objects.get_object, Right.READ),
+    ("PUT", _COLLECTION + "/{key}", objects.put_object, Right.PUBLISH),
+    ("DELETE", _COLLECTION + "/{key}", objects.delete_object, Right.PUBLISH),
+    ("POST", "/v1/lookup", batch.lookup, Right.READ),
+    ("POST", "/v1/read", batch.read, Right.READ),
+    ("GET", "/v1/names", names_api.list_names, Right.READ),
+    ("GET", "/v1/names/{name}", names_api.get_name, Right.READ),
+    ("PUT", "/v1/names/{name}", names_api.put_name, Right.PUBLISH),
+    ("DELETE", "/v1/names/{name}", names_api.delete_name, Right.PUBLISH),
+    ("GET", "/v1/names/{name}/history", names_api.get_history, Right.READ),
+    ("GET", "/v1/stats", objects.get_stats, Right.READ),
+    ("GET", "/v1/openapi.json", service.get_openapi, None),
+    ("GET", "/healthz", service.get_health, None),
+    ("GET", "/metrics", service.get_metrics, Right.OPERATE),
 )
+"""With the right that each needs; None: anybody may ask, without a token."""
 
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
@@ -40,6 +42,8 @@ def make_app(node: Node) -> web.Application:
     app = web.Application(middlewares=[guard])
     app[NODE] = node
     app.on_response_prepare.append(_sign)
-    for method, path, handler in ROUTES:
-        app.router.add_route(method, path, handler, expect_handler=expect_later)
+    app[RIGHTS] = {}
+    for method, path, handler, right in ROUTES:
+        route = app.router.add_route(method, path, handler, expect_handler=expect_later)
+        app[RIGHTS][route] = right
     return app

@@ -1,7 +1,8 @@
 """Handlers of `/v1/lookup` and `/v1/read`: many keys or spans, one streamed answer of frames.
 
 All sizes are looked up first, so the answer's length is known before its first byte; what vanishes
-afterwards is answered with frames of padding and its own status, and nothing else moves.
+afterwards is answered with frames of padding and its own status, and nothing else moves. The heads
+that a lookup found are held until they are sent: they count as memory, which is shared fairly.
 """
 
 from __future__ import annotations
@@ -15,23 +16,34 @@ from xxhash import xxh3_64_intdigest
 from kdn.codec.header import PROBE_BYTES, header_size
 from kdn.errors import FormatError, KdnError
 from kdn.node.answers import bad_request
+from kdn.node.bodies import parse_object
 from kdn.node.objects import MAX_SAVED_S
 from kdn.node.sending import Data, Sender
 from kdn.node.state import CLIENT, NODE, TENANT, Node, parse_hex
 from kdn.node.tenants import COLLECTIONS, Tenant
 from kdn.protocol import frames
 from kdn.protocol.frames import FIXED_BYTES, MAX_DATA_BYTES, MAX_ETAG_BYTES, Frame
+from kdn.protocol.limits import MAX_HEAD_BYTES, MAX_HEADS_BYTES, MAX_SPANS
 from kdn.store.base import Entry
 
 log = logging.getLogger(__name__)
 
-MAX_SPANS = 4096
-MAX_HEAD_BYTES = 65536
 MAX_REQUEST_BYTES = 2 * 2**20
 MAX_OFFSET = 2**63
 SPAN_MEMBERS = frozenset({"key", "start", "end", "etag"})
 USUAL_HEADER_BYTES = 4096
 """A lookup without `head_bytes` reads so much first, and more only for longer headers."""
+ANSWER_BYTES = 1024
+"""Memory of one answer besides its data: keys, entry, what is remembered of it."""
+
+
+class Span(NamedTuple):
+    """Bytes [start, end) of an object; None: to its end. `etag`: only of the object it names."""
+
+    key: bytes
+    start: int = 0
+    end: int | None = None
+    etag: bytes | None = None
 
 
 class Answer(NamedTuple):
@@ -47,13 +59,27 @@ class Answer(NamedTuple):
 
 async def lookup(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
-    body = await node.bodies.json_object(request, MAX_REQUEST_BYTES)
-    collection = _collection(body, {"collection", "keys", "head_bytes"})
-    keys = [parse_hex("a key", key) for key in _items(body, "keys")]
-    head_bytes = _number(body.get("head_bytes"), "head_bytes", MAX_HEAD_BYTES)
-    wanted = head_bytes
-    if wanted is None:
-        wanted = USUAL_HEADER_BYTES if collection == "chunks" else 0
+    async with node.bodies.question(request, tenant.name, MAX_REQUEST_BYTES) as data:
+        body = parse_object(data)
+        collection = _collection(body, {"collection", "keys", "head_bytes"})
+        keys = [parse_hex("a key", key) for key in _items(body, "keys")]
+        head_bytes = _number(body.get("head_bytes"), "head_bytes", MAX_HEAD_BYTES)
+        wanted = head_bytes
+        if wanted is None:
+            wanted = USUAL_HEADER_BYTES if collection == "chunks" else 0
+        if len(keys) * wanted > MAX_HEADS_BYTES:
+            raise bad_request(f"keys times head_bytes: expected at most {MAX_HEADS_BYTES}")
+        async with node.answers.share(tenant.name, len(keys) * (ANSWER_BYTES + wanted)):
+            answers = await _look_up(node, tenant, collection, keys, head_bytes, wanted)
+            return await _send(node, request, answers)
+
+
+async def _look_up(
+    node: Node, tenant: Tenant, collection: str, keys: list[bytes], head_bytes: int | None,
+    wanted: int,
+) -> list[Answer]:  # fmt: skip
+    """`wanted`: bytes of each object to read; `head_bytes`: what was asked for, None for exactly
+    the header."""
     store_keys = [tenant.store_key(collection, key) for key in keys]
     entries = await node.wait(node.store.lookup(store_keys, head_bytes=wanted))
     answers = []
@@ -65,14 +91,20 @@ async def lookup(request: web.Request) -> web.StreamResponse:
                 end = _header_bytes(entry)
         status = frames.MISS if entry is None else frames.OK
         answers.append(Answer(key, status, entry, _parent(tenant, entry), 0, end))
-    return await _send(node, request, answers)
+    return answers
 
 
 async def read(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
-    body = await node.bodies.json_object(request, MAX_REQUEST_BYTES)
-    collection = _collection(body, {"collection", "spans"})
-    spans = [_span(item) for item in _items(body, "spans")]
+    async with node.bodies.question(request, tenant.name, MAX_REQUEST_BYTES) as data:
+        body = parse_object(data)
+        collection = _collection(body, {"collection", "spans"})
+        spans = [_span(item) for item in _items(body, "spans")]
+        async with node.answers.share(tenant.name, len(spans) * ANSWER_BYTES):
+            return await _send(node, request, await _find(node, tenant, collection, spans))
+
+
+async def _find(node: Node, tenant: Tenant, collection: str, spans: list[Span]) -> list[Answer]:
     store_keys = list(dict.fromkeys(tenant.store_key(collection, span[0]) for span in spans))
     entries = await node.wait(node.store.lookup(store_keys))
     found = dict(zip(store_keys, entries, strict=True))
@@ -89,7 +121,7 @@ async def read(request: web.Request) -> web.StreamResponse:
             begin = min(start, size)
             parent = _parent(tenant, entry)
             answers.append(Answer(key, frames.OK, entry, parent, begin, max(begin, stop)))
-    return await _send(node, request, answers)
+    return answers
 
 
 async def _send(node: Node, request: web.Request, answers: list[Answer]) -> web.StreamResponse:
@@ -183,19 +215,19 @@ def _items(body: dict[str, Any], name: str) -> list[Any]:
     return items
 
 
-def _span(item: Any) -> tuple[bytes, int, int | None, bytes | None]:
-    """(key, start, end, etag)."""
+def _span(item: Any) -> Span:
     if not isinstance(item, dict) or not item.keys() <= SPAN_MEMBERS:
         raise bad_request("a span: expected an object of key, start, end and etag")
     key = parse_hex("key of a span", item.get("key"))
     if len(item) == 1:  # the whole object, the usual case
-        return key, 0, None, None
+        return Span(key)
     start = _number(item.get("start", 0), "start of a span", MAX_OFFSET)
     end = _number(item.get("end"), "end of a span", MAX_OFFSET)
     etag = item.get("etag")
     if start is None or (end is not None and end < start):
         raise bad_request("a span: expected 0 <= start <= end")
-    return key, start, end, None if etag is None else parse_hex("etag", etag, MAX_ETAG_BYTES)
+    told = None if etag is None else parse_hex("etag", etag, MAX_ETAG_BYTES)
+    return Span(key, start, end, told)
 
 
 def _number(value: Any, what: str, high: int) -> int | None:

@@ -1,99 +1,104 @@
-"""Request bodies: each has a size limit and a deadline, and all together a bound on memory."""
+"""Request bodies: each has a size limit, a least rate, and a share of the memory for all of them.
+
+Uploads and questions (JSON: lookups, reads, manifests) have a budget each, so that a question never
+waits for an upload. Memory is held from the announcement on: what `Content-Length` says is what the
+body takes, and whoever announces and does not send is cut within `body_window_s`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from io import BytesIO
 from typing import Any
 
 from aiohttp import web
 
-from kdn.node.answers import RETRY_AFTER, Refusal, bad_request
+from kdn.config import NodeSettings
+from kdn.node.answers import Refusal, bad_request
+from kdn.node.budget import Budget
+from kdn.node.shares import Shares
 
-MAX_WAITING = 1024
-
-
-class Budget:
-    """A number of bytes that requests share; first come, first served."""
-
-    def __init__(self, total_bytes: int, wait_s: float):
-        self._free_bytes = total_bytes
-        self._wait_s = wait_s
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    @asynccontextmanager
-    async def share(self, size_bytes: int) -> AsyncIterator[None]:
-        """Hold `size_bytes` of it; 503 if none come free in time."""
-        await self._take(size_bytes)
-        try:
-            yield
-        finally:
-            self._free_bytes += size_bytes
-            self._wake()
-
-    async def _take(self, size_bytes: int) -> None:
-        if not self._waiting and size_bytes <= self._free_bytes:
-            self._free_bytes -= size_bytes
-            return
-        if len(self._waiting) >= MAX_WAITING:
-            raise _overloaded()
-        place = (size_bytes, asyncio.get_running_loop().create_future())
-        self._waiting.append(place)
-        try:
-            async with asyncio.timeout(self._wait_s):
-                await place[1]
-        except BaseException as error:
-            if place in self._waiting:
-                self._waiting.remove(place)
-            elif place[1].done() and not place[1].cancelled():
-                self._free_bytes += size_bytes
-            self._wake()
-            if isinstance(error, TimeoutError):
-                raise _overloaded() from None
-            raise
-
-    def _wake(self) -> None:
-        while self._waiting and self._waiting[0][0] <= self._free_bytes:
-            size_bytes, granted = self._waiting.popleft()
-            if not granted.done():
-                self._free_bytes -= size_bytes
-                granted.set_result(None)
+PARSED = 4
+"""Memory of a question for each byte of it: its body, and what the handler keeps of it."""
+MAX_CONTAINERS = 1 << 18
+"""Lists and objects in a JSON body, which take 25 times their bytes while it is parsed."""
 
 
-def _overloaded() -> Refusal:
-    return Refusal(503, "overloaded", "too many bodies are being received", RETRY_AFTER)
+class Pace:
+    """The least rate of a body: in every window at least `window_s * min_bytes_per_s` must come, or
+    the rest. A window begins where the one before was filled, so silence is cut within one."""
+
+    def __init__(self, window_s: float, min_bytes_per_s: float, now_s: float):
+        self._window_s = window_s
+        self._step_bytes = max(1.0, window_s * min_bytes_per_s)
+        self._missing_bytes = self._step_bytes
+        self.deadline_s = now_s + window_s
+
+    def arrived(self, num_bytes: int, now_s: float) -> bool:
+        """Count what came; True if that moved the deadline."""
+        self._missing_bytes -= num_bytes
+        if self._missing_bytes > 0:
+            return False
+        self._missing_bytes = self._step_bytes
+        self.deadline_s = now_s + self._window_s
+        return True
 
 
 class BodyReader:
-    """Reads whole bodies. `min_bytes_per_s` gives a large body more time than a small one."""
+    """Reads whole bodies. `caps`: every tenant, and 0 (see `Shares`)."""
 
-    def __init__(self, budget_bytes: int, timeout_s: float, min_bytes_per_s: int):
-        self._budget = Budget(budget_bytes, timeout_s)
-        self._budget_bytes = budget_bytes
-        self._timeout_s = timeout_s
-        self._min_bytes_per_s = max(1, min_bytes_per_s)
+    def __init__(self, settings: NodeSettings, caps: Mapping[str, int]):
+        self._settings = settings
+        wait_s = settings.body_window_s
+        self._uploads = Budget(Shares(settings.max_bodies_bytes, caps), wait_s)
+        self._questions = Budget(Shares(settings.max_questions_bytes, caps), wait_s)
+
+    def upload(
+        self, request: web.Request, tenant: str, max_bytes: int
+    ) -> AbstractAsyncContextManager[bytes]:
+        """The body, held as long as the budget counts it."""
+        return self._body(request, tenant, max_bytes, self._uploads, 1)
+
+    def question(
+        self, request: web.Request, tenant: str, max_bytes: int
+    ) -> AbstractAsyncContextManager[bytes]:
+        """The same for JSON; hold it as long as what was parsed of it is held."""
+        return self._body(request, tenant, max_bytes, self._questions, PARSED)
 
     @asynccontextmanager
-    async def body(self, request: web.Request, max_bytes: int) -> AsyncIterator[bytes]:
-        """The body, held as long as the budget counts it."""
-        size_bytes = checked_length(request, min(max_bytes, self._budget_bytes))
-        async with self._budget.share(size_bytes):
+    async def _body(
+        self, request: web.Request, tenant: str, max_bytes: int, budget: Budget, cost: int
+    ) -> AsyncIterator[bytes]:
+        size_bytes = checked_length(request, min(max_bytes, budget.most_bytes(tenant) // cost))
+        async with budget.share(tenant, cost * size_bytes):
             await _invite(request)
             try:
-                async with asyncio.timeout(self._timeout_s + size_bytes / self._min_bytes_per_s):
-                    data = await _read_exactly(request, size_bytes)
+                data = await self._receive(request, size_bytes)
             except TimeoutError:
                 raise Refusal(
                     408, "timeout", "the body came too slowly", {"Connection": "close"}
                 ) from None
             yield data
 
-    async def json_object(self, request: web.Request, max_bytes: int) -> dict[str, Any]:
-        async with self.body(request, max_bytes) as data:
-            return parse_object(data)
+    async def _receive(self, request: web.Request, size_bytes: int) -> bytes:
+        """Into one buffer that grows as bytes arrive and becomes the result without a copy."""
+        loop, settings = asyncio.get_running_loop(), self._settings
+        end_s = loop.time() + settings.body_timeout_s
+        pace = Pace(settings.body_window_s, settings.min_body_bytes_per_s, loop.time())
+        buffer = BytesIO()
+        async with asyncio.timeout_at(min(pace.deadline_s, end_s)) as timeout:
+            while part := await request.content.readany():
+                buffer.write(part)
+                if buffer.tell() > size_bytes:
+                    break
+                if pace.arrived(len(part), loop.time()):
+                    timeout.reschedule(min(pace.deadline_s, end_s))
+        if buffer.tell() != size_bytes:
+            raise bad_request(f"expected a body of {size_bytes} bytes, found {buffer.tell()}")
+        return buffer.getvalue()
 
 
 def checked_length(request: web.Request, max_bytes: int) -> int:
@@ -120,21 +125,10 @@ async def _invite(request: web.Request) -> None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-async def _read_exactly(request: web.Request, size_bytes: int) -> bytes:
-    parts = []
-    received = 0
-    while part := await request.content.readany():
-        received += len(part)
-        if received > size_bytes:
-            break
-        parts.append(part)
-    if received != size_bytes:
-        raise bad_request(f"expected a body of {size_bytes} bytes, found {received}")
-    return b"".join(parts)
-
-
 def parse_object(data: bytes) -> dict[str, Any]:
     """A JSON object, strictly: no NaN, no repeated members, not too deep."""
+    if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
+        raise bad_request(f"expected at most {MAX_CONTAINERS} lists and objects in the body")
     try:
         value = json.loads(data.decode(), parse_constant=_refuse, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:

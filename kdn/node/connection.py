@@ -1,5 +1,9 @@
 """One connection: aiohttp's, with bounds on how many there are and on how long one may linger.
 
+A connection is a stranger's until its first request with a valid token, then that tenant's. Tenants
+share three quarters of all places (`shares.py`); so there are always some for newcomers, who push
+out the oldest stranger once all places are taken.
+
 A peer that stops reading while its connection closes would keep the socket for ever, so closing has
 a deadline, too. What the HTTP layer refuses is answered in JSON like everything else.
 """
@@ -13,7 +17,9 @@ from typing import Any, cast
 from aiohttp import web
 
 from kdn.node.answers import Refusal, answer, refusal_of_http
+from kdn.node.shares import Shares
 from kdn.node.state import Node
+from kdn.node.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +34,11 @@ class Connections:
         self.node = node
         self._server = server
         self._open: dict[Connection, asyncio.Transport] = {}
+        self._strangers: dict[Connection, None] = {}  # the oldest first
+        self._owners: dict[Connection, str] = {}
+        total = node.settings.max_connections
+        caps = {tenant.name: tenant.settings.max_connections for tenant in node.tenants}
+        self._shares = Shares(total - total // 4, caps)
         self._closing_since_s: dict[Connection, float] = {}
         self.all_closed = asyncio.Event()
         self.all_closed.set()
@@ -48,16 +59,35 @@ class Connections:
         )
 
     def add(self, connection: Connection, transport: asyncio.Transport) -> bool:
-        """False if there are too many already."""
+        """False if there are too many already, all of them tenants'."""
         if len(self._open) >= self.node.settings.max_connections:
-            return False
+            oldest = next(iter(self._strangers), None)
+            if oldest is None:
+                return False
+            self._open[oldest].abort()
+            self.remove(oldest)
         self._open[connection] = transport
+        self._strangers[connection] = None
         self.node.stats.connections.set(len(self._open))
         self.all_closed.clear()
         return True
 
+    def claim(self, connection: Connection, tenant: Tenant) -> bool:
+        """Whether a connection with a request of this tenant may stay."""
+        if connection not in self._strangers:
+            return connection in self._owners
+        if not self._shares.take(tenant.name, 1):
+            return False
+        del self._strangers[connection]
+        self._owners[connection] = tenant.name
+        return True
+
     def remove(self, connection: Connection) -> None:
         self._open.pop(connection, None)
+        self._strangers.pop(connection, None)
+        owner = self._owners.pop(connection, None)
+        if owner is not None:
+            self._shares.give_back(owner, 1)
         self._closing_since_s.pop(connection, None)
         self.node.stats.connections.set(len(self._open))
         if not self._open:
@@ -86,6 +116,9 @@ class Connection(web.RequestHandler):
         stream = cast(asyncio.Transport, transport)  # uvloop's is one without saying so
         if not self._connections.add(self, stream):
             stream.abort()
+
+    def claim(self, tenant: Tenant) -> bool:
+        return self._connections.claim(self, tenant)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.remove(self)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from aiohttp import web
 
 from kdn.errors import KdnError
 from kdn.node.answers import RETRY_AFTER, Refusal, answer, refusal_of, refusal_of_http
+from kdn.node.connection import Connection
 from kdn.node.egress import BusyError
 from kdn.node.state import CLIENT, NODE, TENANT, Node, client_of
+from kdn.node.tenants import Right, Tenant
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/healthz", "/v1/openapi.json")
-"""What anybody may ask."""
+RIGHTS = web.AppKey("rights", dict[web.AbstractRoute, Right | None])
+"""What each route needs, as `app.py` tells; None: nothing, not even a token."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -38,12 +41,15 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 async def _answer(node: Node, request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
-        if request.path not in OPEN_PATHS:
-            _admit(node, request)
-        response = await handler(request)
-        if isinstance(response, web.Response) and TENANT in request:
-            await _pass_egress(node, request, response)
-        return response
+        # What is no route needs a token, too: strangers do not learn which those are.
+        right = request.app[RIGHTS].get(request.match_info.route, Right.READ)
+        if right is None:
+            return await handler(request)
+        with _admitted(node, request, right):
+            response = await handler(request)
+            if isinstance(response, web.Response):
+                await _pass_egress(node, request, response)
+            return response
     except Refusal as refusal:
         return _refuse(request, refusal)
     except web.HTTPException as error:
@@ -62,16 +68,35 @@ async def _answer(node: Node, request: web.Request, handler: Handler) -> web.Str
         return _refuse(request, Refusal(500, "internal", "a fault of this node; it was logged"))
 
 
-def _admit(node: Node, request: web.Request) -> None:
-    """Whose request this is, and whether there is room for it."""
+@contextmanager
+def _admitted(node: Node, request: web.Request, needed: Right) -> Iterator[None]:
+    """Whose request this is, whether they may ask that, and a place for it among the others."""
     if node.stopping:
         raise Refusal(503, "shutting_down", "this node is going away", RETRY_AFTER)
-    if node.num_requests > node.settings.max_requests:
-        raise Refusal(503, "overloaded", "too many requests are in progress", RETRY_AFTER)
-    tenant = node.tenants.authenticate(request.headers.get("Authorization"))
-    tenant.rate.take()
+    tenant, right = node.tenants.authenticate(request.headers.get("Authorization"))
     request[TENANT] = tenant
     request[CLIENT] = client_of(request)
+    if right < needed:
+        message = f"this token may {right.name.lower()}; this takes one that may {needed.name}"
+        raise Refusal(403, "forbidden", message.lower())
+    _claim_connection(request, tenant)
+    if not node.requests.take(tenant.name, 1):
+        raise Refusal(503, "overloaded", "too many requests are in progress", RETRY_AFTER)
+    try:
+        tenant.rate.take()
+        yield
+    finally:
+        node.requests.give_back(tenant.name, 1)
+
+
+def _claim_connection(request: web.Request, tenant: Tenant) -> None:
+    connection = request.protocol
+    assert isinstance(connection, Connection)
+    if not connection.claim(tenant):
+        raise Refusal(
+            503, "overloaded", "too many connections are open",
+            {**RETRY_AFTER, "Connection": "close"},
+        )  # fmt: skip
 
 
 async def _pass_egress(node: Node, request: web.Request, response: web.Response) -> None:

@@ -2,7 +2,11 @@
 
 Every update is one transaction in WAL mode with full syncing: after a crash a name has its old
 version or its new one, and an acknowledged one is never lost. SQLite works in one thread of its
-own, so transactions are one after the other and the event loop never waits for the disk.
+own, so transactions are one after the other and the event loop never waits for the disk. Of each
+tenant a few wait at a time: many questions of one do not keep another's from being next.
+
+Versions are forgotten from the oldest on. So of every chunk that a name uses it is enough to know
+the last version that uses it, however many do.
 """
 
 from __future__ import annotations
@@ -10,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
@@ -20,8 +25,10 @@ from typing import TypeVar
 from kdn.errors import NoSpaceError, StoreError
 
 MAX_VERSIONS = 100
-MAX_PENDING = 256
+MAX_PENDING = 4
+"""Transactions of one tenant that wait for the thread."""
 BUSY_S = 10.0
+PAGE = 1000
 Result = TypeVar("Result")
 Must = Callable[[str | None], bool]
 """Whether an update may happen, given the newest version's etag (None: there is no version)."""
@@ -32,9 +39,20 @@ CREATE TABLE IF NOT EXISTS versions (
     etag TEXT NOT NULL, created_s REAL NOT NULL, manifest BLOB NOT NULL,
     PRIMARY KEY (tenant, name, version));
 CREATE TABLE IF NOT EXISTS uses (
-    tenant TEXT NOT NULL, chunk BLOB NOT NULL, name TEXT NOT NULL, version INTEGER NOT NULL,
-    PRIMARY KEY (tenant, chunk, name, version)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS uses_of_version ON uses (tenant, name, version);
+    tenant TEXT NOT NULL, chunk BLOB NOT NULL, name TEXT NOT NULL, last_version INTEGER NOT NULL,
+    PRIMARY KEY (tenant, chunk, name)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS uses_of_name ON uses (tenant, name, last_version);
+CREATE TABLE IF NOT EXISTS totals (
+    tenant TEXT PRIMARY KEY, names INTEGER DEFAULT 0, size_bytes INTEGER DEFAULT 0,
+    chunks INTEGER DEFAULT 0) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS version_made AFTER INSERT ON versions BEGIN
+    UPDATE totals SET size_bytes = size_bytes + length(NEW.manifest) WHERE tenant = NEW.tenant; END;
+CREATE TRIGGER IF NOT EXISTS version_gone AFTER DELETE ON versions BEGIN
+    UPDATE totals SET size_bytes = size_bytes - length(OLD.manifest) WHERE tenant = OLD.tenant; END;
+CREATE TRIGGER IF NOT EXISTS use_made AFTER INSERT ON uses BEGIN
+    UPDATE totals SET chunks = chunks + 1 WHERE tenant = NEW.tenant; END;
+CREATE TRIGGER IF NOT EXISTS use_gone AFTER DELETE ON uses BEGIN
+    UPDATE totals SET chunks = chunks - 1 WHERE tenant = OLD.tenant; END;
 """
 _COLUMNS = "name, version, etag, created_s, length(manifest)"
 _NEWEST = (
@@ -54,6 +72,20 @@ class Version:
     size_bytes: int
 
 
+@dataclass(frozen=True)
+class Totals:
+    """What a tenant's names are, all versions together; or what they may be at most."""
+
+    names: int
+    size_bytes: int
+    chunks: int
+    """Each counted once for every name that uses it."""
+
+
+class TooManyError(Exception):
+    """More than a tenant may have; says of what."""
+
+
 class ConditionError(Exception):
     """The condition does not hold; `newest` is the etag that is there."""
 
@@ -68,31 +100,48 @@ class NameStore:
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time):
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kdn-names")
-        self._pending = asyncio.Semaphore(MAX_PENDING)
-        self.changes = asyncio.Lock()
-        """Guards deleting a name together with its chunks against every other change."""
+        self._pending: dict[str, asyncio.Semaphore] = {}  # by tenant: there are few
         try:
             self._db = self._thread.submit(_open, path).result(BUSY_S)
         except (sqlite3.Error, OSError) as error:
             self._thread.shutdown()
             raise StoreError(f"names in {path}: {error}") from error
 
+    async def find(self, tenant: str, name: str, version: int | None = None) -> Version | None:
+        """The newest version, or that one."""
+        which = _NEWEST if version is None else "version = ?"
+        query = f"SELECT {_COLUMNS} FROM versions WHERE tenant = ? AND name = ? AND {which}"
+        values = (tenant, name) if version is None else (tenant, name, version)
+        row = await self._run(tenant, lambda db: db.execute(query, values).fetchone())
+        return None if row is None else Version(*row)
+
+    async def manifest(self, tenant: str, about: Version) -> bytes | None:
+        """Of that version; None if it is gone meanwhile."""
+        query = "SELECT manifest FROM versions WHERE tenant = ? AND name = ? AND etag = ?"
+        values = (tenant, about.name, about.etag)
+        row = await self._run(tenant, lambda db: db.execute(query, values).fetchone())
+        return None if row is None else row[0]
+
     async def get(
         self, tenant: str, name: str, version: int | None = None
     ) -> tuple[Version, bytes] | None:
         """The newest version, or that one, and its manifest."""
-        which = _NEWEST if version is None else "version = ?"
-        query = (
-            f"SELECT {_COLUMNS}, manifest FROM versions WHERE tenant = ? AND name = ? AND {which}"
-        )
-        values = (tenant, name) if version is None else (tenant, name, version)
-        row = await self._run(lambda db: db.execute(query, values).fetchone())
-        return None if row is None else (Version(*row[:5]), row[5])
+        while (about := await self.find(tenant, name, version)) is not None:
+            if (manifest := await self.manifest(tenant, about)) is not None:
+                return about, manifest
+        return None
 
     async def put(
-        self, tenant: str, name: str, manifest: bytes, chunks: Iterable[bytes], must: Must
+        self,
+        tenant: str,
+        name: str,
+        manifest: bytes,
+        chunks: Iterable[bytes],
+        must: Must,
+        most: Totals | None = None,
     ) -> Version:
-        """Make the next version. ConditionError if `must` does not hold of the newest."""
+        """Make the next version. ConditionError if `must` does not hold of the newest, TooManyError
+        if the tenant would have more than `most`; old versions of the name give way first."""
         created_s = self._clock()
 
         def update(db: sqlite3.Connection) -> Version:
@@ -100,18 +149,24 @@ class NameStore:
             if not must(etag):
                 raise ConditionError(etag)
             made = _make_version(name, newest + 1, created_s, manifest)
+            db.execute("INSERT OR IGNORE INTO totals (tenant) VALUES (?)", (tenant,))
             db.execute(
                 "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?)",
                 (tenant, name, made.version, made.etag, created_s, manifest),
             )
             db.executemany(
-                "INSERT OR IGNORE INTO uses VALUES (?, ?, ?, ?)",
+                "INSERT INTO uses VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE "
+                "SET last_version = excluded.last_version",
                 ((tenant, chunk, name, made.version) for chunk in chunks),
             )
+            if etag is None:
+                db.execute("UPDATE totals SET names = names + 1 WHERE tenant = ?", (tenant,))
             _forget(db, tenant, name, made.version - MAX_VERSIONS)
+            if most is not None:
+                _keep_within(db, tenant, made, most)
             return made
 
-        return await self._run(update)
+        return await self._run(tenant, update)
 
     async def delete(self, tenant: str, name: str, must: Must) -> bool:
         """Forget a name and all its versions; False if there is none."""
@@ -123,16 +178,17 @@ class NameStore:
             if not must(etag):
                 raise ConditionError(etag)
             _forget(db, tenant, name, newest)
+            db.execute("UPDATE totals SET names = names - 1 WHERE tenant = ?", (tenant,))
             return True
 
-        return await self._run(update)
+        return await self._run(tenant, update)
 
     async def history(self, tenant: str, name: str) -> list[Version]:
         """Newest first."""
         query = (
             f"SELECT {_COLUMNS} FROM versions WHERE tenant = ? AND name = ? ORDER BY version DESC"
         )
-        rows = await self._run(lambda db: db.execute(query, (tenant, name)).fetchall())
+        rows = await self._run(tenant, lambda db: db.execute(query, (tenant, name)).fetchall())
         return [Version(*row) for row in rows]
 
     async def page(self, tenant: str, prefix: str, after: str, limit: int) -> list[Version]:
@@ -142,42 +198,42 @@ class NameStore:
             f"AND substr(name, 1, ?) = ? AND {_NEWEST} ORDER BY name LIMIT ?"
         )
         values = (tenant, after, len(prefix), prefix, limit)
-        rows = await self._run(lambda db: db.execute(query, values).fetchall())
+        rows = await self._run(tenant, lambda db: db.execute(query, values).fetchall())
         return [Version(*row) for row in rows]
 
     async def chunks_of(self, tenant: str, name: str) -> tuple[list[bytes], list[bytes]]:
         """Chunks that any version of it uses: (by this name only, by others as well)."""
         query = (
-            "SELECT DISTINCT chunk, EXISTS (SELECT 1 FROM uses AS o WHERE o.tenant = uses.tenant "
+            "SELECT chunk, EXISTS (SELECT 1 FROM uses AS o WHERE o.tenant = uses.tenant "
             "AND o.chunk = uses.chunk AND o.name != uses.name) FROM uses "
             "WHERE tenant = ? AND name = ? ORDER BY chunk"
         )
-        rows = await self._run(lambda db: db.execute(query, (tenant, name)).fetchall())
+        rows = await self._run(tenant, lambda db: db.execute(query, (tenant, name)).fetchall())
         return [c for c, shared in rows if not shared], [c for c, shared in rows if shared]
 
-    async def newest_chunks(self, tenant: str) -> dict[str, list[bytes]]:
-        """Name to the chunks that its newest version uses."""
-        query = (
-            "SELECT name, chunk FROM uses WHERE tenant = ? AND version = (SELECT max(version) "
-            "FROM versions AS v WHERE v.tenant = uses.tenant AND v.name = uses.name)"
-        )
-        rows = await self._run(lambda db: db.execute(query, (tenant,)).fetchall())
-        found: dict[str, list[bytes]] = {}
-        for name, chunk in rows:
-            found.setdefault(name, []).append(chunk)
-        return found
+    async def newest_chunks(self, tenant: str) -> AsyncIterator[tuple[str, list[bytes]]]:
+        """Names and the chunks that the newest version of each uses, one name at a time."""
+        query = "SELECT chunk FROM uses WHERE tenant = ? AND name = ? AND last_version = ?"
+        after = ""
+        while page := await self.page(tenant, "", after, PAGE):
+            for about in page:
+                values = (tenant, about.name, about.version)
+                rows = await self._run(tenant, partial(_all, query, values))
+                yield about.name, [chunk for (chunk,) in rows]
+            after = page[-1].name
+
+    async def totals(self, tenant: str) -> Totals:
+        return await self._run(tenant, lambda db: _totals(db, tenant))
 
     async def size_bytes(self, tenant: str) -> int:
         """Of all manifests."""
-        query = "SELECT coalesce(sum(length(manifest)), 0) FROM versions WHERE tenant = ?"
-        row = await self._run(lambda db: db.execute(query, (tenant,)).fetchone())
-        return int(row[0])
+        return (await self.totals(tenant)).size_bytes
 
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
         self._thread.shutdown()
 
-    async def _run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+    async def _run(self, tenant: str, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """`work` as one transaction in the thread."""
 
         def transaction() -> Result:
@@ -189,7 +245,7 @@ class NameStore:
                 full = getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
                 raise (NoSpaceError if full else StoreError)(f"names: {error}") from error
 
-        async with self._pending:
+        async with self._pending.setdefault(tenant, asyncio.Semaphore(MAX_PENDING)):
             return await asyncio.get_running_loop().run_in_executor(self._thread, transaction)
 
 
@@ -217,8 +273,35 @@ def _make_version(name: str, version: int, created_s: float, manifest: bytes) ->
 
 
 def _forget(db: sqlite3.Connection, tenant: str, name: str, up_to_version: int) -> None:
-    for table in ("uses", "versions"):
+    for column in ("uses WHERE last_version", "versions WHERE version"):
         db.execute(
-            f"DELETE FROM {table} WHERE tenant = ? AND name = ? AND version <= ?",
-            (tenant, name, up_to_version),
+            f"DELETE FROM {column} <= ? AND tenant = ? AND name = ?", (up_to_version, tenant, name)
         )
+
+
+def _keep_within(db: sqlite3.Connection, tenant: str, made: Version, most: Totals) -> None:
+    """Forget versions before `made`, the oldest first, until the tenant has no more than `most`."""
+    query = "SELECT min(version) FROM versions WHERE tenant = ? AND name = ?"
+    while beyond := _beyond(_totals(db, tenant), most):
+        (oldest,) = db.execute(query, (tenant, made.name)).fetchone()
+        if oldest == made.version:
+            raise TooManyError(beyond)
+        _forget(db, tenant, made.name, oldest)
+
+
+def _beyond(found: Totals, most: Totals) -> str:
+    """What there is too much of, in words; empty if nothing is."""
+    for field in fields(Totals):
+        have, limit = getattr(found, field.name), getattr(most, field.name)
+        if have > limit:
+            return f"{field.name} of all names: {have} would be more than {limit}"
+    return ""
+
+
+def _totals(db: sqlite3.Connection, tenant: str) -> Totals:
+    query = "SELECT names, size_bytes, chunks FROM totals WHERE tenant = ?"
+    return Totals(*(db.execute(query, (tenant,)).fetchone() or (0, 0, 0)))
+
+
+def _all(query: str, values: tuple[object, ...], db: sqlite3.Connection) -> list[tuple[bytes]]:
+    return db.execute(query, values).fetchall()

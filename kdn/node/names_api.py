@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import asdict
-from typing import Any
 
 from aiohttp import web
 
 from kdn.errors import StoreError
 from kdn.node.answers import Refusal, bad_request, dumps, not_found
-from kdn.node.bodies import parse_object
-from kdn.node.names import ConditionError, Must, Version
+from kdn.node.bodies import checked_length, parse_object
+from kdn.node.names import ConditionError, Must, TooManyError, Totals, Version
 from kdn.node.ranges import names_etag, quoted
-from kdn.node.state import NODE, TENANT, Node, parse_hex, query_flag, query_number
+from kdn.node.sending import Sender
+from kdn.node.state import CLIENT, NODE, TENANT, Node, parse_hex, query_flag, query_number
 from kdn.node.tenants import Tenant
+from kdn.protocol.limits import MAX_MANIFEST_BYTES, MAX_MANIFEST_KEYS
 
-MAX_MANIFEST_BYTES = 16 * 2**20
 MAX_LISTED = 1000
 MAX_VERSION = 2**53
 DELETES_AT_ONCE = 32
+IN_THREAD_BYTES = 256 * 2**10
+"""Manifests beyond this are parsed in a thread: others may run while their keys are read."""
 _PART = re.compile(r"[A-Za-z0-9._-]{0,128}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -28,40 +30,63 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 async def get_name(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
     version = query_number(request, "version", 0, 1, MAX_VERSION)
-    found = await node.names.get(tenant.name, _name(request), version or None)
-    if found is None:
+    about = await node.wait(node.names.find(tenant.name, _name(request), version or None))
+    if about is None:
         raise not_found()
-    about, manifest = found
     headers = {"ETag": quoted(about.etag), "Kdn-Version": str(about.version)}
     if names_etag(request.headers.get("If-None-Match", ""), about.etag):
         return web.Response(status=304, headers=headers)
-    return web.Response(body=manifest, headers=headers, content_type="application/json")
+    response = web.StreamResponse(headers=headers)
+    response.content_type = "application/json"
+    response.content_length = about.size_bytes
+    async with node.answers.share(tenant.name, about.size_bytes):
+        manifest = await node.wait(node.names.manifest(tenant.name, about))
+        if manifest is None:  # deleted or, with 100 newer versions, forgotten meanwhile
+            raise not_found()
+        await response.prepare(request)
+        with Sender(node, request, (tenant.name, request[CLIENT])) as sender:
+            await sender.add(manifest)
+            await sender.flush()
+    return response
 
 
 async def put_name(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
     name, must = _name(request), _condition(request)
-    async with node.bodies.body(request, MAX_MANIFEST_BYTES) as manifest:
-        chunks = chunks_of(parse_object(manifest))
-        made = await node.wait(put_manifest(node, tenant, name, manifest, chunks, must))
+    await node.wait(_check_quota(node, tenant, checked_length(request, MAX_MANIFEST_BYTES)))
+    async with node.bodies.question(request, tenant.name, MAX_MANIFEST_BYTES) as manifest:
+        made = await node.wait(put_manifest(node, tenant, name, manifest, must))
     body = {"name": made.name, "version": made.version, "etag": made.etag}
     status = 201 if made.version == 1 else 200
     return web.json_response(body, status=status, headers={"ETag": quoted(made.etag)}, dumps=dumps)
 
 
 async def put_manifest(
-    node: Node, tenant: Tenant, name: str, manifest: bytes, chunks: set[bytes], must: Must
+    node: Node, tenant: Tenant, name: str, manifest: bytes, must: Must
 ) -> Version:
-    """Make a name's next version, and hold what it uses. Refusal (412) if `must` does not hold."""
-    async with node.names.changes:
-        if tenant.settings.quota_bytes:
-            tenant.quota.check(len(manifest), await node.held_bytes(tenant))
+    """Make a name's next version, and hold what it uses. Refusals: 400, 412 if `must` does not
+    hold, 507."""
+    settings = tenant.settings
+    most = Totals(settings.max_names, settings.max_names_bytes, settings.max_named_chunks)
+    async with tenant.changes:  # so that of each tenant one manifest at a time is parsed
+        if len(manifest) > IN_THREAD_BYTES:
+            chunks = await asyncio.to_thread(chunks_of, manifest)
+        else:
+            chunks = chunks_of(manifest)
+        await _check_quota(node, tenant, len(manifest))
         try:
-            made = await node.names.put(tenant.name, name, manifest, chunks, must)
+            made = await node.names.put(tenant.name, name, manifest, chunks, must, most)
         except ConditionError as error:
             raise _failed(error) from None
+        except TooManyError as error:
+            raise Refusal(507, "quota_exceeded", str(error)) from None
         node.retainer.retain(tenant, name, chunks)
     return made
+
+
+async def _check_quota(node: Node, tenant: Tenant, size_bytes: int) -> None:
+    if tenant.settings.quota_bytes:
+        tenant.quota.check(size_bytes, await node.held_bytes(tenant))
 
 
 async def delete_name(request: web.Request) -> web.StreamResponse:
@@ -78,12 +103,12 @@ async def delete_manifest(
 ) -> dict[str, list[str]]:
     """Forget a name, and the chunks that only it used if `chunks`. Refusals: 404, 412."""
     report: dict[str, list[str]] = {"deleted": [], "kept": [], "missing": []}
-    async with node.names.changes:
-        newest = await node.names.get(tenant.name, name)
+    async with tenant.changes:
+        newest = await node.names.find(tenant.name, name)
         if newest is None:
             raise not_found()
-        if not must(newest[0].etag):
-            raise _failed(ConditionError(newest[0].etag))
+        if not must(newest.etag):
+            raise _failed(ConditionError(newest.etag))
         if chunks:
             report = await _delete_chunks(node, tenant, name)
         # Only now: after a crash the name still knows what is to be deleted.
@@ -93,7 +118,8 @@ async def delete_manifest(
 
 
 async def get_history(request: web.Request) -> web.StreamResponse:
-    versions = await request.app[NODE].names.history(request[TENANT].name, _name(request))
+    node = request.app[NODE]
+    versions = await node.wait(node.names.history(request[TENANT].name, _name(request)))
     if not versions:
         raise not_found()
     shown = [{k: v for k, v in asdict(item).items() if k != "name"} for item in versions]
@@ -105,15 +131,16 @@ async def list_names(request: web.Request) -> web.StreamResponse:
     prefix, after = (request.query.get(key, "") for key in ("prefix", "after"))
     if not _PART.fullmatch(prefix) or not _PART.fullmatch(after):
         raise bad_request("prefix and after: expected at most 128 characters of a name")
-    found = await request.app[NODE].names.page(request[TENANT].name, prefix, after, limit + 1)
+    node = request.app[NODE]
+    found = await node.wait(node.names.page(request[TENANT].name, prefix, after, limit + 1))
     more = found[limit - 1].name if len(found) > limit else None
     shown = [asdict(item) for item in found[:limit]]
     return web.json_response({"names": shown, "next": more}, dumps=dumps)
 
 
-def chunks_of(manifest: dict[str, Any]) -> set[bytes]:
-    """The chunk keys a manifest names, the one thing that is read of it."""
-    models = manifest.get("models", {})
+def chunks_of(manifest: bytes) -> set[bytes]:
+    """The chunk keys a manifest names, the one thing that is read of it. Refusal: 400."""
+    models = parse_object(manifest).get("models", {})
     if not isinstance(models, dict):
         raise bad_request("models: expected an object")
     chunks: set[bytes] = set()
@@ -123,7 +150,10 @@ def chunks_of(manifest: dict[str, Any]) -> set[bytes]:
             raise bad_request(f"models.{fingerprint}: expected an object with a list of chunks")
         if "profile" in model:
             parse_hex(f"models.{fingerprint}.profile", model["profile"])
-        chunks.update(parse_hex("a chunk key", key) for key in model.get("chunks", []))
+        keys = model.get("chunks", [])
+        if len(chunks) + len(keys) > MAX_MANIFEST_KEYS:
+            raise bad_request(f"expected at most {MAX_MANIFEST_KEYS} chunks in a manifest")
+        chunks.update(parse_hex("a chunk key", key) for key in keys)
     return chunks
 
 

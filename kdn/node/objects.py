@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from hashlib import blake2b
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import xxhash
@@ -19,13 +20,14 @@ from aiohttp import web
 from kdn.codec.format import Bitstream
 from kdn.codec.header import PROFILE_ID_BYTES
 from kdn.errors import ChecksumError, KdnError, MismatchError
-from kdn.node.answers import bad_request, dumps, not_found
+from kdn.node.answers import Refusal, bad_request, dumps, not_found
+from kdn.node.bodies import checked_length
 from kdn.node.ranges import names_etag, parse_range, quoted
 from kdn.node.sending import Data, Sender
 from kdn.node.state import CLIENT, NODE, TENANT, Node, close_iterator, parse_hex, query_number
 from kdn.node.tenants import Tenant
 from kdn.protocol.frames import MAX_DATA_BYTES, MAX_ETAG_BYTES, MAX_KEY_BYTES
-from kdn.store.base import Entry, Hints
+from kdn.store.base import Entry, Hints, is_taken
 
 MAX_LISTED = 1000
 Range = tuple[int, int]
@@ -94,10 +96,16 @@ async def put_object(request: web.Request) -> web.StreamResponse:
     node, tenant, collection = request.app[NODE], request[TENANT], request.match_info["collection"]
     key, store_key = _keys(request)
     told = _told_headers(request, collection)
+    replacing = _replacing(request)
     hints = _hints(request, tenant, collection)
     settings = node.settings
     limit = settings.max_profile_bytes if collection == "profiles" else settings.max_chunk_bytes
-    async with node.bodies.body(request, limit) as data:
+    size_bytes = checked_length(request, limit)
+    if tenant.settings.quota_bytes:  # before a byte of the body is read
+        (old,) = await node.wait(node.store.lookup([store_key]))
+        if old is None or old.etag == replacing:
+            await _check_quota(node, tenant, size_bytes, old)
+    async with node.bodies.upload(request, tenant.name, limit) as data:
         node.stats.received_bytes.labels(tenant.name).inc(len(data))
         try:
             if len(data) > IN_THREAD_BYTES:
@@ -108,29 +116,59 @@ async def put_object(request: web.Request) -> web.StreamResponse:
             node.stats.refused_puts.inc()
             raise
         async with _lock(store_key):
-            entry, created = await _put(node, tenant, store_key, data, etag, told[0], hints)
+            put = Put(store_key, data, etag, told[0], hints, replacing)
+            entry, created = await _put(node, tenant, put)
     body = {"key": key.hex(), "etag": entry.etag.hex(), "size_bytes": entry.size_bytes}
     return web.json_response(
         body, status=201 if created else 200, headers={"ETag": quoted(entry.etag)}, dumps=dumps
     )
 
 
-async def _put(
-    node: Node, tenant: Tenant, store_key: bytes, data: bytes, etag: bytes, checksum: int,
-    hints: Hints,
-) -> tuple[Entry, bool]:  # fmt: skip
-    """What is there now, and whether this put it there."""
-    (entry,) = await node.wait(node.store.lookup([store_key]))
-    if entry is not None:
-        return entry, False
-    if tenant.settings.quota_bytes:
-        tenant.quota.check(len(data), await node.held_bytes(tenant))
-    with tenant.quota.reserve(len(data)):
+async def _check_quota(node: Node, tenant: Tenant, size_bytes: int, old: Entry | None) -> None:
+    """`old` is there and gives way."""
+    more_bytes = size_bytes - (old.size_bytes if old else 0)
+    if tenant.settings.quota_bytes and more_bytes > 0:
+        tenant.quota.check(more_bytes, await node.held_bytes(tenant))
+
+
+class Put(NamedTuple):
+    """A verified body and what the store is told of it. `replacing`: the etag in `If-Match`."""
+
+    key: bytes
+    data: bytes
+    etag: bytes
+    checksum: int
+    hints: Hints
+    replacing: bytes | None
+
+
+async def _put(node: Node, tenant: Tenant, put: Put) -> tuple[Entry, bool]:
+    """What is there now, and whether this made it. Refusal (412): there is another one than
+    `replacing` tells."""
+    (old,) = await node.wait(node.store.lookup([put.key]))
+    if old is not None and is_taken(old, put.etag, put.replacing):
+        return _unless_replacing(put, old), False
+    await _check_quota(node, tenant, len(put.data), old)
+    with tenant.quota.reserve(len(put.data)):
         entry = await node.wait(
-            node.store.put(store_key, data, etag=etag, checksum=checksum, hints=hints)
-        )
-    node.checksums.forget(store_key, entry.etag)
-    return entry, entry.etag == etag
+            node.store.put(
+                put.key, put.data, etag=put.etag, checksum=put.checksum, hints=put.hints,
+                replacing=put.replacing,
+            )
+        )  # fmt: skip
+    for etag in {entry.etag, old.etag if old else entry.etag}:
+        node.checksums.forget(put.key, etag)
+    return _unless_replacing(put, entry), old is None and entry.etag == put.etag
+
+
+def _unless_replacing(put: Put, entry: Entry) -> Entry:
+    """What is there; it must be what was put if something else was to be replaced."""
+    if put.replacing is not None and entry.etag != put.etag:
+        raise Refusal(
+            412, "precondition_failed", "the object here is another one",
+            {"ETag": quoted(entry.etag)},
+        )  # fmt: skip
+    return entry
 
 
 async def delete_object(request: web.Request) -> web.StreamResponse:
@@ -212,6 +250,17 @@ def _told_headers(request: web.Request, collection: str) -> tuple[int, bytes | N
         raise bad_request("Kdn-Etag is needed")
     told = None if etag is None else parse_hex("Kdn-Etag", etag, MAX_ETAG_BYTES)
     return int.from_bytes(checksum, "big"), told
+
+
+def _replacing(request: web.Request) -> bytes | None:
+    """The etag of the object that this one is to take the place of."""
+    told = request.headers.get("If-Match")
+    if told is None:
+        return None
+    match = re.fullmatch(r'"([0-9a-f]+)"', told.strip())
+    if match is None:
+        raise bad_request("If-Match: expected one etag in double quotes")
+    return parse_hex("If-Match", match[1], MAX_ETAG_BYTES)
 
 
 def _hints(request: web.Request, tenant: Tenant, collection: str) -> Hints:

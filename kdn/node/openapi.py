@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from kdn.node.batch import MAX_HEAD_BYTES, MAX_OFFSET, MAX_SPANS
+from kdn.node.batch import MAX_OFFSET
 from kdn.node.names_api import MAX_LISTED, MAX_VERSION
 from kdn.node.tenants import COLLECTIONS
 from kdn.protocol import frames
 from kdn.protocol.frames import MAX_ETAG_BYTES, MAX_KEY_BYTES
+from kdn.protocol.limits import MAX_HEAD_BYTES, MAX_MANIFEST_KEYS, MAX_SPANS
 
 Json = dict[str, Any]
 NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -45,7 +46,8 @@ LIMIT: Json = {"type": "integer", "minimum": 1, "maximum": MAX_LISTED}
 BINARY: Json = {"type": "string", "format": "binary"}
 
 VERSION: Json = {"version": COUNT, "etag": TEXT, "created_s": SECONDS, "size_bytes": COUNT}
-MODEL = _object({"profile": KEY, "chunks": _list(KEY)}, [], closed=False)
+CHUNKS = _list(KEY, maxItems=MAX_MANIFEST_KEYS)
+MODEL = _object({"profile": KEY, "chunks": CHUNKS}, [], closed=False)
 MANIFEST = _object({"models": {"type": "object", "additionalProperties": MODEL}}, [], closed=False)
 # A member of `models` must be named in hex, which OpenAPI 3.0 cannot say.
 SPAN = _object(
@@ -65,6 +67,7 @@ PATH_NAME = [_parameter("path", "name", {"type": "string", "pattern": NAME})]
 PUT_HEADERS = [
     _parameter("header", "Kdn-Checksum", CHECKSUM, required=True),
     _parameter("header", "Kdn-Etag", ETAG),
+    _parameter("header", "If-Match", {"type": "string", "pattern": f'^"{ETAG["pattern"][1:-1]}"$'}),
     _parameter("header", "Kdn-Parent", KEY),
     _parameter("header", "Kdn-Saved-Seconds", {"type": "number", "minimum": 0, "maximum": 1e9}),
 ]
@@ -84,7 +87,7 @@ def _operation(
     open_to_all: bool = False,
 ) -> Json:
     """`answers`: content of each good status. Errors common to all are added."""
-    common = (400, 405, 503) if open_to_all else (400, 401, 405, 429, 503)
+    common = (400, 405, 503) if open_to_all else (400, 401, 403, 405, 429, 503)
     responses = {
         str(status): {"description": summary, **(content or {})}
         for status, content in answers.items()
@@ -120,7 +123,7 @@ def _objects() -> Json:
         "/v1/{collection}/{key}": {
             "get": _operation("Read.", {200: data, 206: data, 304: None}, (404, 416), reading),
             "head": _operation("Look.", {200: None, 206: None, 304: None}, (404, 416), reading),
-            "put": _operation("Store.", put, (404, 422, 507), [*PATH_KEY, *PUT_HEADERS], data),
+            "put": _operation("Store.", put, (404, 412, 422, 507), [*PATH_KEY, *PUT_HEADERS], data),
             "delete": _operation("Delete.", {204: None}, (404,), PATH_KEY),
         },
     }
@@ -184,7 +187,7 @@ def _service() -> Json:
             "get": _operation("This document.", {200: anything}, (), open_to_all=True)
         },
         "/healthz": {"get": _operation("Health.", {200: health}, (), open_to_all=True)},
-        "/metrics": {"get": _operation("Prometheus.", {200: metrics}, (404,))},
+        "/metrics": {"get": _operation("Prometheus.", {200: metrics}, ())},
     }
 
 

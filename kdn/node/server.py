@@ -20,10 +20,12 @@ from kdn.config import Config, NodeSettings
 from kdn.errors import StoreError, UnsupportedError
 from kdn.node.app import make_app
 from kdn.node.bodies import BodyReader
+from kdn.node.budget import Budget
 from kdn.node.connection import Connections
 from kdn.node.egress import Egress
 from kdn.node.names import NameStore
 from kdn.node.scheduler import open_queue
+from kdn.node.shares import Shares
 from kdn.node.state import Node
 from kdn.node.storage import Retainer, open_store
 from kdn.node.tenants import Tenants
@@ -90,12 +92,20 @@ def make_egress(config: Config) -> Egress:
 
 def make_node(config: Config, store: Store, names: NameStore) -> Node:
     settings = config.node
-    bodies = BodyReader(
-        settings.max_bodies_bytes, settings.body_timeout_s, settings.min_body_bytes_per_s
-    )
     tenants = Tenants(config.tenants, time.monotonic)
-    egress = make_egress(config)
-    return Node(settings, store, names, tenants, egress, bodies, frame_bytes_of(settings))
+    uncapped = {tenant.name: 0 for tenant in tenants}
+    request_caps = {tenant.name: tenant.settings.max_requests for tenant in tenants}
+    return Node(
+        settings,
+        store,
+        names,
+        tenants,
+        make_egress(config),
+        requests=Shares(settings.max_requests, request_caps),
+        bodies=BodyReader(settings, uncapped),
+        answers=Budget(Shares(settings.max_answers_bytes, uncapped), settings.body_window_s),
+        frame_bytes=frame_bytes_of(settings),
+    )
 
 
 def frame_bytes_of(settings: NodeSettings) -> int:

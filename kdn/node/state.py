@@ -14,9 +14,11 @@ from kdn.config import NodeSettings
 from kdn.errors import StoreError
 from kdn.node.answers import bad_request
 from kdn.node.bodies import BodyReader
+from kdn.node.budget import Budget
 from kdn.node.checksums import Checksums
 from kdn.node.egress import Egress
 from kdn.node.names import NameStore
+from kdn.node.shares import Shares
 from kdn.node.stats import NodeStats
 from kdn.node.storage import Retainer
 from kdn.node.tenants import Tenant, Tenants
@@ -37,7 +39,12 @@ class Node:
     names: NameStore
     tenants: Tenants
     egress: Egress
+    requests: Shares
+    """In progress, of those that passed the guard."""
     bodies: BodyReader
+    answers: Budget
+    """Memory of what lookups, reads and names found. Asked for while holding a question's body and
+    never the other way round, so nobody waits in a circle."""
     frame_bytes: int
     stats: NodeStats = field(default_factory=NodeStats)
     retainer: Retainer = field(default_factory=Retainer)

@@ -41,7 +41,7 @@ class Retainer:
         """Everything that is named, at start."""
         if self.policies:
             for tenant in tenants:
-                for name, chunks in (await names.newest_chunks(tenant.name)).items():
+                async for name, chunks in names.newest_chunks(tenant.name):
                     self.retain(tenant, name, chunks)
 
 

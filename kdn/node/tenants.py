@@ -7,23 +7,37 @@ is another's is simply not there, and the same code answers both.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from hashlib import blake2b, sha256
 
-from kdn.config import TenantSettings
+from kdn.config import TOKEN_LISTS, TenantSettings
 from kdn.node.answers import Refusal
 from kdn.store.evict import Owners
 
-PUBLIC = TenantSettings("public", operator=True)
-"""Everybody, at a node without tokens."""
+PUBLIC = TenantSettings("public")
+"""Everybody, at a node without tokens. May do everything."""
 
 COLLECTIONS = {"chunks": b"c", "profiles": b"p", "objects": b"o"}
 _PREFIX_BYTES = 8
 Clock = Callable[[], float]
+
+
+class Right(IntEnum):
+    """What a token may do; each right includes those before it."""
+
+    READ = 0
+    PUBLISH = 1
+    OPERATE = 2
+
+
+RIGHTS = dict(zip(TOKEN_LISTS, Right, strict=True))
+"""Of the tokens in each list of a tenant's settings."""
 
 
 def new_token() -> tuple[str, str]:
@@ -72,6 +86,8 @@ class Tenant:
         self.prefix = blake2b(settings.name.encode(), digest_size=_PREFIX_BYTES).digest()
         self.rate = RateLimit(settings.requests_per_s, clock)
         self.quota = Quota(settings.quota_bytes)
+        self.changes = asyncio.Lock()
+        """Guards deleting a name together with its chunks against every other change of names."""
 
     def store_key(self, collection: str, key: bytes) -> bytes:
         return self.prefix + COLLECTIONS[collection] + key
@@ -114,7 +130,12 @@ class Tenants:
     def __init__(self, settings: Sequence[TenantSettings], clock: Clock):
         self.open = not settings
         self._all = [Tenant(tenant, clock) for tenant in settings or (PUBLIC,)]
-        self._hashes = [(hash_, tenant) for tenant in self._all for hash_ in tenant.settings.tokens]
+        self._hashes = [
+            (hash_, tenant, right)
+            for tenant in self._all
+            for kind, right in RIGHTS.items()
+            for hash_ in getattr(tenant.settings, kind)
+        ]
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._all)
@@ -124,16 +145,16 @@ class Tenants:
         weights = {tenant.prefix: tenant.settings.weight for tenant in self._all}
         return Owners(lambda key: key[:_PREFIX_BYTES], weights)
 
-    def authenticate(self, authorization: str | None) -> Tenant:
-        """Whose token this is. Every known hash is compared, whichever fits."""
+    def authenticate(self, authorization: str | None) -> tuple[Tenant, Right]:
+        """Whose token this is, and what it may do. Every known hash is compared, whichever fits."""
         if self.open:
-            return self._all[0]
+            return self._all[0], Right.OPERATE
         scheme, _, token = (authorization or "").partition(" ")
         presented = token_hash(token.strip()) if scheme.lower() == "bearer" else ""
         found = None
-        for known, tenant in self._hashes:
+        for known, tenant, right in self._hashes:
             if hmac.compare_digest(known, presented):
-                found = tenant
+                found = tenant, right
         if found is None:
             raise Refusal(
                 401, "unauthorized", "a valid bearer token is needed",

@@ -1,9 +1,9 @@
 """What every store does. A store sees keys and bytes only: no torch, no codec.
 
-An object never changes under its key: the first writer wins, and every later put of that key is
-answered with what is there. Its `etag` (of a chunk: the stream id) tells two writers' bytes apart,
-so a reader that reads one object in several ranges names the etag it began with and never joins
-bytes of two objects.
+The first writer of a key wins, and every later put of that key is answered with what is there. Only
+a put that names the object it takes the place of replaces it: for bytes that turned out to be
+useless. Its `etag` (of a chunk: the stream id) tells two writers' bytes apart, so a reader that
+reads one object in several ranges names the etag it began with and never joins bytes of two.
 
 A miss is None. A wrong byte is never returned: what fails its checksum is a miss, counted, and set
 aside. Errors are for what the caller must know: no space, no permission, a store that is gone.
@@ -81,9 +81,20 @@ class Store(ABC):
 
     @abstractmethod
     async def put(
-        self, key: bytes, data: bytes, *, etag: bytes, checksum: int, hints: Hints | None = None
+        self,
+        key: bytes,
+        data: bytes,
+        *,
+        etag: bytes,
+        checksum: int,
+        hints: Hints | None = None,
+        replacing: bytes | None = None,
     ) -> Entry:
         """Store `data` unless `key` is taken; the entry that is now there, whoever wrote it.
+
+        `replacing` is the etag of an object that gives way: under another one the key is taken, and
+        if there is none this is a put like any other. A reader gets the old object, the new one or
+        a miss, never a mix. If this fails, there may be neither.
 
         `checksum` is the xxh3-64 of `data`, computed where the bytes came from: ChecksumError if
         it does not fit. When this returns, the object survives whatever this store promises to
@@ -122,6 +133,11 @@ class Store(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Finish what was promised, then release everything. Nothing may be called afterwards."""
+
+
+def is_taken(entry: Entry | None, etag: bytes, replacing: bytes | None) -> bool:
+    """Whether what is there stays: it is what a put brings, or not what it replaces."""
+    return entry is not None and (entry.etag == etag or entry.etag != replacing)
 
 
 def check_put(entry: Entry, data: bytes, checksum: int) -> None:

@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 
 from kdn.errors import FormatError, NoSpaceError, StoreError
-from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put
+from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, is_taken
 from kdn.store.disk_files import Files
 from kdn.store.disk_folder import ObjectFolder, Reading, file_name, open_folder
 from kdn.store.disk_format import header_bytes
@@ -70,6 +70,7 @@ class DiskStore(Store):
         self._size_bytes = 0  # with what is being written
         self._holds = Holds()  # a key with a row is free, or held by one who waits for nothing
         self._policy_filled: Task[None]
+        self._entering: set[bytes] = set()  # held by puts that wait for `_room`
         self._room = Lock()  # one put at a time makes room, so that no two evict for the same bytes
         self._hits = self._misses = self._puts = self._evictions = self._corruptions = 0
         self._ticks = count()
@@ -95,10 +96,17 @@ class DiskStore(Store):
     # Store
 
     async def put(
-        self, key: bytes, data: bytes, *, etag: bytes, checksum: int, hints: Hints | None = None
+        self,
+        key: bytes,
+        data: bytes,
+        *,
+        etag: bytes,
+        checksum: int,
+        hints: Hints | None = None,
+        replacing: bytes | None = None,
     ) -> Entry:
         entry = Entry(key, etag, len(data), hints or Hints())
-        return await self._tasks.finish(self._put(entry, data, checksum))
+        return await self._tasks.finish(self._put(entry, data, checksum, replacing))
 
     async def get(
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None
@@ -158,13 +166,20 @@ class DiskStore(Store):
 
     # Operations, each in a task of its own
 
-    async def _put(self, entry: Entry, data: bytes, checksum: int) -> Entry:
+    async def _put(
+        self, entry: Entry, data: bytes, checksum: int, replacing: bytes | None
+    ) -> Entry:
         await self._tasks.in_thread(check_put, entry, data, checksum)
         await self._holds.hold(entry.key)
         try:
             known = self._rows.get(entry.key)
             if known is not None:
-                return entry_of(known)
+                old = entry_of(known)
+                if is_taken(old, entry.etag, replacing):
+                    return old
+                # First gone for good, then the new one: never two objects of one key.
+                self._remove(known)
+                await self._tasks.in_thread(self._folder.delete, entry.key, old)
             row = row_of(entry, next(self._ticks))
             await self._make_room(row)
             try:
@@ -183,8 +198,12 @@ class DiskStore(Store):
         size_bytes = footprint_bytes(newcomer)
         if size_bytes > self._capacity_bytes:
             raise NoSpaceError(f"expected at most {self._capacity_bytes} bytes, found {size_bytes}")
+        # Whoever has the room may be waiting to evict this key, of which nothing is here.
+        self._entering.add(newcomer[0])
+        self._holds.stir(newcomer[0])
         await shield(self._policy_filled)
         async with self._room:
+            self._entering.remove(newcomer[0])
             self._count(newcomer)
             try:
                 await self._shrink(newcomer[0])
@@ -204,7 +223,11 @@ class DiskStore(Store):
             await self._evict(victim)
 
     async def _evict(self, key: bytes) -> None:
-        await self._holds.hold(key)  # it may still be being written
+        while self._holds.is_held(key):  # it may still be being written
+            if key in self._entering:
+                return
+            await self._holds.change(key)
+        self._holds.hold_free(key)
         try:
             row = self._rows.get(key)
             if row is None:

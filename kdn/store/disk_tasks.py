@@ -77,8 +77,20 @@ class Holds:
         self._held: dict[bytes, Event] = {}
 
     async def hold(self, key: bytes) -> None:
-        while (other := self._held.get(key)) is not None:
-            await other.wait()
+        while self.is_held(key):
+            await self.change(key)
+        self._held[key] = Event()
+
+    def is_held(self, key: bytes) -> bool:
+        return key in self._held
+
+    async def change(self, key: bytes) -> None:
+        """Return when the key is released, or its holder stirs."""
+        await self._held[key].wait()
+
+    def stir(self, key: bytes) -> None:
+        """Let those who wait for a held key look what has become of it."""
+        self._held[key].set()
         self._held[key] = Event()
 
     def hold_free(self, key: bytes) -> None:

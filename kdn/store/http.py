@@ -31,13 +31,11 @@ from kdn.protocol.frames import (
     Frame,
     split,
 )
+from kdn.protocol.limits import MAX_HEAD_BYTES, MAX_HEADS_BYTES, MAX_SPANS
 from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put
 from kdn.store.http_answers import Answer, entry_of, join, listed, member, unhex
 from kdn.store.streaming import Ask, FrameSplitter, Piece
 
-MAX_BATCH_KEYS = 4096
-MAX_HEAD_BYTES = 65_536
-MAX_LOOKUP_BYTES = 32 << 20
 MAX_JSON_BYTES = 4 << 20
 LIST_PAGE = 1000
 _MAX_FRAME_HEAD_BYTES = FIXED_BYTES + 2 * MAX_KEY_BYTES + MAX_ETAG_BYTES
@@ -89,7 +87,14 @@ class HttpStore(Store):
     # the interface
 
     async def put(
-        self, key: bytes, data: bytes, *, etag: bytes, checksum: int, hints: Hints | None = None
+        self,
+        key: bytes,
+        data: bytes,
+        *,
+        etag: bytes,
+        checksum: int,
+        hints: Hints | None = None,
+        replacing: bytes | None = None,
     ) -> Entry:
         entry = Entry(key, etag, len(data), hints or Hints())
         check_put(entry, data, checksum)
@@ -101,17 +106,28 @@ class HttpStore(Store):
             headers["Kdn-Parent"] = entry.hints.parent.hex()
         if entry.hints.saved_s:
             headers["Kdn-Saved-Seconds"] = repr(entry.hints.saved_s)
+        if replacing is not None:
+            headers["If-Match"] = f'"{replacing.hex()}"'
         answer = await self._request("PUT", self._path(key), data, headers=headers)
+        if answer.status == 412:
+            return await self._taken(key, answer)
         if answer.status not in (200, 201):
             raise answer.error
         kept = answer.json
         kept_etag = unhex(member(kept, "etag", str))
         entry = replace(entry, etag=kept_etag, size_bytes=member(kept, "size_bytes", int))
-        self._puts += answer.status == 201
+        self._puts += answer.status == 201 or (replacing is not None and kept_etag == etag)
         if entry.etag != etag:
             [found] = await self.lookup([key])
             return found or entry
         return entry
+
+    async def _taken(self, key: bytes, answer: Answer) -> Entry:
+        """What is there instead of what was to be replaced."""
+        [found] = await self.lookup([key])
+        if found is None:
+            raise answer.error
+        return found
 
     async def get(
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None
@@ -166,7 +182,7 @@ class HttpStore(Store):
 
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
         head = min(head_bytes, MAX_HEAD_BYTES)
-        step = min(MAX_BATCH_KEYS, MAX_LOOKUP_BYTES // max(head, 1))
+        step = min(MAX_SPANS, MAX_HEADS_BYTES // max(head, 1))
         asked = [key for key in dict.fromkeys(keys) if _askable(key)]
         found: dict[bytes, Entry] = {}
         for start in range(0, len(asked), step):

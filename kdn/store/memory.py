@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kdn.errors import NoSpaceError
-from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, clip
+from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, clip, is_taken
 from kdn.store.evict import Policy
 from kdn.store.tally import Tally, Usage
 
@@ -48,12 +48,22 @@ class MemoryStore(Store):
         self._hits = self._misses = self._puts = self._evictions = 0
 
     async def put(
-        self, key: bytes, data: bytes, *, etag: bytes, checksum: int, hints: Hints | None = None
+        self,
+        key: bytes,
+        data: bytes,
+        *,
+        etag: bytes,
+        checksum: int,
+        hints: Hints | None = None,
+        replacing: bytes | None = None,
     ) -> Entry:
         entry = Entry(key, etag, len(data), hints or Hints())
         check_put(entry, data, checksum)
         if key in self._held:
-            return self._held[key].entry
+            known = self._held[key].entry
+            if is_taken(known, etag, replacing):
+                return known
+            self._drop(key)
         self._make_room(entry)
         self._held[key] = _Held(entry, bytes(data))
         self._tally.add(key, entry.size_bytes)

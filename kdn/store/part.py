@@ -17,14 +17,23 @@ class PartStore(Store):
         self._prefix = prefix
 
     async def put(
-        self, key: bytes, data: bytes, *, etag: bytes, checksum: int, hints: Hints | None = None
+        self,
+        key: bytes,
+        data: bytes,
+        *,
+        etag: bytes,
+        checksum: int,
+        hints: Hints | None = None,
+        replacing: bytes | None = None,
     ) -> Entry:
         hints = hints or Hints()
         if hints.parent is not None:
             hints = replace(hints, parent=self._prefix + hints.parent)
         key = self._prefix + key
         return self._inner(
-            await self._whole.put(key, data, etag=etag, checksum=checksum, hints=hints)
+            await self._whole.put(
+                key, data, etag=etag, checksum=checksum, hints=hints, replacing=replacing
+            )
         )
 
     async def get(

@@ -26,11 +26,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from xxhash import xxh3_64_intdigest
 
 from kdn.errors import KdnError, NoSpaceError, StoreError
-from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, clip
+from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, clip, is_taken
 from kdn.store.memory import MemoryStore
 from kdn.store.outbox import ATTEMPTS, Outbox
 from kdn.store.single_flight import SingleFlight
@@ -81,6 +82,8 @@ class TieredStore(Store):
         self._reads: SingleFlight[Span | None] = SingleFlight()
         self._promotions: SingleFlight[None] = SingleFlight()
         self._deletes: SingleFlight[bool] = SingleFlight()
+        # One replacement of a key at a time: the second must see what the first one put.
+        self._replacing: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._outbox = Outbox(self._write_below, outbox_bytes)
         self._dirty: set[bytes] = set()  # in the top tier and, as far as we know, in none below
         self._deletions = 0  # begun and ended; a read that spans one brings nothing up
@@ -213,11 +216,20 @@ class TieredStore(Store):
     # writes
 
     async def put(
-        self, key: bytes, data: bytes, *, etag: bytes, checksum: int, hints: Hints | None = None
+        self,
+        key: bytes,
+        data: bytes,
+        *,
+        etag: bytes,
+        checksum: int,
+        hints: Hints | None = None,
+        replacing: bytes | None = None,
     ) -> Entry:
         entry = Entry(key, etag, len(data), hints or Hints())
         check_put(entry, data, checksum)
-        if self._write_back:
+        if replacing is not None:
+            kept = await self._replace(entry, data, replacing)
+        elif self._write_back:
             kept = await self._put_on_top(entry, data)
         else:
             kept = await self._put_through(self.tiers, entry, data)
@@ -258,6 +270,17 @@ class TieredStore(Store):
         if answer.etag == entry.etag:
             self._dirty.add(entry.key)
         return answer
+
+    async def _replace(self, entry: Entry, data: bytes, replacing: bytes) -> Entry:
+        """Take the old object out of every tier, then put the new one. StoreError if a tier does
+        not answer: the old one may still be there."""
+        async with self._replacing.setdefault(entry.key, asyncio.Lock()):
+            [found] = await self.lookup([entry.key])
+            if found and not is_taken(found, entry.etag, replacing):
+                await self.delete(entry.key)
+            if self._write_back:
+                return await self._put_on_top(entry, data)
+            return await self._put_through(self.tiers, entry, data)
 
     async def _put_into(self, tier: Tier, entry: Entry, data: bytes) -> Entry | NoSpaceError | None:
         """What the tier answers; None if it failed."""

@@ -23,7 +23,7 @@ from kdn.codec.klt import KltCodec
 from kdn.delivery.plan import Fetch, Plan, Situation
 from kdn.delivery.request import Request, Result
 from kdn.errors import StoreError
-from kdn.store.base import Entry, Hints, Span, Stats, Store
+from kdn.store.base import Entry, Span, Stats, Store
 from kdn.store.evict import open_policy
 from kdn.store.memory import MemoryStore
 from kdn.store.streaming import Ask, Piece
@@ -142,10 +142,8 @@ class Proxy(Store):
     def __init__(self, inner: Store) -> None:
         self.inner = inner
 
-    async def put(
-        self, key: bytes, data: bytes, *, etag: bytes, checksum: int, hints: Hints | None = None
-    ) -> Entry:
-        return await self.inner.put(key, data, etag=etag, checksum=checksum, hints=hints)
+    async def put(self, *args: Any, **named: Any) -> Entry:
+        return await self.inner.put(*args, **named)
 
     async def get(
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None

@@ -58,8 +58,8 @@ def checksum(data: bytes | memoryview) -> str:
     return f"{xxhash.xxh3_64_intdigest(data):016x}"
 
 
-def tenant(name: str, token: str, **settings: Any) -> TenantSettings:
-    return TenantSettings(name, (token_hash(token),), **settings)
+def tenant(name: str, token: str, kind: str = "tokens", **settings: Any) -> TenantSettings:
+    return TenantSettings(name, **{kind: (token_hash(token),)}, **settings)
 
 
 def config_for(folder: Path, *tenants: TenantSettings, **settings: Any) -> Config:

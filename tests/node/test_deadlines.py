@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,16 @@ import pytest
 from kdn.store.base import Span
 from kdn.store.evict import open_policy
 from kdn.store.memory import MemoryStore
-from tests.node.harness import Running, closed, connect, key_of, request, with_node
+from tests.node.harness import (
+    Running,
+    checksum,
+    closed,
+    connect,
+    key_of,
+    request,
+    tenant,
+    with_node,
+)
 
 MIB = 2**20
 
@@ -191,29 +201,146 @@ def test_too_many_requests_and_connections(tmp_path: Path) -> None:
         assert (status, json.loads(body)["code"]) == (503, "overloaded")
         assert headers["Retry-After"]
         more = [await connect(node) for _ in range(4)]  # one place is the session's
-        assert await closed(more[-1][0], 5) == b""
+        assert await closed(more[0][0], 5) == b""  # the oldest that has said nothing yet
+        assert (await node.ask("GET", "/healthz"))[0] == 200
         for _, writer in held + more:
             writer.close()
 
     with_node(tmp_path, test, max_requests=2, max_connections=6)
 
 
+def announce(key: str, size_bytes: int, *headers: str) -> bytes:
+    """The head of a PUT to `objects` whose body is that many "x"."""
+    told = (f"Content-Length: {size_bytes}", f"Kdn-Checksum: {checksum(b'x' * size_bytes)}")
+    return request(f"/v1/objects/{key}", *told, "Kdn-Etag: 01", *headers, method="PUT")
+
+
+async def put(node: Running, key: str, size_bytes: int, token: str | None = None) -> int:
+    body = b"x" * size_bytes
+    told = {"Kdn_Checksum": checksum(body), "Kdn_Etag": "01"}
+    return (await node.ask("PUT", f"/v1/objects/{key}", body, token, **told))[0]
+
+
 def test_memory_for_bodies_is_shared(tmp_path: Path) -> None:
     async def test(node: Running) -> None:
         holder = await connect(node)
-        head = request("/v1/names/n", "Content-Length: 900", method="PUT")
-        holder[1].write(head)
+        holder[1].write(announce("00", 900))
         while not node.node.num_requests:
             await asyncio.sleep(0.01)
-        status, _, body = await node.ask("PUT", "/v1/names/m", b"{}" + b" " * 500)
-        assert (status, json.loads(body)["code"]) == (503, "overloaded")
-        assert (await node.ask("PUT", "/v1/names/m", b"{}" + b" " * 50))[0] == 201
-        waiting = asyncio.create_task(node.ask("PUT", "/v1/names/o", b"{}" + b" " * 500))
+        refused = asyncio.create_task(put(node, "01", 500))
+        for _ in range(10):  # just fast enough
+            holder[1].write(b"x")
+            await asyncio.sleep(0.1)
+        assert await refused == 503
+        assert await put(node, "01", 50) == 201
+        waiting = asyncio.create_task(put(node, "02", 500))
         await asyncio.sleep(0.05)
-        holder[1].write(b"{}" + b" " * 898)
+        holder[1].write(b"x" * 890)
         assert (await holder[0].readuntil(b"\r\n")).startswith(b"HTTP/1.1 201")
-        assert (await waiting)[0] == 201
+        assert await waiting == 201
         holder[1].close()
 
-    settings = {"max_bodies_bytes": 1000, "body_timeout_s": 0.5, "min_body_bytes_per_s": 100}
+    settings = {"max_bodies_bytes": 1000, "body_window_s": 0.5, "min_body_bytes_per_s": 0}
     with_node(tmp_path, test, **settings)
+
+
+def test_silent_bodies_are_cut_whatever_size_they_announced(tmp_path: Path) -> None:
+    """Two sockets announce all the memory there is. Questions do not notice, and soon the sockets
+    are gone."""
+
+    async def test(node: Running) -> None:
+        peers = [await connect(node) for _ in range(2)]
+        for number, (_, writer) in enumerate(peers):
+            writer.write(announce(f"0{number}", 64 * MIB) + b"x" * 200_000)
+        while node.node.num_requests < 2:
+            await asyncio.sleep(0.01)
+        begin_s = time.monotonic()
+        body = json.dumps({"keys": [key_of(1).hex()]}).encode()
+        assert (await node.ask("POST", "/v1/lookup", body))[0] == 200
+        assert (await node.ask("PUT", "/v1/names/n", b"{}"))[0] == 201
+        assert time.monotonic() - begin_s < 0.4
+        for reader, writer in peers:
+            assert (await closed(reader, 5)).startswith(b"HTTP/1.1 408")
+            writer.close()
+        assert time.monotonic() - begin_s < 3
+        assert await put(node, "02", 1000) == 201
+
+    with_node(tmp_path, test, max_bodies_bytes=128 * MIB, body_window_s=0.5)
+
+
+def test_a_slow_body_that_keeps_the_pace_is_taken(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        reader, writer = await connect(node)
+        writer.write(announce("00", 6000))
+        for _ in range(6):
+            writer.write(b"x" * 1000)
+            await asyncio.sleep(0.15)
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 201")
+        writer.close()
+
+    with_node(tmp_path, test, body_window_s=0.4, min_body_bytes_per_s=2000)
+
+
+def test_one_tenants_uploads_leave_room_for_anothers(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        peers = [await connect(node) for _ in range(20)]
+        for number, (_, writer) in enumerate(peers):
+            writer.write(announce(f"{number:02x}", MIB, "Authorization: Bearer a"))
+        while node.node.num_requests < 20:
+            await asyncio.sleep(0.01)
+        begin_s = time.monotonic()
+        assert await put(node, "aa", MIB, "b") == 201
+        assert time.monotonic() - begin_s < 1
+        for _, writer in peers:
+            writer.close()
+
+    tenants = (tenant("ann", "a"), tenant("bob", "b"))
+    with_node(tmp_path, test, *tenants, max_bodies_bytes=8 * MIB, body_window_s=5.0)
+
+
+def test_one_tenants_requests_leave_room_for_anothers(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        peers = [await connect(node) for _ in range(10)]
+        for number, (_, writer) in enumerate(peers):
+            writer.write(announce(f"{number:02x}", 100, "Authorization: Bearer a"))
+        answers = [await reader.readuntil(b"\r\n\r\n") for reader, _ in peers[6:]]
+        assert all(answer.startswith(b"HTTP/1.1 503") for answer in answers)
+        assert (await node.ask("GET", "/v1/names", token="a"))[0] == 503
+        assert (await node.ask("GET", "/v1/names", token="b"))[0] == 200
+        for _, writer in peers:
+            writer.close()
+
+    with_node(tmp_path, test, tenant("ann", "a"), tenant("bob", "b"), max_requests=8)
+
+
+def test_a_tenant_may_have_a_cap_on_requests(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        _, writer = await connect(node)
+        writer.write(announce("00", 100, "Authorization: Bearer a"))
+        while not node.node.num_requests:
+            await asyncio.sleep(0.01)
+        assert (await node.ask("GET", "/v1/names", token="a"))[0] == 503
+        writer.close()
+
+    with_node(tmp_path, test, tenant("ann", "a", max_requests=1))
+
+
+def test_a_body_is_held_once(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        size_bytes = 32 * MIB
+        reader, writer = await connect(node)
+        writer.write(announce("00", size_bytes))
+        part = b"x" * MIB
+        tracemalloc.start()
+        try:
+            for _ in range(size_bytes // MIB):
+                writer.write(part)
+                await writer.drain()
+            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 201")
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak_bytes < 1.5 * size_bytes
+        writer.close()
+
+    with_node(tmp_path, test)

@@ -190,7 +190,7 @@ def statuses(answer: bytes) -> list[int]:
 
 
 def test_no_fault_no_hang_no_leak(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tenants = [tenant("ann", "token-a"), tenant("bob", "token-b", operator=False)]
+    tenants = [tenant("ann", "token-a"), tenant("bob", "token-b")]
     settings = {"idle_timeout_s": 0.4, "body_timeout_s": 0.4, "shutdown_timeout_s": 2.0}
     empty = config_for(tmp_path / "empty", *tenants, **settings)
     owned = config_for(tmp_path / "owned", *tenants, **settings)

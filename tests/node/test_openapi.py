@@ -61,7 +61,7 @@ def test_every_route_is_in_the_document() -> None:
         for path, operations in document()["paths"].items()
         for method in operations
     }
-    served = {(method, re.sub(r"\{(\w+):[^}]*\}", r"{\1}", path)) for method, path, _ in ROUTES}
+    served = {(method, re.sub(r"\{(\w+):[^}]*\}", r"{\1}", path)) for method, path, *_ in ROUTES}
     assert told == served
 
 

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from kdn.config import TenantSettings
 from kdn.node.answers import Refusal
-from kdn.node.tenants import RateLimit, Tenants, new_token, token_hash
+from kdn.node.app import ROUTES
+from kdn.node.tenants import RateLimit, Right, Tenants, new_token, token_hash
 from kdn.protocol.frames import split
 from kdn.store.evict import open_policy
 from kdn.store.memory import MemoryStore
-from tests.node.harness import Running, checksum, chunk_stream, key_of, tenant, with_node
+from tests.node.harness import (
+    Running,
+    checksum,
+    chunk_stream,
+    closed,
+    connect,
+    key_of,
+    request,
+    tenant,
+    with_node,
+)
 
-ANN, BOB = tenant("ann", "token-a", operator=True), tenant("bob", "token-b")
+ANN, BOB = tenant("ann", "token-a"), tenant("bob", "token-b")
 KEY = key_of(1).hex()
 QUESTIONS = [
     ("GET", f"/v1/chunks/{KEY}", None),
@@ -94,14 +106,49 @@ def test_without_a_valid_token(tmp_path: Path, authorization: str | None) -> Non
     with_node(tmp_path, test, ANN, BOB)
 
 
-def test_only_operators_see_metrics(tmp_path: Path) -> None:
-    async def test(node: Running) -> None:
-        assert (await node.ask("GET", "/metrics", token="token-a"))[0] == 200
-        hidden = await node.ask("GET", "/metrics", token="token-b")
-        nothing = await node.ask("GET", f"/v1/chunks/{KEY}", token="token-b")
-        assert (hidden[0], hidden[2]) == (nothing[0], nothing[2]) == (404, nothing[2])
+MAY = {
+    "list_objects": "rpo", "get_object": "rpo", "put_object": "po", "delete_object": "po",
+    "lookup": "rpo", "read": "rpo", "list_names": "rpo", "get_name": "rpo", "put_name": "po",
+    "delete_name": "po", "get_history": "rpo", "get_stats": "rpo", "get_openapi": "rpo",
+    "get_health": "rpo", "get_metrics": "o",
+}  # fmt: skip
+"""Which tokens (read, publish, operate) each handler is for. Written out: the route table must not
+be what it is compared with."""
 
-    with_node(tmp_path, test, ANN, BOB)
+
+def test_what_each_right_may_do(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        for method, path, handler, _ in ROUTES:
+            where = re.sub(r"\{collection:[^}]*\}", "chunks", path)
+            where = where.format(key=KEY, name="n") if "{" in where else where
+            for token in "rpo":
+                body = b"{}" if method in ("PUT", "POST") else None
+                status, _, said = await node.ask(method, where, body, token)
+                if token in MAY[handler.__name__]:
+                    assert status not in (401, 403, 405), (method, where, token, said)
+                else:
+                    assert (status, json.loads(said)["code"]) == (403, "forbidden")
+                    assert "this token may" in json.loads(said)["message"]
+
+    kinds = {"read_tokens": "r", "tokens": "p", "operate_tokens": "o"}
+    tokens = {kind: (token_hash(token),) for kind, token in kinds.items()}
+    with_node(tmp_path, test, TenantSettings("ann", **tokens))
+
+
+def test_a_read_token_changes_nothing(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        stream = await node.put_chunk(1, token="p")
+        url = f"/v1/chunks/{KEY}"
+        assert (await node.ask("GET", url, token="r"))[2] == stream
+        assert (await node.ask("DELETE", url, token="r"))[0] == 403
+        other = chunk_stream(key_of(1), seed=9)
+        etag = (await node.ask("HEAD", url, token="r"))[1]["ETag"]
+        sent = {"Kdn_Checksum": checksum(other), "If_Match": etag}
+        assert (await node.ask("PUT", url, other, "r", **sent))[0] == 403
+        assert (await node.ask("GET", url, token="p"))[2] == stream
+
+    tokens = {"tokens": (token_hash("p"),), "read_tokens": (token_hash("r"),)}
+    with_node(tmp_path, test, TenantSettings("ann", **tokens))
 
 
 def test_quota(tmp_path: Path) -> None:
@@ -125,6 +172,21 @@ def test_quota(tmp_path: Path) -> None:
         assert (await node.ask("PUT", "/v1/names/n", large, "t"))[0] == 507
 
     with_node(tmp_path, test, tenant("t", "t", quota_bytes=10000), tenant("other", "o"))
+
+
+def test_the_quota_is_checked_before_the_body(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        for path, size_bytes in ((f"/v1/chunks/{KEY}", 20_000), ("/v1/names/n", 20_000)):
+            reader, writer = await connect(node)
+            sent = ("Authorization: Bearer t", f"Content-Length: {size_bytes}")
+            sent += ("Kdn-Checksum: 0011223344556677", "Expect: 100-continue")
+            writer.write(request(path, *sent, method="PUT"))
+            answer = await closed(reader, 5)
+            assert answer.startswith(b"HTTP/1.1 507")
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["code"] == "quota_exceeded"
+            writer.close()
+
+    with_node(tmp_path, test, tenant("t", "t", quota_bytes=10_000))
 
 
 def test_evicted_bytes_are_free_again(tmp_path: Path) -> None:
@@ -182,8 +244,8 @@ def test_tokens_are_found_by_hash() -> None:
     assert new_token()[0] != token
     surrogates = b"\xdd\xff".decode(errors="surrogateescape")
     tenants = Tenants([TenantSettings("x", (token_hash("other"), hashed))], lambda: 0.0)
-    assert tenants.authenticate(f"Bearer {token}").name == "x"
-    assert tenants.authenticate("bearer other").name == "x"
+    assert tenants.authenticate(f"Bearer {token}")[0].name == "x"
+    assert tenants.authenticate("bearer other")[1] is Right.PUBLISH
     with pytest.raises(Refusal):
         tenants.authenticate(f"Bearer {hashed}")
     with pytest.raises(Refusal):

@@ -44,10 +44,18 @@ def etag_of(data: bytes) -> bytes:
     return blake2b(data, digest_size=16).digest()
 
 
-async def put(store: Store, key: bytes, data: bytes, hints: Hints | None = None) -> Entry:
+async def put(
+    store: Store,
+    key: bytes,
+    data: bytes,
+    hints: Hints | None = None,
+    replacing: bytes | None = None,
+) -> Entry:
     """A put that is as it should be."""
     checksum = xxh3_64_intdigest(data)
-    return await store.put(key, data, etag=etag_of(data), checksum=checksum, hints=hints)
+    return await store.put(
+        key, data, etag=etag_of(data), checksum=checksum, hints=hints, replacing=replacing
+    )
 
 
 async def read(store: Store, key: bytes) -> bytes | None:
@@ -188,6 +196,76 @@ class StoreContract(ABC):
             assert winner in writers
             assert {entry.etag for entry in entries} == {etag_of(winner)}
             assert {entry.size_bytes for entry in entries} == {len(winner)}
+
+        self.run(test)
+
+    # replacement
+
+    def test_replaces_the_object_it_names(self) -> None:
+        async def test(store: Store) -> None:
+            bad, good = content("bad", 3000), content("good", 2000)
+            await put(store, b"key", bad, Hints(b"parent", 2.0))
+            entry = await put(store, b"key", good, Hints(b"parent", 3.0), etag_of(bad))
+            assert (entry.etag, entry.size_bytes) == (etag_of(good), 2000)
+            assert await read(store, b"key") == good
+            assert await store.get(b"key", 0, 10, etag=etag_of(bad)) is None
+            [found] = await store.lookup([b"key"], head_bytes=10)
+            assert found is not None
+            assert (found.etag, found.head, found.hints.saved_s) == (etag_of(good), good[:10], 3.0)
+            assert await listed(store) == [b"key"]
+            assert (await store.stats()).objects == 1
+            assert await store.delete(b"key")
+            assert (await store.stats()).size_bytes == 0
+
+        self.run(test)
+
+    def test_replaces_no_other_object(self) -> None:
+        async def test(store: Store) -> None:
+            first, second = content("first", 100), content("second", 50)
+            await put(store, b"key", first)
+            entry = await put(store, b"key", second, replacing=b"other")
+            assert (entry.etag, entry.size_bytes) == (etag_of(first), 100)
+            assert await read(store, b"key") == first
+            again = await put(store, b"key", first, replacing=etag_of(first))
+            assert again.etag == etag_of(first)
+            wrong = xxh3_64_intdigest(second) ^ 1
+            with pytest.raises(ChecksumError):
+                await store.put(b"key", second, etag=b"e", checksum=wrong, replacing=etag_of(first))
+            assert await read(store, b"key") == first
+
+        self.run(test)
+
+    def test_replacing_what_is_gone_is_a_put(self) -> None:
+        async def test(store: Store) -> None:
+            data = content("new", 100)
+            entry = await put(store, b"key", data, replacing=b"old")
+            assert entry.etag == etag_of(data)
+            assert await read(store, b"key") == data
+
+        self.run(test)
+
+    def test_one_of_many_replacements_wins_and_readers_see_no_mix(self) -> None:
+        async def reader(store: Store, known: dict[bytes, bytes]) -> None:
+            for start in range(0, 3000, 100):
+                span = await store.get(b"key", start, start + 1000)
+                if span is not None:
+                    whole = known[span.entry.etag]
+                    assert bytes(span.data) == whole[start : start + 1000]
+
+        async def test(store: Store) -> None:
+            bad = content("bad", 3000)
+            await put(store, b"key", bad)
+            writers = [content(f"writer {i}", 1000 + i) for i in range(10)]
+            known = {etag_of(data): data for data in (bad, *writers)}
+            entries, *_ = await asyncio.gather(
+                asyncio.gather(
+                    *(put(store, b"key", data, replacing=etag_of(bad)) for data in writers)
+                ),
+                *(reader(store, known) for _ in range(5)),
+            )
+            winner = await read(store, b"key")
+            assert winner in writers
+            assert {entry.etag for entry in entries} == {etag_of(winner)}
 
         self.run(test)
 

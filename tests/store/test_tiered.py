@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -50,11 +51,9 @@ class Flaky(Store):
         if self.fails:
             raise StoreError("gone")
 
-    async def put(
-        self, key: bytes, data: bytes, *, etag: bytes, checksum: int, hints: Hints | None = None
-    ) -> Entry:
+    async def put(self, *args: Any, **named: Any) -> Entry:
         await self._pass("put")
-        return await self.store.put(key, data, etag=etag, checksum=checksum, hints=hints)
+        return await self.store.put(*args, **named)
 
     async def get(
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None

@@ -1,0 +1,94 @@
+"""Memory that requests hold while they are served: fair among tenants, with a deadline for waiting.
+
+A request holds all it needs at once and never asks for more of the same budget, so nobody waits in
+a circle. Those of one tenant are served in the order they came. Of the common part (`shares.py`)
+the tenant that holds least is served first, and while it waits nobody else gets any of it: so
+nobody starves. A tenant's own part is there for it at once, whoever else waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+from kdn.node.answers import RETRY_AFTER, Refusal
+from kdn.node.shares import Shares
+
+
+class _Place(NamedTuple):
+    size_bytes: int
+    granted: asyncio.Future[None]
+
+
+class Budget:
+    """`shares` in bytes; nobody waits longer than `wait_s` for some."""
+
+    def __init__(self, shares: Shares, wait_s: float):
+        self._shares = shares
+        self._wait_s = wait_s
+        self._waiting: dict[str, deque[_Place]] = {}
+
+    def most_bytes(self, tenant: str) -> int:
+        """What one request of this tenant can hold at all."""
+        return self._shares.most(tenant)
+
+    @asynccontextmanager
+    async def share(self, tenant: str, size_bytes: int) -> AsyncIterator[None]:
+        """Hold `size_bytes` of it. Refusals: 503 if they do not come free in time, 413 if they
+        never can."""
+        await self._take(tenant, size_bytes)
+        try:
+            yield
+        finally:
+            self._shares.give_back(tenant, size_bytes)
+            self._wake()
+
+    async def _take(self, tenant: str, size_bytes: int) -> None:
+        most_bytes = self.most_bytes(tenant)
+        if size_bytes > most_bytes:
+            raise Refusal(413, "too_large", f"needs {size_bytes} bytes of memory of {most_bytes}")
+        alone = not self._waiting
+        if tenant not in self._waiting and self._shares.take(tenant, size_bytes, common=alone):
+            return
+        place = _Place(size_bytes, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(tenant, deque()).append(place)
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await place.granted
+        except BaseException as error:
+            self._leave(tenant, place)
+            if isinstance(error, TimeoutError):
+                raise Refusal(
+                    503, "overloaded", "no memory for this request now", RETRY_AFTER
+                ) from None
+            raise
+
+    def _leave(self, tenant: str, place: _Place) -> None:
+        """Somebody gave up, perhaps just when it was granted."""
+        if place.granted.done() and not place.granted.cancelled():
+            self._shares.give_back(tenant, place.size_bytes)
+        else:
+            self._drop(tenant, place)
+        self._wake()
+
+    def _drop(self, tenant: str, place: _Place) -> None:
+        self._waiting[tenant].remove(place)
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
+
+    def _wake(self) -> None:
+        while self._grant_one():
+            pass
+
+    def _grant_one(self) -> bool:
+        order = sorted(self._waiting, key=self._shares.held)
+        for number, tenant in enumerate(order):
+            place = self._waiting[tenant][0]
+            if self._shares.take(tenant, place.size_bytes, common=number == 0):
+                self._drop(tenant, place)
+                place.granted.set_result(None)
+                return True
+        return False
