@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 import kdn
 from kdn.bench.node_wire import (
@@ -36,6 +35,7 @@ from kdn.bench.node_wire import (
 )
 from kdn.codec import format as container
 from kdn.errors import KdnError
+from kdn.node.tenants import token_hash
 
 START_S = 20.0
 STOP_S = 10.0
@@ -65,6 +65,12 @@ class Server:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def peak_rss_bytes(self) -> int:
+        """The most that was resident at any time."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        [peak] = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+        return int(peak) * 1024
+
     def rss_bytes(self) -> int:
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -76,7 +82,9 @@ class Server:
     def put(self, objects: Objects) -> None:
         """Store objects (nginx has them as files already)."""
         if isinstance(self.dialect, Kdn):
-            _put_chunks(self.address, objects)
+            for key, data in objects.items():
+                request = self.dialect.put(key, data, "Connection: close")
+                _send_and_check(self.address, request, b"HTTP/1.1 201 ")
         elif isinstance(self.dialect, Redis):
             for key, data in objects.items():
                 _redis_set(self.address, key, data)
@@ -85,19 +93,20 @@ class Server:
 def make_objects(size_bytes: int, number: int, seed: int) -> dict[str, bytes]:
     """Valid chunks of exactly this size, of random bytes, by key."""
     rng = np.random.default_rng([seed, size_bytes])
-    objects = {}
-    for _ in range(number):
-        key = rng.bytes(16)
-        info = container.StreamInfo(
-            codec=container.CodecId.EXACT, dtype=container.DType.FLOAT16, chunk_key=key,
-            model=bytes(16), profile=container.NO_PROFILE, start=0, num_tokens=256, num_layers=1,
-            num_kv_heads=1, head_dim=1, num_levels=1, valid_from=(0,),
-        )  # fmt: skip
-        empty = container.write(info, [container.Section(0, container.KIND_KEYS, 0, b"")])
-        data = rng.bytes(size_bytes - len(empty))
-        section = container.Section(0, container.KIND_KEYS, 0, data)
-        objects[key.hex()] = container.write(info, [section])
-    return objects
+    keys = [rng.bytes(16) for _ in range(number)]
+    return {key.hex(): make_chunk(key, rng.bytes(size_bytes)) for key in keys}
+
+
+def make_chunk(key: bytes, data: bytes) -> bytes:
+    """A valid chunk as large as `data`, which it holds but for the end."""
+    info = container.StreamInfo(
+        codec=container.CodecId.EXACT, dtype=container.DType.FLOAT16, chunk_key=key,
+        model=bytes(16), profile=container.NO_PROFILE, start=0, num_tokens=256, num_layers=1,
+        num_kv_heads=1, head_dim=1, num_levels=1, valid_from=(0,),
+    )  # fmt: skip
+    empty = container.write(info, [container.Section(0, container.KIND_KEYS, 0, b"")])
+    section = container.Section(0, container.KIND_KEYS, 0, data[: len(data) - len(empty)])
+    return container.write(info, [section])
 
 
 def absent() -> dict[str, str]:
@@ -110,9 +119,14 @@ def absent() -> dict[str, str]:
 
 
 @contextmanager
-def start_kdn(folder: Path, settings: Mapping[str, object] | None = None) -> Iterator[Server]:
-    """`kdn node` with nothing but these settings."""
+def start_kdn(
+    folder: Path, settings: Mapping[str, object] | None = None, tenants: Sequence[str] = ()
+) -> Iterator[Server]:
+    """`kdn node` with nothing but these settings. A tenant's token is its name."""
     port = free_port()
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = [f'[tenants.{name}]\ntokens = ["{token_hash(name)}"]\n' for name in tenants]
+    (folder / "kdn.toml").write_text("".join(tables))
     environ = {k: v for k, v in os.environ.items() if not k.startswith("KDN_")}
     environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(kdn.__file__).parent.parent), *filter(None, [environ.get("PYTHONPATH")])]
@@ -224,15 +238,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _put_chunks(address: tuple[str, int], objects: Objects) -> None:
-    for key, data in objects.items():
-        head = (
-            f"PUT /v1/chunks/{key} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\n"
-            f"Kdn-Checksum: {xxhash.xxh3_64_hexdigest(data)}\r\nConnection: close\r\n\r\n"
-        )
-        _send_and_check(address, head.encode() + data, b"HTTP/1.1 201 ")
 
 
 def _redis_set(address: tuple[str, int], key: str, data: bytes) -> None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Protocol
 
+import xxhash
+
 from kdn.errors import FormatError
 from kdn.protocol import frames
 
@@ -51,18 +53,32 @@ class Dialect(Protocol):
 
 
 class Kdn:
-    """One batch read for all objects: one reply of frames."""
+    """One batch read for all objects: one reply of frames. With the token of a tenant, if there are
+    any."""
 
     name = "kdn"
     batch_bytes = 4 << 20
 
+    def __init__(self, token: str = "") -> None:
+        self._authorization = f"Authorization: Bearer {token}\r\n" if token else ""
+
+    def request(self, method: str, path: str, *headers: str, length: int = 0) -> bytes:
+        """The head of any request; a body of `length` bytes is to follow."""
+        lines = "".join(f"{header}\r\n" for header in headers)
+        return (
+            f"{method} {path} HTTP/1.1\r\nHost: bench\r\n{self._authorization}"
+            f"Content-Length: {length}\r\n{lines}\r\n"
+        ).encode()
+
+    def put(self, key: str, data: bytes, *headers: str) -> bytes:
+        """Stores one chunk."""
+        checksum = f"Kdn-Checksum: {xxhash.xxh3_64_hexdigest(data)}"
+        path = f"/v1/chunks/{key}"
+        return self.request("PUT", path, checksum, *headers, length=len(data)) + data
+
     def ask(self, keys: Sequence[str], client: str) -> tuple[bytes, int]:
         body = json.dumps({"spans": [{"key": key} for key in keys]}).encode()
-        head = (
-            f"POST /v1/read HTTP/1.1\r\nHost: bench\r\nKdn-Client: {client}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        return head.encode() + body, 1
+        return self.request("POST", "/v1/read", f"Kdn-Client: {client}", length=len(body)) + body, 1
 
     def head(self, data: bytes) -> tuple[int, int] | None:
         return http_head(data)
@@ -121,17 +137,26 @@ def redis_command(*words: bytes) -> bytes:
 
 
 def http_head(data: bytes) -> tuple[int, int] | None:
+    found = http_answer(data)
+    if found is None:
+        return None
+    status, head_bytes, body_bytes = found
+    if status != 200:
+        raise WireError(f"expected status 200, found {data[:80]!r}")
+    return head_bytes, body_bytes
+
+
+def http_answer(data: bytes) -> tuple[int, int, int] | None:
+    """(status, bytes of the head, bytes after it) of any answer; None if more is needed to tell."""
     end = data.find(b"\r\n\r\n")
     if end < 0:
         return None
-    status, *lines = data[:end].decode("latin-1").split("\r\n")
-    if status.split(" ")[1:2] != ["200"]:
-        raise WireError(f"expected status 200, found {status[:80]!r}")
+    first, *lines = data[:end].decode("latin-1").split("\r\n")
     for line in lines:
         name, _, value = line.partition(":")
         if name.lower() == "content-length":
-            return end + 4, int(value)
-    raise WireError("expected a Content-Length, found none")
+            return int(first.split(" ")[1]), end + 4, int(value)
+    raise WireError(f"expected a Content-Length, found none in {first[:80]!r}")
 
 
 @dataclass
@@ -295,6 +320,25 @@ def read_batch(connection: Connection, buffer: memoryview) -> float:
     while len(connection.latencies_s) == done:
         connection.receive(buffer)
     return connection.latencies_s[-1]
+
+
+def ask(connection: socket.socket, request: bytes) -> tuple[int, bytes]:
+    """One request on an open connection: the status and the body, whatever they are."""
+    connection.sendall(request)
+    data = bytearray()
+    while (found := http_answer(bytes(data[:MAX_HEAD_BYTES]))) is None:
+        data += _receive(connection, MAX_HEAD_BYTES)
+    status, head_bytes, body_bytes = found
+    while len(data) < head_bytes + body_bytes:
+        data += _receive(connection, BUFFER_BYTES)
+    return status, bytes(data[head_bytes:])
+
+
+def _receive(connection: socket.socket, most_bytes: int) -> bytes:
+    part = connection.recv(most_bytes)
+    if not part:
+        raise WireError("the connection was closed")
+    return part
 
 
 def call(address: tuple[str, int], request: bytes, dialect: Dialect) -> bytes:

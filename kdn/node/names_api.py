@@ -86,8 +86,7 @@ async def put_manifest(
 
 async def _check_quota(node: Node, tenant: Tenant, size_bytes: int) -> None:
     if tenant.settings.quota_bytes:
-        held_bytes = await node.names.size_bytes(tenant.name)
-        await tenant.quota.check(size_bytes, node.store.list, held_bytes)
+        tenant.quota.check(size_bytes, await node.held_bytes(tenant))
 
 
 async def delete_name(request: web.Request) -> web.StreamResponse:
@@ -170,7 +169,6 @@ async def _delete_chunks(node: Node, tenant: Tenant, name: str) -> dict[str, lis
         batch = keys[first : first + DELETES_AT_ONCE]
         await asyncio.gather(*(node.store.delete(key) for key in batch))
     for entry in filter(None, entries):
-        tenant.quota.add(-entry.size_bytes)
         node.checksums.forget(entry.key, entry.etag)
     left = await node.store.lookup(keys)
     if any(left):

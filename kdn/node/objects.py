@@ -128,8 +128,7 @@ async def _check_quota(node: Node, tenant: Tenant, size_bytes: int, old: Entry |
     """`old` is there and gives way."""
     more_bytes = size_bytes - (old.size_bytes if old else 0)
     if tenant.settings.quota_bytes and more_bytes > 0:
-        held_bytes = await node.wait(node.names.size_bytes(tenant.name))
-        await node.wait(tenant.quota.check(more_bytes, node.store.list, held_bytes))
+        tenant.quota.check(more_bytes, await node.held_bytes(tenant))
 
 
 class Put(NamedTuple):
@@ -157,7 +156,6 @@ async def _put(node: Node, tenant: Tenant, put: Put) -> tuple[Entry, bool]:
                 replacing=put.replacing,
             )
         )  # fmt: skip
-    tenant.quota.add(len(put.data) - (old.size_bytes if old else 0))
     for etag in {entry.etag, old.etag if old else entry.etag}:
         node.checksums.forget(put.key, etag)
     return _unless_replacing(put, entry), old is None and entry.etag == put.etag
@@ -180,7 +178,6 @@ async def delete_object(request: web.Request) -> web.StreamResponse:
     if not await node.wait(node.store.delete(store_key)):
         raise not_found()
     if entry is not None:
-        request[TENANT].quota.add(-entry.size_bytes)
         node.checksums.forget(store_key, entry.etag)
     return web.Response(status=204)
 
@@ -215,11 +212,9 @@ async def _collect(node: Node, prefix: bytes, after: bytes, limit: int) -> list[
 
 async def get_stats(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
-    objects, size_bytes = await node.wait(tenant.quota.count(node.store.list))
-    size_bytes += await node.wait(node.names.size_bytes(tenant.name))
     shown = {
-        "objects": objects,
-        "size_bytes": size_bytes,
+        "objects": node.store.usage(tenant.prefix).objects,
+        "size_bytes": await node.held_bytes(tenant),
         "quota_bytes": tenant.settings.quota_bytes,
     }
     return web.json_response(shown, dumps=dumps)

@@ -191,10 +191,11 @@ async def open_node(config: Config) -> AsyncIterator[Node]:
     async with AsyncExitStack() as opened:
         names = NameStore(data / "names.sqlite")
         opened.push_async_callback(names.close)
-        retainer = Retainer([open_policy(config.node.policy)])
         tenants = Tenants(config.tenants, time.monotonic)
+        owners = tenants.owners()
+        retainer = Retainer([open_policy(config.node.policy, owners=owners)])
         await retainer.retain_all(tenants, names)
-        store = await open_store(config.node, retainer.policies[0])
+        store = await open_store(config.node, retainer.policies[0], owners)
         opened.push_async_callback(store.close)
         node = make_node(config, store, names)
         node.retainer = retainer

@@ -62,6 +62,11 @@ class Node:
                 f"the store took longer than {self.settings.store_timeout_s} s"
             ) from None
 
+    async def held_bytes(self, tenant: Tenant) -> int:
+        """What a tenant's objects and manifests take of its quota."""
+        names_bytes = await self.wait(self.names.size_bytes(tenant.name))
+        return names_bytes + self.store.usage(tenant.prefix).size_bytes
+
 
 NODE = web.AppKey("node", Node)
 TENANT = web.RequestKey("tenant", Tenant)

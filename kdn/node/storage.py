@@ -1,6 +1,8 @@
 """The stores of a node, by its settings: RAM over disk, over another node if there is one.
 
-Chunks that the newest version of a name uses are held on disk: eviction takes what nobody named.
+Each tenant has its share of RAM and disk, by weight, and what others leave of theirs. Chunks that
+the newest version of a name uses are held on disk, as far as they fit into their tenant's share:
+eviction takes what nobody named.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from kdn.node.names import NameStore
 from kdn.node.tenants import Tenant
 from kdn.store.base import Store
 from kdn.store.disk import open_disk
-from kdn.store.evict import Retention, open_policy
+from kdn.store.evict import Owners, Retention, open_policy
 from kdn.store.memory import MemoryStore
 from kdn.store.tiered import Tier, TieredStore
 
@@ -43,11 +45,12 @@ class Retainer:
                     self.retain(tenant, name, chunks)
 
 
-async def open_store(settings: NodeSettings, disk_policy: Retention) -> Store:
-    """All tiers in one. `disk_policy` may already hold keys: opening evicts nothing of them."""
+async def open_store(settings: NodeSettings, disk_policy: Retention, owners: Owners) -> Store:
+    """All tiers in one. `disk_policy` may already hold keys: opening evicts nothing of them, as far
+    as they fit."""
     tiers = []
     if settings.memory_bytes:
-        memory = MemoryStore(settings.memory_bytes, open_policy(settings.policy))
+        memory = MemoryStore(settings.memory_bytes, open_policy(settings.policy, owners=owners))
         tiers.append(Tier("memory", memory, MEMORY_DEADLINE_S))
     if settings.upstream:
         tiers.append(Tier("upstream", _open_upstream(settings), UPSTREAM_DEADLINE_S))

@@ -11,23 +11,21 @@ import asyncio
 import hmac
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from hashlib import blake2b, sha256
 
 from kdn.config import TOKEN_LISTS, TenantSettings
 from kdn.node.answers import Refusal
-from kdn.store.base import Entry
+from kdn.store.evict import Owners
 
 PUBLIC = TenantSettings("public")
 """Everybody, at a node without tokens. May do everything."""
 
 COLLECTIONS = {"chunks": b"c", "profiles": b"p", "objects": b"o"}
-RECOUNT_S = 5.0
 _PREFIX_BYTES = 8
 Clock = Callable[[], float]
-ListEntries = Callable[[bytes], AsyncIterator[Entry]]
 
 
 class Right(IntEnum):
@@ -87,7 +85,7 @@ class Tenant:
         self.name = settings.name
         self.prefix = blake2b(settings.name.encode(), digest_size=_PREFIX_BYTES).digest()
         self.rate = RateLimit(settings.requests_per_s, clock)
-        self.quota = Quota(settings.quota_bytes, self.prefix, clock)
+        self.quota = Quota(settings.quota_bytes)
         self.changes = asyncio.Lock()
         """Guards deleting a name together with its chunks against every other change of names."""
 
@@ -101,35 +99,16 @@ class Tenant:
 
 
 class Quota:
-    """Bytes a tenant holds. Evictions happen behind our back, so the count is an upper bound; it is
-    made exact from the store before anything is refused, at most every RECOUNT_S seconds."""
+    """Bytes a tenant may hold. What it does hold the store counts, across restarts and evictions;
+    here is only what is on its way there."""
 
-    def __init__(self, limit_bytes: int, prefix: bytes, clock: Clock):
+    def __init__(self, limit_bytes: int):
         self.limit_bytes = limit_bytes
-        self._prefix = prefix
-        self._clock = clock
-        self._used_bytes = 0
         self._reserved_bytes = 0
-        self._counted_at_s = -math.inf
-        self._lock = asyncio.Lock()  # one recount at a time
 
-    async def count(self, entries: ListEntries) -> tuple[int, int]:
-        """(objects, bytes) in the store now."""
-        objects = size_bytes = 0
-        async for entry in entries(self._prefix):
-            objects += 1
-            size_bytes += entry.size_bytes
-        return objects, size_bytes
-
-    async def check(self, size_bytes: int, entries: ListEntries, other_bytes: int = 0) -> None:
-        """Refuse what would not fit. `other_bytes`: held elsewhere than in the store."""
-        if not self.limit_bytes:
-            return
-        async with self._lock:
-            if not self._fits(size_bytes + other_bytes) and self._may_recount():
-                self._counted_at_s = self._clock()
-                _, self._used_bytes = await self.count(entries)
-        if not self._fits(size_bytes + other_bytes):
+    def check(self, size_bytes: int, held_bytes: int) -> None:
+        """Refuse what would not fit beside what is held."""
+        if self.limit_bytes and held_bytes + self._reserved_bytes + size_bytes > self.limit_bytes:
             raise Refusal(
                 507, "quota_exceeded",
                 f"{size_bytes} more bytes do not fit into the quota of {self.limit_bytes}",
@@ -143,15 +122,6 @@ class Quota:
             yield
         finally:
             self._reserved_bytes -= size_bytes
-
-    def add(self, size_bytes: int) -> None:
-        self._used_bytes = max(0, self._used_bytes + size_bytes)
-
-    def _fits(self, size_bytes: int) -> bool:
-        return self._used_bytes + self._reserved_bytes + size_bytes <= self.limit_bytes
-
-    def _may_recount(self) -> bool:
-        return self._clock() - self._counted_at_s >= RECOUNT_S
 
 
 class Tenants:
@@ -169,6 +139,11 @@ class Tenants:
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._all)
+
+    def owners(self) -> Owners:
+        """Whose a store's object is, and what part of the store each tenant may fill."""
+        weights = {tenant.prefix: tenant.settings.weight for tenant in self._all}
+        return Owners(lambda key: key[:_PREFIX_BYTES], weights)
 
     def authenticate(self, authorization: str | None) -> tuple[Tenant, Right]:
         """Whose token this is, and what it may do. Every known hash is compared, whichever fits."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from xxhash import xxh3_64_intdigest
 
 from kdn.errors import ChecksumError, LimitError
+from kdn.store.tally import Usage
 
 MAX_KEY_BYTES = 64
 MAX_ETAG_BYTES = 32
@@ -75,6 +76,9 @@ class Stats:
 class Store(ABC):
     """Every method may be called from many tasks of one event loop at once."""
 
+    volatile = False
+    """Nothing here survives the end of the process."""
+
     @abstractmethod
     async def put(
         self,
@@ -116,6 +120,11 @@ class Store(ABC):
     def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
         """All objects whose key begins so, in key order. What comes and goes meanwhile may or may
         not be among them."""
+
+    def usage(self, prefix: bytes) -> Usage:
+        """What objects whose key begins so take here, at once; nothing in a store elsewhere. The
+        prefixes that are asked for should have one length: each new length costs a count of all."""
+        return Usage()
 
     @abstractmethod
     async def stats(self) -> Stats:

@@ -26,6 +26,7 @@ from kdn.store.disk_format import header_bytes
 from kdn.store.disk_index import Index, Row, entry_of, row_of
 from kdn.store.disk_tasks import Holds, Tasks
 from kdn.store.evict import Policy
+from kdn.store.tally import Tally, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class DiskStore(Store):
         self._capacity_bytes = capacity_bytes
         self._policy = policy
         self._rows: dict[bytes, Row] = {}
+        self._tally = Tally()  # of the rows
         self._used: dict[bytes, int] = {}  # those used since the start, in the index at the end
         self._size_bytes = 0  # with what is being written
         self._holds = Holds()  # a key with a row is free, or held by one who waits for nothing
@@ -137,6 +139,9 @@ class DiskStore(Store):
             if row is not None:
                 yield entry_of(row)
 
+    def usage(self, prefix: bytes) -> Usage:
+        return self._tally.of(prefix, ((row[0], row[2]) for row in self._rows.values()))
+
     async def stats(self) -> Stats:
         return Stats(
             objects=len(self._rows),
@@ -182,7 +187,7 @@ class DiskStore(Store):
             except BaseException:
                 self._discount(row)
                 raise
-            self._rows[entry.key] = row
+            self._add_row(row)
             self._puts += 1
             return entry
         finally:
@@ -303,11 +308,16 @@ class DiskStore(Store):
     # State: changed on the event loop only
 
     def _add(self, row: Row) -> None:
-        self._rows[row[0]] = row
+        self._add_row(row)
         self._count(row)
+
+    def _add_row(self, row: Row) -> None:
+        self._rows[row[0]] = row
+        self._tally.add(row[0], row[2])
 
     def _remove(self, row: Row) -> None:
         del self._rows[row[0]]
+        self._tally.remove(row[0], row[2])
         self._used.pop(row[0], None)
         self._discount(row)
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from kdn.store.base import Entry, Hints, Span, Stats, Store
+from kdn.store.tally import Usage
 
 
 class PartStore(Store):
@@ -52,6 +53,9 @@ class PartStore(Store):
     async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
         async for entry in self._whole.list(self._prefix + prefix):
             yield self._inner(entry)
+
+    def usage(self, prefix: bytes) -> Usage:
+        return self._whole.usage(self._prefix + prefix)
 
     async def stats(self) -> Stats:
         return await self._whole.stats()

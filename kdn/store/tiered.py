@@ -5,9 +5,14 @@ background. Identical reads of lower tiers share one flight. A tier that fails o
 its deadline counts as a miss, with a counted error, so a broken tier costs time and hits but never
 an answer; after FAILURES failures in a row it is left alone for REST_S.
 
-Write-through: a put goes to all tiers, the lowest first, and succeeds if one keeps it. Write-back:
-a put goes to the top tier (a MemoryStore) and returns; what that evicts, and what it still holds at
-`close`, is written to all tiers below. Until then it survives what the top tier survives.
+Write-through: a put goes to all tiers, the lowest first, and succeeds if a tier keeps it whose
+objects outlive the process; if none does, nothing of it stays in memory. (Where every tier is
+memory, any will do.)
+
+Write-back: a put goes to the top tier (a MemoryStore) and returns; what that evicts, and what it
+still holds at `close`, is written to all tiers below. Until then an acknowledged object is lost if
+the process dies, and one that no tier below takes is lost, too (counted, and told by `close`). A
+node never writes back.
 
 The first writer wins as far as one store can tell: a key that is taken in a tier that answers is
 not put into those above it.
@@ -30,6 +35,7 @@ from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, clip, is
 from kdn.store.memory import MemoryStore
 from kdn.store.outbox import ATTEMPTS, Outbox
 from kdn.store.single_flight import SingleFlight
+from kdn.store.tally import Usage
 
 FAILURES = 3
 REST_S = 2.0
@@ -186,6 +192,11 @@ class TieredStore(Store):
             if entry.key.startswith(prefix):
                 yield entry
 
+    def usage(self, prefix: bytes) -> Usage:
+        """Of the tier that holds the most of it."""
+        each = [tier.store.usage(prefix) for tier in self.tiers]
+        return max(each, key=lambda usage: usage.size_bytes)
+
     async def stats(self) -> Stats:
         """Hits, misses and puts of the whole; sizes of the fullest tier, which in write-through
         holds what the others hold; evictions of the lowest."""
@@ -226,9 +237,15 @@ class TieredStore(Store):
         return kept
 
     async def _put_through(self, tiers: Sequence[Tier], entry: Entry, data: bytes) -> Entry:
-        """Into all of these tiers, the lowest first; it is enough if one keeps it."""
+        """Into all of these tiers, the lowest first; one must keep it that outlives the process, if
+        there is such a tier."""
+        lasting = sum(not tier.store.volatile for tier in tiers) or len(tiers)
+        lowest_first = list(reversed(tiers))
+        lowest_first.sort(key=lambda tier: tier.store.volatile)
         kept, full = None, 0
-        for tier in reversed(tiers):
+        for number, tier in enumerate(lowest_first):
+            if number == lasting and kept is None:
+                break
             answer = await self._put_into(tier, entry, data)
             if isinstance(answer, NoSpaceError):
                 full += 1
@@ -237,8 +254,8 @@ class TieredStore(Store):
                 if answer.etag != entry.etag:
                     break
         if kept is None:
-            names = ", ".join(tier.name for tier in tiers)
-            error = NoSpaceError if full == len(tiers) else StoreError
+            names = ", ".join(tier.name for tier in reversed(lowest_first[:lasting]))
+            error = NoSpaceError if full == lasting else StoreError
             raise error(f"none of the tiers {names} can keep {len(data)} bytes")
         return kept
 

@@ -130,6 +130,73 @@ def test_a_folder_in_use_and_a_folder_that_is_none(tmp_path: Path) -> None:
     run(work())
 
 
+async def put_status(node: Running, number: int, size_bytes: int, token: str | None) -> int:
+    """201 if it was put; the answer's status if not."""
+    body = chunk_stream(key_of(number), size_bytes, seed=number)
+    path = f"/v1/chunks/{key_of(number).hex()}"
+    headers = {"Kdn_Checksum": checksum(body), "Kdn_Saved_Seconds": "1e9"}
+    status, _, _ = await node.ask("PUT", path, body, token, **headers)
+    return status
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 2**20])
+def test_a_quota_holds_across_a_restart(tmp_path: Path, memory_bytes: int) -> None:
+    mine = tenant("ann", "a", quota_bytes=100_000)
+    config = config_for(tmp_path, mine, tenant("bob", "b"), memory_bytes=memory_bytes)
+
+    async def work() -> None:
+        async with whole(config) as node:
+            assert [await put_status(node, n, 30_000, "a") for n in range(4)] == [201] * 3 + [507]
+        async with whole(config) as node:
+            assert await put_status(node, 4, 30_000, "a") == 507
+            assert await put_status(node, 4, 30_000, "b") == 201
+            stats = json.loads((await node.ask("GET", "/v1/stats", token="a"))[2])
+            assert (stats["objects"], stats["size_bytes"] > 90_000) == (3, True)
+            url = f"/v1/chunks/{key_of(1).hex()}"
+            assert (await node.ask("DELETE", url, token="a"))[0] == 204
+            assert await put_status(node, 4, 30_000, "a") == 201
+
+    run(work())
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "cost"])
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_a_flood_of_one_tenant_evicts_nothing_of_another(
+    tmp_path: Path, policy: str, tier: str
+) -> None:
+    """Room for ten chunks: a tenant that keeps within its half loses nothing, whatever another
+    puts, says it saves, and names."""
+    sizes = {"memory_bytes": 0, "disk_bytes": 0} | {f"{tier}_bytes": 256_000}
+    tenants = tenant("ann", "a"), tenant("bob", "b")
+    config = config_for(tmp_path, *tenants, policy=policy, **sizes)
+    flood = range(100, 160)
+
+    async def work() -> None:
+        async with whole(config) as node:
+            keys = [key_of(n).hex() for n in flood]
+            manifest = json.dumps({"models": {"aa": {"chunks": keys}}}).encode()
+            assert (await node.ask("PUT", "/v1/names/n", manifest, "a"))[0] == 201
+            before = [await put_status(node, n, 20_000, "a") for n in flood[:20]]
+            assert before.count(201) >= 9, "what nobody else wants may be used"
+            for number in range(4):
+                await node.put_chunk(number, 20_000, token="b")
+            for number in flood[20:]:
+                await put_status(node, number, 20_000, "a")
+            assert await found(node, *range(4), token="b") == list(range(4))
+
+    run(work())
+
+
+def test_a_full_disk_is_told_and_leaves_nothing_in_memory(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with whole(config_for(tmp_path, memory_bytes=2**20, disk_bytes=50_000)) as node:
+            assert await put_status(node, 1, 60_000, None) == 507
+            assert await found(node, 1) == []
+            assert await put_status(node, 1, 5_000, None) == 201
+
+    run(work())
+
+
 def test_no_space(tmp_path: Path) -> None:
     async def work() -> None:
         async with whole(config_for(tmp_path, memory_bytes=0, disk_bytes=50_000)) as node:

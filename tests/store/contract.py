@@ -8,7 +8,8 @@ A test module takes part by deriving a class and saying how a store is opened:
             ...
 
 `self.folder` is empty and its own for every test. Set `evicts` to False for a store without a
-bound of its own. Sizes count differently in each store, so bounds are tested without exact sums.
+bound of its own, and `counts` for one that holds nothing here. Sizes count differently in each
+store, so bounds are tested without exact sums.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from xxhash import xxh3_64_intdigest
 
 from kdn.errors import ChecksumError, LimitError, NoSpaceError
 from kdn.store.base import MAX_ETAG_BYTES, MAX_KEY_BYTES, Entry, Hints, Span, Store
+from kdn.store.tally import Usage
 
 AMPLE_BYTES = 64 << 20
 LIMIT_S = 60.0
@@ -67,6 +69,7 @@ async def listed(store: Store, prefix: bytes = b"") -> list[bytes]:
 
 class StoreContract(ABC):
     evicts = True
+    counts = True
     folder: Path
 
     @pytest.fixture(autouse=True)
@@ -85,6 +88,24 @@ class StoreContract(ABC):
                 await test(store)
 
         asyncio.run(with_store())
+
+    def test_what_each_owner_holds_is_told_at_once(self) -> None:
+        async def test(store: Store) -> None:
+            if not self.counts:
+                assert store.usage(b"a/") == Usage()
+                return
+            await put(store, b"a/1", content("1", 100))
+            assert store.usage(b"a/") == Usage(1, 100), "counted when first asked"
+            assert store.usage(b"b/") == Usage()
+            await put(store, b"a/2", content("2", 50))
+            await put(store, b"a/2", content("other", 70))
+            await put(store, b"b/1", content("3", 30))
+            assert (store.usage(b"a/"), store.usage(b"b/")) == (Usage(2, 150), Usage(1, 30))
+            await store.delete(b"a/1")
+            await store.delete(b"a/1")
+            assert store.usage(b"a/") == Usage(1, 50)
+
+        self.run(test)
 
     # put and get
 

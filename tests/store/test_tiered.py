@@ -266,7 +266,7 @@ def test_a_slow_tier_costs_its_deadline_and_no_more() -> None:
 
 def test_a_failing_top_does_not_hide_what_is_below() -> None:
     async def test() -> None:
-        top, bottom = Flaky(memory()), memory()
+        top, bottom = Flaky(memory()), Flaky(memory())
         top.fails = True
         store = stack(top, bottom)
         await put(store, b"a", content("a", 10))
@@ -276,6 +276,8 @@ def test_a_failing_top_does_not_hide_what_is_below() -> None:
 
 
 def test_a_put_needs_one_tier_that_keeps_it() -> None:
+    """One that outlives the process, as these two say they do."""
+
     async def test() -> None:
         top, bottom = Flaky(memory(2000)), Flaky(memory())
         store = stack(top, bottom)
@@ -290,6 +292,42 @@ def test_a_put_needs_one_tier_that_keeps_it() -> None:
         top.fails = bottom.fails = True
         with pytest.raises(StoreError):
             await put(store, b"b", content("b", 10))
+
+    run(test())
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_put_that_only_memory_would_keep_is_no_put(full: bool) -> None:
+    async def test() -> None:
+        top, bottom = memory(), Flaky(memory(1000 if full else 1 << 20))
+        bottom.fails = not full
+        store = stack(top, bottom)
+        with pytest.raises(NoSpaceError if full else StoreError, match="tiers tier 1 can keep"):
+            await put(store, b"a", content("a", 10))
+        assert await listed(top) == []
+        assert await store.get(b"a") is None
+        assert (await store.stats()).puts == 0
+
+    run(test())
+
+
+def test_memory_alone_keeps_what_it_can() -> None:
+    async def test() -> None:
+        store = stack(memory(), memory(1000))
+        await put(store, b"a", content("a", 10))
+        assert await read(store, b"a") == content("a", 10)
+
+    run(test())
+
+
+def test_a_lasting_tier_may_lie_above_one_that_fails() -> None:
+    async def test() -> None:
+        middle, bottom = Flaky(memory()), Flaky(memory())
+        top = memory()
+        store = stack(top, middle, bottom)
+        bottom.fails = True
+        await put(store, b"a", content("a", 10))
+        assert await read(top, b"a") == await read(middle, b"a") == content("a", 10)
 
     run(test())
 

@@ -1,6 +1,7 @@
 """Which object leaves next when a store is full: pure policies, no I/O, the clock passed in.
 
-`open_policy` wraps a policy in `Retention`, which adds pins, retention by name and TTL.
+`open_policy` wraps a policy in `Shares`, where a store has several owners, and in `Retention`,
+which adds pins, retention by name and TTL.
 """
 
 from __future__ import annotations
@@ -14,14 +15,22 @@ from kdn.store.evict.cost import CostAware
 from kdn.store.evict.lru import LRU
 from kdn.store.evict.retention import Retention
 from kdn.store.evict.s3fifo import S3Fifo
+from kdn.store.evict.shares import Owners, Shares
 
-__all__ = ["LRU", "POLICIES", "CostAware", "Policy", "Retention", "S3Fifo", "open_policy"]
+__all__ = [
+    "LRU", "POLICIES", "CostAware", "Owners", "Policy", "Retention", "S3Fifo", "Shares",
+    "open_policy",
+]  # fmt: skip
 
 POLICIES: dict[str, type[Policy]] = {"lru": LRU, "s3fifo": S3Fifo, "cost": CostAware}
 
 
-def open_policy(name: str, clock: Callable[[], float] = time.monotonic) -> Retention:
-    """A policy by its name. `clock` (seconds) is what TTLs are measured on."""
+def open_policy(
+    name: str, clock: Callable[[], float] = time.monotonic, owners: Owners | None = None
+) -> Retention:
+    """A policy by its name, with fair shares if there are `owners`. `clock` (seconds) is what TTLs
+    are measured on."""
     if name not in POLICIES:
         raise UnsupportedError(f"expected a policy of {', '.join(POLICIES)}, found {name!r}")
-    return Retention(POLICIES[name](), clock)
+    policy = Shares(POLICIES[name], owners) if owners else POLICIES[name]()
+    return Retention(policy, clock)

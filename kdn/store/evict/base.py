@@ -29,12 +29,13 @@ class Policy(ABC):
         """An object is gone: evicted or deleted."""
 
     @abstractmethod
-    def victim(self) -> bytes | None:
-        """The key that should go next; it stays until `remove`. None if nothing may go."""
+    def victim(self, held: bool = False) -> bytes | None:
+        """The key that should go next; it stays until `remove`. None if nothing may go. With
+        `held`, what is held may go after all else."""
 
     @abstractmethod
     def hold(self, key: bytes) -> None:
-        """Never name this key until `release`."""
+        """Name this key only where it is asked for what is held, until `release`."""
 
     @abstractmethod
     def release(self, key: bytes) -> None:

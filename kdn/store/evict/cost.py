@@ -34,17 +34,25 @@ POOL = 16
 GHOSTS = 8
 """Evicted objects remembered per object that is here: about 200 bytes each."""
 MIN_LEARN_EVERY = 1024
+MAX_SAVED_S_PER_BYTE = 1e-3
+"""Believed at most: hints come from outside. The largest models read about a token a second on the
+slowest machines that run them, and a token of the smallest takes some kilobytes."""
 
 
 @dataclass(slots=True)
 class _Object:
     parent: bytes | None
-    weight: float  # root of the seconds saved per byte
+    weight: float
     uses: int = 0
     last_use: int = 0
     fresh: int = 0  # last use of it or of a child that has left since
     held: bool = False
     demoted: bool = False
+
+
+def _weight(size_bytes: int, saved_s: float) -> float:
+    """Root of the seconds saved per byte, as far as they are plausible."""
+    return math.sqrt(min(max(saved_s, 0.0) / max(size_bytes, 1), MAX_SAVED_S_PER_BYTE))
 
 
 class CostAware(Policy):
@@ -55,6 +63,7 @@ class CostAware(Policy):
         self._children: Counter[bytes] = Counter()  # of each key, how many are here
         self._leaves = Bag()  # what may go
         self._first: dict[bytes, None] = {}  # what may go and is demoted, oldest first
+        self._last: dict[bytes, None] = {}  # leaves that are held, oldest first
         self._pool: list[tuple[int, bytes]] = []  # the last sample's worst, the very worst last
         self._newest: bytes | None = None
         self._named: bytes | None = None  # the last victim: only what was evicted becomes a ghost
@@ -66,7 +75,7 @@ class CostAware(Policy):
         if key in self._objects:
             self.touch(key)
             return
-        item = _Object(hints.parent, math.sqrt(max(hints.saved_s, 0.0) / max(size_bytes, 1)))
+        item = _Object(hints.parent, _weight(size_bytes, hints.saved_s))
         if item.parent is not None and self._is_ancestor(key, item.parent):
             item.parent = None
         ghost = self._ghosts.pop(key, None)
@@ -126,11 +135,13 @@ class CostAware(Policy):
             item.fresh = max(item.fresh, child.fresh)
             self._place(parent)
 
-    def victim(self) -> bytes | None:
+    def victim(self, held: bool = False) -> bytes | None:
         if self._now >= self._learn_at:
             self._reuse.learn(self._now, self._last_use)
             self._learn_at = self._now + max(MIN_LEARN_EVERY, len(self._objects) // 2)
         self._named = next(iter(self._first), None) or self._worst()
+        if self._named is None and held:
+            self._named = next(iter(self._last), None)
         return self._named
 
     def _worst(self) -> bytes | None:
@@ -163,8 +174,14 @@ class CostAware(Policy):
     def _place(self, key: bytes) -> None:
         """Among those that may go, or not, as things are now."""
         item = self._objects.get(key)
-        may_go = item is not None and not item.held and key not in self._children
+        leaf = item is not None and key not in self._children
+        held = item is not None and item.held
         demoted = item is not None and item.demoted
+        may_go = leaf and not held
+        if leaf and held:
+            self._last.setdefault(key)
+        else:
+            self._last.pop(key, None)
         if may_go and not demoted:
             self._leaves.add(key)
         else:

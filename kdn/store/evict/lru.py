@@ -11,32 +11,34 @@ from kdn.store.evict.base import Policy
 class LRU(Policy):
     def __init__(self) -> None:
         self._order: OrderedDict[bytes, None] = OrderedDict()  # coldest first; held keys left out
-        self._held: set[bytes] = set()
+        self._held: OrderedDict[bytes, None] = OrderedDict()  # coldest first
 
     def add(self, key: bytes, size_bytes: int, hints: Hints) -> None:
         if key not in self._held:
             self._order[key] = None
-            self._order.move_to_end(key)
+        self.touch(key)
 
     def touch(self, key: bytes) -> None:
-        if key in self._order:
-            self._order.move_to_end(key)
+        for keys in (self._order, self._held):
+            if key in keys:
+                keys.move_to_end(key)
 
     def remove(self, key: bytes) -> None:
         self._order.pop(key, None)
-        self._held.discard(key)
+        self._held.pop(key, None)
 
-    def victim(self) -> bytes | None:
-        return next(iter(self._order), None)
+    def victim(self, held: bool = False) -> bytes | None:
+        named = next(iter(self._order), None)
+        return next(iter(self._held), None) if named is None and held else named
 
     def hold(self, key: bytes) -> None:
         if key in self._order:
             del self._order[key]
-            self._held.add(key)
+            self._held[key] = None
 
     def release(self, key: bytes) -> None:
         if key in self._held:
-            self._held.remove(key)
+            del self._held[key]
             self._order[key] = None
 
     def demote(self, key: bytes) -> None:

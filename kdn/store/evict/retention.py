@@ -45,7 +45,7 @@ class Retention(Policy):
         self._expired.discard(key)
         self._policy.remove(key)
 
-    def victim(self) -> bytes | None:
+    def victim(self, held: bool = False) -> bytes | None:
         now_s = self._clock()
         while self._ends and self._ends[0][0] <= now_s:
             end_s, key = heappop(self._ends)
@@ -53,7 +53,7 @@ class Retention(Policy):
                 del self._ends_s[key]
                 self._expired.add(key)
                 self._policy.demote(key)
-        return self._policy.victim()
+        return self._policy.victim(held)
 
     def hold(self, key: bytes) -> None:
         """One more reason to keep a key, here or not: see `pin`."""

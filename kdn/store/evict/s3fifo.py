@@ -76,12 +76,13 @@ class S3Fifo(Policy):
             self._ghost.popitem(last=False)
         self._named = None
 
-    def victim(self) -> bytes | None:
+    def victim(self, held: bool = False) -> bytes | None:
         self._named = (
             next(iter(self._demoted), None)
             or self._small_victim()
             or self._main_victim()
             or next(iter(self._small), None)
+            or (next(iter(self._held), None) if held else None)
         )
         return self._named
 
