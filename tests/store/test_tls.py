@@ -16,7 +16,7 @@ from kdn.config import load_config
 from kdn.errors import StoreError, UnsupportedError
 from kdn.node.storage import open_store
 from kdn.places import open_places
-from kdn.store.evict import Retention, open_policy
+from kdn.store.evict import Owners, Retention, open_policy
 from kdn.store.http import HttpStore
 from kdn.store.tls import client_tls, explain
 from tests.node.harness import Running, key_of, run, tenant, with_node
@@ -59,7 +59,7 @@ def test_an_upstream_and_its_token_file(tmp_path: Path, certificate: Pair) -> No
         settings = load_config(environ=environ).node
         policy = open_policy("cost")
         assert isinstance(policy, Retention)
-        upstream = await open_store(settings, policy)
+        upstream = await open_store(settings, policy, Owners(lambda key: b"", {}))
         try:
             assert await upstream.lookup([key_of(1)]) == [None]
         finally:
