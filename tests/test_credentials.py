@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kdn.cli.config import rows
 from kdn.config import ClientSettings, NodeSettings, find_credentials, load_config
 from kdn.credentials import Credentials, secret_from, token_from
 from kdn.errors import KdnError, UnsupportedError
@@ -186,3 +187,8 @@ def test_a_settings_file_with_a_token_is_private(
     load_config(private(tmp_path / "kdn.toml", b'[client]\ntoken = "a"\n', 0o644), environ={})
     [message] = caplog.messages
     assert "chmod 600" in message
+
+
+def test_a_password_in_a_url_is_not_shown(tmp_path: Path) -> None:
+    environ = {"KDN_CLIENT_URL": f"http://me:{HUSH}@host", "KDN_NODE_UPSTREAM": f"http://{HUSH}@h"}
+    assert HUSH not in repr(rows(load_config(environ=environ)))

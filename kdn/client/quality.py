@@ -28,4 +28,4 @@ def enough_kld(quality: Quality) -> float:
                 f"expected a quality of {', '.join(QUALITIES)} or a KLD, found {shown(quality)}"
             )
         return QUALITIES[quality]
-    return checked_number("quality", quality, 0, MAX_KLD)
+    return checked_number("quality as a KLD", quality, 0, MAX_KLD)

@@ -196,6 +196,9 @@ def test_the_command_tells_a_table_json_and_a_plot(tmp_path: Path) -> None:
 
 
 def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["bench", "cache", "--requests", "x", "--policies", "mru"])
+    path = tmp_path / "requests.jsonl"
+    path.write_text("")
+    given = ["bench", "cache", "--requests", str(path), "--policies", "mru"]
+    result = CliRunner().invoke(app, given)
     assert result.exit_code != 0
     assert "mru" in str(result.exception)

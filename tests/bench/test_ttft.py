@@ -20,7 +20,7 @@ from kdn.cache.tensors import KVCache
 from kdn.codec.cachegen import CacheGenCodec
 from kdn.codec.cachegen_profile import CacheGenProfile
 from kdn.codec.format import Bitstream
-from kdn.errors import UnsupportedError
+from kdn.errors import FormatError, UnsupportedError
 from tests.codec.conftest import Tiny
 
 TINY = Tiny.with_layers(4)
@@ -71,8 +71,11 @@ def test_links_are_rates_and_traces(tmp_path: Path) -> None:
     assert links["1 Mbit/s"] == {"egress_bits_per_s": 1_000_000}
     assert links["0.5 Mbit/s"] == {"egress_bits_per_s": 500_000}
     assert links["train"] == {"egress_trace": str(trace)}
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(FormatError, match="trace"):
         _links("1", str(tmp_path / "none.csv"))
+    for wrong in ("0", "nan", "1,,2", "x"):
+        with pytest.raises(UnsupportedError, match="mbits"):
+            _links(wrong, "")
 
 
 def test_the_report_tells_all(tmp_path: Path) -> None:

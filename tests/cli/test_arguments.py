@@ -103,7 +103,8 @@ def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     for address in ("cache.ProcessPoolExecutor", "cache.replay", "node.bench",
                     "delivery.ProcessPoolExecutor", "delivery.run_job"):  # fmt: skip
         monkeypatch.setattr(f"kdn.bench.{address}", closed)
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    for logger in ("", "kdn", "aiohttp", "asyncio"):  # `kdn node` gives them a stream of this test
+        monkeypatch.setattr(logging.getLogger(logger), "handlers", [])
     monkeypatch.setattr(server, "serve", serve)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", closed)
