@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -81,7 +81,7 @@ class Weights:
     def _sample(self) -> list[torch.Tensor]:
         """One tensor for each kind of element and device. Parameters that have moved are looked at
         where they are now: it is their values that count."""
-        live = [found[name] for found, name in self._places if found[name] is not None]
+        live = [one for found, name in self._places if (one := found[name]) is not None]
         pointers = [one.data_ptr() for one in live]
         if pointers != self._pointers:
             self._pointers, self._views = pointers, _spread(live)
@@ -92,7 +92,7 @@ def _linear(module: nn.Module) -> object:
     return module.__dict__.get("cpu_linear")
 
 
-def _spread(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _spread(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Views into live memory, the larger the parameter the more of it."""
     there = [one.data for one in parameters if one.numel() and not one.is_meta]
     distinct = {(one.data_ptr(), one.numel()): one for one in there}
