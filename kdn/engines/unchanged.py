@@ -7,8 +7,8 @@ the tensors kept their values?
 
 torch counts changes of a tensor, but not those through `.data`, as merging an adapter makes them,
 nor those of fused optimizers. So one element of every row is compared too, from a column that moves
-from row to row. SmolLM2 takes 2 ms; a model of 8 billion weights has 1.6 million rows, and would
-take 15 ms on a CPU.
+from row to row. SmolLM2 takes 3 ms; a model of 8 billion weights has 1.6 million rows, and would
+take some 15 ms on a CPU.
 
 Models with adapters inside are refused: too much decides which of them act, and how.
 """
