@@ -115,7 +115,8 @@ def _refuse(request: web.Request, refusal: Refusal) -> web.StreamResponse:
     if request.writer.output_size > 0:
         raise ConnectionResetError(str(refusal))
     response = answer(refusal)
-    if request.body_exists and not request.content.is_eof():
+    unread = request.body_exists and not request.content.is_eof()
+    if unread or refusal.headers.get("Connection") == "close":
         # The rest of the body is not wanted; reading it just to answer would invite more of it.
         response.force_close()
     return response
