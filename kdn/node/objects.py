@@ -157,9 +157,9 @@ async def _put(node: Node, tenant: Tenant, put: Put) -> tuple[Entry, bool]:
                 replacing=put.replacing,
             )
         )  # fmt: skip
-    tenant.quota.add(len(put.data) - (old.size_bytes if old else 0))
-    for etag in {entry.etag, old.etag if old else entry.etag}:
-        node.checksums.forget(put.key, etag)
+    tenant.quota.add(entry.size_bytes - (old.size_bytes if old else 0))
+    for known in filter(None, (old, entry)):
+        node.checksums.forget(put.key, known.etag)
     return _unless_replacing(put, entry), old is None and entry.etag == put.etag
 
 
