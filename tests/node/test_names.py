@@ -180,7 +180,7 @@ def test_a_manifest_names_a_bounded_number_of_chunks(tmp_path: Path) -> None:
         assert (await put(node, "n", keys(MAX_MANIFEST_KEYS)))[0] == 201
         status, said = await put(node, "n", keys(MAX_MANIFEST_KEYS + 1))
         assert (status, said["code"]) == (400, "bad_request")
-        models = {f"{n:02x}": {"chunks": [key_of(n).hex()] * 9000} for n in range(2)}
+        models = {f"{n:02x}": {"chunks": [key_of(n).hex()] * 4097} for n in range(2)}
         assert (await put(node, "n", json.dumps({"models": models}).encode()))[0] == 400
 
     with_node(tmp_path, test)
