@@ -16,7 +16,16 @@ from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.cachegen import CacheGenCodec
-from kdn.codec.format import KIND_KEYS, Bitstream, CodecId, DType, Section, StreamInfo, write
+from kdn.codec.format import (
+    KIND_KEYS,
+    Bitstream,
+    CodecId,
+    DType,
+    Header,
+    Section,
+    StreamInfo,
+    write,
+)
 from kdn.codec.outputs import check_input, output_cache
 
 Pack = Callable[[Chunk, KVCache], bytes]
@@ -87,12 +96,11 @@ def cachegen_at(codec: CacheGenCodec, level: int) -> Packed:
 
 
 def _rejoined(data: bytes, level: int) -> Bitstream:
-    """The sections are where the header says, but for those that were left out."""
-    header = Bitstream.parse(data).header
-    parts, at = {}, header.size_bytes
-    for index, entry in enumerate(header.entries):
-        if entry.level in (0, level):
-            size = entry.end - entry.offset
-            parts[index] = data[at : at + size]
-            at += size
-    return Bitstream.from_parts(data[: header.size_bytes], parts)
+    """The levels are where the header says, but for those that were left out."""
+    header = Header.parse(data)
+    levels, at = {}, header.size_bytes
+    for one in sorted({0, level}):
+        size = header.level_end(one) - header.level_start(one)
+        levels[one] = data[at : at + size]
+        at += size
+    return Bitstream.from_levels(data[: header.size_bytes], levels)

@@ -33,10 +33,9 @@ def prefix(data: bytes, level: int) -> tuple[Bitstream, int]:
 def anchors_and_deltas(data: bytes, level: int) -> tuple[Bitstream, int]:
     """Level 0 and this one alone: CacheGen's delta levels are alternatives."""
     header = Bitstream.parse(data).header
-    wanted = [(i, e) for i, e in enumerate(header.entries) if e.level in (0, level)]
-    parts = {index: data[entry.offset : entry.end] for index, entry in wanted}
-    stream = Bitstream.from_parts(data[: header.size_bytes], parts)
-    return stream, header.size_bytes + sum(map(len, parts.values()))
+    levels = {one: data[header.level_start(one) : header.level_end(one)] for one in (0, level)}
+    stream = Bitstream.from_levels(data[: header.size_bytes], levels)
+    return stream, header.size_bytes + sum(map(len, levels.values()))
 
 
 class Layered(Rival):
