@@ -75,9 +75,11 @@ class Budget:
         self._wake()
 
     def _drop(self, tenant: str, place: _Place) -> None:
-        self._waiting[tenant].remove(place)
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
+        places = self._waiting.get(tenant, deque())
+        if place in places:
+            places.remove(place)
+            if not places:
+                del self._waiting[tenant]
 
     def _wake(self) -> None:
         while self._grant_one():
@@ -87,6 +89,9 @@ class Budget:
         order = sorted(self._waiting, key=self._shares.held)
         for number, tenant in enumerate(order):
             place = self._waiting[tenant][0]
+            if place.granted.cancelled():  # and its request has not been told yet
+                self._drop(tenant, place)
+                return True
             if self._shares.take(tenant, place.size_bytes, common=number == 0):
                 self._drop(tenant, place)
                 place.granted.set_result(None)

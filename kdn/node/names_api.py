@@ -143,7 +143,7 @@ def chunks_of(manifest: bytes) -> set[bytes]:
     models = parse_object(manifest).get("models", {})
     if not isinstance(models, dict):
         raise bad_request("models: expected an object")
-    chunks: set[bytes] = set()
+    chunks: list[bytes] = []
     for fingerprint, model in models.items():
         parse_hex("models: a fingerprint", fingerprint)
         if not isinstance(model, dict) or not isinstance(model.get("chunks", []), list):
@@ -153,8 +153,8 @@ def chunks_of(manifest: bytes) -> set[bytes]:
         keys = model.get("chunks", [])
         if len(chunks) + len(keys) > MAX_MANIFEST_KEYS:
             raise bad_request(f"expected at most {MAX_MANIFEST_KEYS} chunks in a manifest")
-        chunks.update(parse_hex("a chunk key", key) for key in keys)
-    return chunks
+        chunks += (parse_hex("a chunk key", key) for key in keys)
+    return set(chunks)
 
 
 async def _delete_chunks(node: Node, tenant: Tenant, name: str) -> dict[str, list[str]]:

@@ -36,6 +36,8 @@ from kdn.store.evict import open_policy
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
+HANDSHAKE_S = 10.0
+"""For TLS to be agreed on: until then a connection is not even a stranger's."""
 REAP_S = 2.0
 FRAME_BYTES = 2**20
 LIMITED_FRAME_BYTES = 2**16
@@ -148,8 +150,9 @@ async def listen(config: Config, node: Node) -> AsyncIterator[Listening]:
     loop = asyncio.get_running_loop()
     try:
         server = await loop.create_server(
-            connections, config.node.host, config.node.port, ssl=context, backlog=BACKLOG
-        )
+            connections, config.node.host, config.node.port, ssl=context, backlog=BACKLOG,
+            ssl_handshake_timeout=HANDSHAKE_S if context else None,
+        )  # fmt: skip
     except OSError as error:
         await runner.cleanup()
         address = f"{config.node.host}:{config.node.port}"

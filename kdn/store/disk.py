@@ -127,6 +127,8 @@ class DiskStore(Store):
         if not head_bytes:
             return [None if row is None else entry_of(row) for row in rows]
         known = [row for row in rows if row is not None]
+        if not known:
+            return [None] * len(rows)
         readings = iter(await self._tasks.finish(self._read(known, 0, head_bytes)))
         return [_with_head(next(readings)) if row else None for row in rows]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,16 @@ from kdn.protocol.frames import Frame, split
 from kdn.store.base import Span
 from kdn.store.evict import open_policy
 from kdn.store.memory import MemoryStore
-from tests.node.harness import Running, checksum, chunk_stream, key_of, with_node
+from tests.node.harness import (
+    Running,
+    checksum,
+    chunk_stream,
+    connect,
+    key_of,
+    request,
+    tenant,
+    with_node,
+)
 
 MIB = 2**20
 
@@ -232,5 +244,62 @@ def test_a_request_too_large(tmp_path: Path) -> None:
         assert (status, json.loads(answer)["code"]) == (413, "too_large")
         full = {"spans": [{"key": KEY, "start": 10**15, "end": 10**16, "etag": KEY}] * 4096}
         assert (await post(node, "/v1/read", full))[0] == 200
+
+    with_node(tmp_path, test)
+
+
+def test_keys_times_head_bytes_is_bounded(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        for num_keys, head_bytes, status in (
+            (256, 65536, 200), (257, 65536, 400), (4096, 4096, 200), (4096, 4097, 400),
+            (4096, None, 200),
+        ):  # fmt: skip
+            asked = {"keys": [KEY] * num_keys, "head_bytes": head_bytes}
+            assert (await post(node, "/v1/lookup", asked))[0] == status
+
+    with_node(tmp_path, test)
+
+
+def test_lookups_that_nobody_reads_take_bounded_memory(tmp_path: Path) -> None:
+    """Of 40 MiB for answers 30 are what one tenant can have: one lookup of 16 MiB at a time. The
+    other tenant is answered at once."""
+
+    async def test(node: Running) -> None:
+        for token in "ab":
+            await node.put_chunk(1, 65536, token=token)
+        asked = json.dumps({"keys": [key_of(1).hex()] * 255, "head_bytes": 65536}).encode()
+        told = (f"Content-Length: {len(asked)}", "Authorization: Bearer a")
+        tracemalloc.start()
+        try:
+            peers = [await connect(node) for _ in range(12)]
+            for _, writer in peers:
+                writer.transport.pause_reading()
+                writer.write(request("/v1/lookup", *told, method="POST") + asked)
+            while node.node.num_requests < 12:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            begin_s = time.monotonic()
+            few = {"keys": [key_of(1).hex()] * 64, "head_bytes": 65536}
+            assert (await post(node, "/v1/lookup", few, token="b"))[0] == 200
+            assert time.monotonic() - begin_s < 1
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak_bytes < 64 * MIB
+        for _, writer in peers:
+            writer.transport.abort()
+
+    tenants = (tenant("ann", "a"), tenant("bob", "b"))
+    with_node(tmp_path, test, *tenants, max_answers_bytes=40 * MIB, body_window_s=5.0)
+
+
+def test_json_of_nothing_but_lists_is_refused(tmp_path: Path) -> None:
+    """It would take 25 times its size, and a second."""
+
+    async def test(node: Running) -> None:
+        body = b'{"keys":[' + b"[]," * 600_000 + b"[]]}"
+        begin_s = time.monotonic()
+        assert (await post(node, "/v1/lookup", body))[0] == 400
+        assert time.monotonic() - begin_s < 0.5
 
     with_node(tmp_path, test)

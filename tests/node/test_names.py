@@ -8,16 +8,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
+from random import Random
+from threading import Event
 from typing import Any
 
 import pytest
 
 from kdn.errors import StoreError
-from kdn.node.names import MAX_VERSIONS, ConditionError, NameStore
+from kdn.node.names import MAX_VERSIONS, ConditionError, NameStore, Totals
+from kdn.protocol.limits import MAX_MANIFEST_KEYS
 from kdn.store.evict import open_policy
 from kdn.store.memory import MemoryStore
-from tests.node.harness import Running, key_of, run, with_node
+from tests.node.harness import Running, key_of, run, tenant, with_node
 
 
 def manifest(*numbers: int, **more: Any) -> bytes:
@@ -164,6 +169,113 @@ def test_deletion_with_chunks(tmp_path: Path) -> None:
         assert (await node.ask("DELETE", "/v1/names/b?chunks=maybe"))[0] in (400, 404)
 
     with_node(tmp_path, test)
+
+
+def keys(number: int, first: int = 0) -> bytes:
+    return manifest(*range(first, first + number))
+
+
+def test_a_manifest_names_a_bounded_number_of_chunks(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        assert (await put(node, "n", keys(MAX_MANIFEST_KEYS)))[0] == 201
+        status, said = await put(node, "n", keys(MAX_MANIFEST_KEYS + 1))
+        assert (status, said["code"]) == (400, "bad_request")
+        models = {f"{n:02x}": {"chunks": [key_of(n).hex()] * 4097} for n in range(2)}
+        assert (await put(node, "n", json.dumps({"models": models}).encode()))[0] == 400
+
+    with_node(tmp_path, test)
+
+
+def test_a_tenants_names_are_bounded(tmp_path: Path) -> None:
+    """In their number, their bytes and their chunks; old versions give way to new ones."""
+
+    async def test(node: Running) -> None:
+        async def put_as(token: str, name: str, body: bytes) -> int:
+            status, _, said = await node.ask("PUT", f"/v1/names/{name}", body, token)
+            assert status != 507 or json.loads(said)["code"] == "quota_exceeded"
+            return status
+
+        assert [await put_as("t", name, keys(40)) for name in "abcd"] == [201, 201, 201, 507]
+        assert await put_as("o", "d", keys(40)) == 201
+        assert await put_as("t", "a", keys(19, first=40)) == 200  # chunks: 59, 40, 40
+        assert await put_as("t", "a", keys(40, first=20)) == 200  # its first version gave way
+        history = json.loads((await node.ask("GET", "/v1/names/a/history", token="t"))[2])
+        assert [about["version"] for about in history["versions"]] == [3, 2]
+        assert await put_as("t", "a", keys(61)) == 507  # no version of it could
+        assert (await node.ask("GET", "/v1/names/a", token="t"))[2] == keys(40, first=20)
+        assert (await node.ask("DELETE", "/v1/names/b", token="t"))[0] == 200
+        assert await put_as("t", "a", keys(61)) == 200
+        assert await put_as("t", "d", b'{"x": "' + b"x" * 20_000 + b'"}') == 507
+        assert await put_as("t", "d", b"{}") == 201
+        totals = await node.node.names.totals("t")
+        assert (totals.names, totals.chunks) == (3, 101)
+
+    settings = {"max_names": 3, "max_named_chunks": 139, "max_names_bytes": 20_000}
+    with_node(tmp_path, test, tenant("t", "t", **settings), tenant("o", "o"))
+
+
+def test_totals_are_those_of_what_is_there(tmp_path: Path) -> None:
+    async def work() -> None:
+        rng = Random(7)
+        names = NameStore(tmp_path / "names.sqlite")
+        for _ in range(150):
+            name = rng.choice("abc")
+            chunks = [bytes([rng.randrange(40)]) for _ in range(rng.randrange(10))]
+            if rng.random() < 0.1:
+                await names.delete("t", name, yes)
+            else:
+                await names.put("t", name, b"x" * rng.randrange(100), chunks, yes)
+        all_names = [about.name for about in await names.page("t", "", "", 10)]
+        histories = [await names.history("t", name) for name in all_names]
+        used = [sum(map(len, await names.chunks_of("t", name))) for name in all_names]
+        size_bytes = sum(about.size_bytes for history in histories for about in history)
+        assert await names.totals("t") == Totals(len(all_names), size_bytes, sum(used))
+        await names.close()
+
+    run(work())
+
+
+class HangingStore(MemoryStore):
+    """Deletes nothing and never says so."""
+
+    async def delete(self, key: bytes) -> bool:
+        await asyncio.sleep(1000)
+        return True
+
+
+def test_a_tenants_changes_wait_for_its_own_only(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        for token in "ab":
+            assert (await node.ask("PUT", "/v1/names/n", manifest(1), token))[0] == 201
+        await node.put_chunk(1, token="a")
+        slow = asyncio.create_task(node.ask("DELETE", "/v1/names/n?chunks=true", token="a"))
+        while node.node.num_requests < 1:
+            await asyncio.sleep(0.01)
+        begin_s = time.monotonic()
+        assert (await node.ask("PUT", "/v1/names/n", manifest(1), "b"))[0] == 200
+        assert (await node.ask("DELETE", "/v1/names/n", token="b"))[0] == 200
+        assert time.monotonic() - begin_s < 1
+        assert (await slow)[0] == 503
+
+    tenants = (tenant("ann", "a"), tenant("bob", "b"))
+    store = partial(HangingStore, 2**24, open_policy("lru"))
+    with_node(tmp_path, test, *tenants, store=store, store_timeout_s=2.0)
+
+
+def test_reading_names_has_a_deadline(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        await put(node, "n", manifest(1))
+        let_go = Event()
+        node.node.names._thread.submit(let_go.wait, 20)
+        try:
+            for path in ("/v1/names/n", "/v1/names", "/v1/names/n/history", "/v1/stats"):
+                status, _, said = await node.ask("GET", path)
+                assert (status, json.loads(said)["code"]) == (503, "store_error")
+        finally:
+            let_go.set()
+        assert (await node.ask("GET", "/v1/names/n"))[0] == 200
+
+    with_node(tmp_path, test, store_timeout_s=0.3)
 
 
 class StubbornStore(MemoryStore):

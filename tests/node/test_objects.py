@@ -12,10 +12,11 @@ import pytest
 
 from kdn.codec.header import Header
 from kdn.errors import NoSpaceError, StoreError
+from kdn.protocol.frames import split
 from kdn.store.base import Entry, Span
 from kdn.store.evict import open_policy
 from kdn.store.memory import MemoryStore
-from tests.node.harness import Running, checksum, chunk_stream, key_of, with_node
+from tests.node.harness import Running, checksum, chunk_stream, key_of, tenant, with_node
 
 KEY = key_of(1).hex()
 URL = f"/v1/chunks/{KEY}"
@@ -134,6 +135,87 @@ def test_a_put_is_idempotent_and_the_first_writer_wins(tmp_path: Path) -> None:
         assert (await node.ask("GET", URL))[2] == stream
 
     with_node(tmp_path, test)
+
+
+async def replace(
+    node: Running, body: bytes, etag: str, token: str | None = None
+) -> tuple[int, str, dict[str, Any]]:
+    """(status, the ETag told, the JSON told)."""
+    sent = {"Kdn_Checksum": checksum(body), "If_Match": etag}
+    status, headers, said = await node.ask("PUT", URL, body, token, **sent)
+    return status, headers.get("ETag", ""), json.loads(said)
+
+
+def test_an_object_gives_way_to_one_that_names_it(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        old = await node.put_chunk(1)
+        good, other = (chunk_stream(key_of(1), seed=seed) for seed in (8, 9))
+        etags = [f'"{Header.parse(stream).stream_id.hex()}"' for stream in (old, good, other)]
+        status, told, said = await replace(node, good, etags[2])
+        assert (status, told, said["code"]) == (412, etags[0], "precondition_failed")
+        assert (await node.ask("GET", URL))[2] == old
+        assert (await replace(node, good, etags[0]))[:2] == (200, etags[1])
+        assert (await node.ask("GET", URL))[2] == good
+        assert (await replace(node, good, etags[0]))[:2] == (200, etags[1])  # asked twice
+        assert (await replace(node, other, etags[0]))[:2] == (412, etags[1])
+        assert (await node.ask("DELETE", URL))[0] == 204
+        assert (await replace(node, other, etags[0]))[:2] == (201, etags[2])
+        for bad in ("*", etags[0][1:-1], f"W/{etags[0]}", f"{etags[0]}, {etags[1]}", '"xy"'):
+            assert (await replace(node, good, bad))[0] == 400
+        broken = good[:-1] + bytes([good[-1] ^ 1])
+        assert (await replace(node, broken, etags[2]))[0] == 422
+        assert (await node.ask("GET", URL))[2] == other
+
+    with_node(tmp_path, test)
+
+
+def test_a_replacement_counts_by_how_much_more_it_takes(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        old = await node.put_chunk(1, 6000, token="t")
+        etag = f'"{Header.parse(old).stream_id.hex()}"'
+        large, small = (chunk_stream(key_of(1), size, seed=8) for size in (12_000, 7000))
+        assert (await replace(node, large, etag, "t"))[0] == 507
+        assert (await replace(node, small, etag, "t"))[0] == 200
+        stats = json.loads((await node.ask("GET", "/v1/stats", token="t"))[2])
+        assert (stats["objects"], stats["size_bytes"]) == (1, len(small))
+        await node.put_chunk(2, 2000, token="t")  # and what is left can be used
+        body = chunk_stream(key_of(3), 2000)
+        url = f"/v1/chunks/{key_of(3).hex()}"
+        assert (await node.ask("PUT", url, body, "t", Kdn_Checksum=checksum(body)))[0] == 507
+
+    with_node(tmp_path, test, tenant("t", "t", quota_bytes=10_000))
+
+
+class PausingStore(MemoryStore):
+    """Waits in the middle of a large object until it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__(2**28, open_policy("lru"))
+        self.reached, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def get(self, key: bytes, start: int = 0, *rest: Any, **more: Any) -> Span | None:
+        if start:
+            self.reached.set()
+            await self.go_on.wait()
+        return await super().get(key, start, *rest, **more)
+
+
+def test_a_reader_of_a_replaced_object_gets_no_mix(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        old = await node.put_chunk(1, 3 * 2**20)
+        body = json.dumps({"spans": [{"key": KEY}]}).encode()
+        reading = asyncio.create_task(node.ask("POST", "/v1/read", body))
+        await node.node.store.reached.wait()
+        new = chunk_stream(key_of(1), 3 * 2**20, seed=8)
+        etag = f'"{Header.parse(old).stream_id.hex()}"'
+        assert (await replace(node, new, etag))[0] == 200
+        node.node.store.go_on.set()
+        found = list(split((await reading)[2]))
+        assert [frame.status for frame, _ in found] == [200, 410, 410, 410]
+        assert {frame.etag for frame, _ in found} == {Header.parse(old).stream_id}
+        assert bytes(found[0][1]) == old[: 2**20]
+
+    with_node(tmp_path, test, store=PausingStore)
 
 
 def test_of_many_writers_at_once_one_created_it(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextlib import closing as closing_now
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -231,3 +232,61 @@ def test_opens_a_hundred_thousand_objects_quickly(tmp_path: Path) -> None:
         assert took_s < 3.0
 
     asyncio.run(work())
+
+
+class GatedFiles(Files):
+    """Lets nothing be synced until it is told to."""
+
+    def __init__(self) -> None:
+        self.gate = Event()
+        self.gate.set()
+
+    def sync(self, fd: int) -> None:
+        assert self.gate.wait(20)
+        super().sync(fd)
+
+
+def test_a_replacement_and_an_eviction_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """There is room for one object. One that is being written is to be replaced and, by a put of
+    another, to be evicted: the one holds the key and waits for room, the other has the room and
+    waits for the key."""
+    size = footprint_bytes(row_of(Entry(b"a", bytes(16), 3000), 0))
+
+    async def work() -> None:
+        files = GatedFiles()
+        async with closing(await opened(tmp_path, size, files=files)) as store:
+            files.gate.clear()
+            old, new = content("old", 3000), content("new", 3000)
+            puts = [asyncio.create_task(put(store, b"a", old))]
+            await asyncio.sleep(0.05)
+            puts.append(asyncio.create_task(put(store, b"a", new, replacing=etag_of(old))))
+            await asyncio.sleep(0.05)
+            puts.append(asyncio.create_task(put(store, b"b", content("b", 3000))))
+            await asyncio.sleep(0.05)
+            files.gate.set()
+            async with asyncio.timeout(10):
+                await asyncio.gather(*puts)
+            assert len(await listed(store)) == 1
+            assert await read(store, b"a") in (None, new)
+
+    asyncio.run(work())
+    check_agreement(tmp_path)
+
+
+def test_a_replaced_object_does_not_come_back(tmp_path: Path) -> None:
+    old, new = content("old", 3000), content("new", 2000)
+
+    async def write() -> None:
+        async with closing(await opened(tmp_path)) as store:
+            await put(store, b"a", old)
+            await put(store, b"a", new, replacing=etag_of(old))
+
+    async def check() -> None:
+        async with closing(await opened(tmp_path)) as store:
+            assert await read(store, b"a") == new
+
+    asyncio.run(write())
+    assert len(objects(tmp_path)) == len(list((tmp_path / "objects").iterdir())) == 1
+    (tmp_path / "index.sqlite").unlink()
+    asyncio.run(check())
+    check_agreement(tmp_path)
