@@ -2,8 +2,8 @@
 
 The same plain-socket client reads the same random bytes from all three over loopback; the servers
 take turns, repeat after repeat, and the median counts. A second part holds a node to an egress
-limit and sets its fair scheduler beside first-in-first-out and a random choice by queue length. In a
-third, one tenant attacks a node and another tells what it notices.
+limit and sets its fair scheduler beside first-in-first-out and a random choice by queue length. In
+a third, one tenant attacks a node and another tells what it notices.
 
 Not measured: TLS, disks (everything is in memory after the first read), a real network.
 """

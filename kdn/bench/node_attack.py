@@ -212,14 +212,14 @@ class Client:
             self._ask(request, (200, 201), seen)
             seen.puts_s.append(time.perf_counter() - began_s)
 
-    def _ask(self, request: bytes, expected: tuple[int, ...], seen: Reads) -> bytes | None:
+    def _ask(self, request: bytes, expected: tuple[int, ...], seen: Reads) -> memoryview | None:
         try:
             if self._connection is None:
                 self._connection = socket.create_connection(self._address, DEADLINE_S)
             status, body = ask(self._connection, request)
         except (OSError, WireError):
             self.close()
-            status, body = 0, b""
+            status, body = 0, memoryview(b"")
         if status in expected:
             return body
         seen.failures += 1
