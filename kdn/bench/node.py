@@ -1,8 +1,9 @@
-"""`kdn bench node`: a node's batch read beside nginx and Redis, its bounds, and its fairness.
+"""`kdn bench node`: a node's batch read beside nginx and Redis, its bounds, fairness and defences.
 
 The same plain-socket client reads the same random bytes from all three over loopback; the servers
 take turns, repeat after repeat, and the median counts. A second part holds a node to an egress
-limit and sets its fair scheduler beside first-in-first-out and a random choice by queue length.
+limit and sets its fair scheduler beside first-in-first-out and a random choice by queue length. In
+a third, one tenant attacks a node and another tells what it notices.
 
 Not measured: TLS, disks (everything is in memory after the first read), a real network.
 """
@@ -20,6 +21,7 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from kdn.bench import options
+from kdn.bench.node_attack import TENANTS, Attacked, Neighbourhood, measure_attack
 from kdn.bench.node_fairness import Fairness, Load, measure_fairness
 from kdn.bench.node_load import (
     Crowd,
@@ -63,6 +65,7 @@ class Plan:
     slow_s: float = 2.0
     load: Load = field(default_factory=Load)
     orders: tuple[str, ...] = ORDERS
+    neighbourhood: Neighbourhood = field(default_factory=Neighbourhood)
 
 
 def run(
@@ -100,7 +103,9 @@ def bench(plan: Plan, seed: int, console: Console) -> dict[str, Any]:
         for order in plan.orders:
             console.print(f"one light client beside {plan.load.heavy} heavy ones: {order}")
             fairness[order] = fairness_of(order, Path(folder), sets, plan.load, seed)
-    return document(speeds, many, slow, fairness, plan) | {
+        console.print("one tenant beside another that attacks the node")
+        attacked = attack_of(Path(folder), plan.neighbourhood, seed)
+    return document(speeds, many, slow, fairness, attacked, plan) | {
         "notes": notes, "hardware": facts, "commit": facts["commit"], "seed": seed,
     }  # fmt: skip
 
@@ -157,11 +162,17 @@ def fairness_of(
         return measure_fairness(server, small, large, load, seed)
 
 
+def attack_of(folder: Path, neighbourhood: Neighbourhood, seed: int) -> Attacked:
+    with start_kdn(folder / "attack", neighbourhood.settings, TENANTS) as server:
+        return measure_attack(server, neighbourhood, seed)
+
+
 def document(
     speeds: Speeds,
     many: Crowd,
     slow: SlowReaders,
     fairness: Mapping[str, Fairness],
+    attacked: Attacked,
     plan: Plan,
 ) -> dict[str, Any]:
     """The figures, and whether they pass."""
@@ -182,8 +193,14 @@ def document(
             "load": asdict(plan.load) | {"frame_s": plan.load.frame_s},
             **{order: asdict(one) | {"spread": one.spread} for order, one in fairness.items()},
         },
+        "attack": {
+            "load": asdict(plan.neighbourhood)
+            | {"rss_bar_bytes": plan.neighbourhood.rss_bar_bytes},
+            **asdict(attacked),
+            "ratio": attacked.ratio,
+        },
     }
-    passes = {"many clients": many.errors == 0}
+    passes = {"many clients": many.errors == 0, **attacked.passes(plan.neighbourhood)}
     if "redis" in medians:
         ratios = {size: medians["kdn"][size] / redis for size, redis in medians["redis"].items()}
         told["of_redis"] = {"all": told["bytes_per_s"]["kdn"] / told["bytes_per_s"]["redis"]}

@@ -10,19 +10,24 @@ from __future__ import annotations
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from random import Random
 
 from kdn.bench.node_attacker import Attack, attacking
 from kdn.bench.node_fairness import quantile
 from kdn.bench.node_servers import Server, make_chunk
 from kdn.bench.node_wire import DEADLINE_S, Kdn, WireError, ask
+from kdn.config import NodeSettings
+from kdn.node.server import FRAME_BYTES
 from kdn.protocol import frames
 
 TENANTS = ("neighbour", "attacker")
 SETTLE_S = 1.0
 MIB = 1 << 20
+ITSELF_BYTES = 256 * MIB
+"""Python and its libraries (90 MiB at start), indexes, objects on their way to the disk."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,10 @@ class Neighbourhood:
 
     memory_bytes: int = 128 * MIB
     disk_bytes: int = 512 * MIB
+    clients: int = 4
     contexts: int = 32
     """That are read again and again."""
-    chunks: int = 8
+    chunks: int = 16
     chunk_bytes: int = 64 << 10
     new_part: float = 0.2
     """Of all reads: of contexts that nobody has read before."""
@@ -44,12 +50,20 @@ class Neighbourhood:
     attack: Attack = field(default_factory=Attack)
     ratio_bar: float = 2.0
     hits_bar: float = 0.05
-    rss_bar_bytes: int = 1024 * MIB
 
     @property
     def settings(self) -> dict[str, object]:
-        """Of the node."""
+        """Of the node; all others are its defaults."""
         return {"memory_bytes": self.memory_bytes, "disk_bytes": self.disk_bytes}
+
+    @property
+    def rss_bar_bytes(self) -> int:
+        """What the node may hold by its settings, and some for itself. Bodies that are announced
+        and not sent take nothing."""
+        node = NodeSettings()
+        sends_bytes = node.max_sends * FRAME_BYTES
+        requests_bytes = node.max_questions_bytes + node.max_answers_bytes + sends_bytes
+        return ITSELF_BYTES + self.memory_bytes + requests_bytes
 
 
 @dataclass(frozen=True)
@@ -76,29 +90,41 @@ class Attacked:
     def ratio(self) -> float:
         return self.attacked_p99_s / self.alone_p99_s
 
+    def passes(self, plan: Neighbourhood) -> dict[str, bool]:
+        return {
+            "latency under attack": self.ratio <= plan.ratio_bar and not self.failures,
+            "hits under attack": self.attacked_hits >= self.alone_hits - plan.hits_bar,
+            "memory under attack": self.rss_peak_bytes <= plan.rss_bar_bytes,
+        }
+
 
 def measure_attack(server: Server, plan: Neighbourhood, seed: int) -> Attacked:
     """`server`: with TENANTS. Alone and attacked take turns, so that a disturbance of the machine
     does not hit only one of them."""
-    mine = replace(server, dialect=Kdn(TENANTS[0]))
-    neighbour = Neighbour(mine, plan, Random(seed))
+    rng = Random(seed)
+    known = [[rng.randbytes(16) for _ in range(plan.chunks)] for _ in range(plan.contexts)]
+    clients = [
+        Client(server.address, plan, known, Random(rng.random())) for _ in range(plan.clients)
+    ]
     alone, attacked, done = Reads(), Reads(), Counter[str]()
-    samples, seconds = -(-plan.samples // plan.rounds), plan.seconds / plan.rounds
-    neighbour.read_all()
+    for client in clients:
+        client.read_all()
     before = server.rss_bytes()
     for _ in range(plan.rounds):
-        neighbour.work(samples, seconds, alone)
+        alone.add(work_all(clients, plan))
         with attacking(server.address, TENANTS[1], plan.attack) as counts:
             time.sleep(SETTLE_S)
-            neighbour.work(samples, seconds, attacked)
+            attacked.add(work_all(clients, plan))
         done.update(counts)
+    for client in clients:
+        client.close()
     return Attacked(
         alone_p50_s=quantile(alone.latencies_s, 0.5),
         alone_p99_s=quantile(alone.latencies_s, 0.99),
         attacked_p50_s=quantile(attacked.latencies_s, 0.5),
         attacked_p99_s=quantile(attacked.latencies_s, 0.99),
-        alone_put_p99_s=quantile(alone.puts_s, 0.99),
-        attacked_put_p99_s=quantile(attacked.puts_s, 0.99),
+        alone_put_p99_s=quantile(alone.puts_s or [0.0], 0.99),
+        attacked_put_p99_s=quantile(attacked.puts_s or [0.0], 0.99),
         alone_hits=alone.hits / alone.asked,
         attacked_hits=attacked.hits / attacked.asked,
         samples=len(attacked.latencies_s),
@@ -119,16 +145,31 @@ class Reads:
     hits: int = 0
     failures: int = 0
 
+    def add(self, other: Reads) -> None:
+        for name in ("latencies_s", "puts_s", "asked", "hits", "failures"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
-class Neighbour:
-    """One client of a tenant, on one connection."""
 
-    def __init__(self, server: Server, plan: Neighbourhood, rng: Random) -> None:
-        assert isinstance(server.dialect, Kdn)
-        self._server, self._dialect = server, server.dialect
-        self._plan, self._rng = plan, rng
+def work_all(clients: Sequence[Client], plan: Neighbourhood) -> Reads:
+    """A round of all clients at once."""
+    samples = -(-plan.samples // (plan.rounds * len(clients)))
+    with ThreadPoolExecutor(len(clients)) as pool:
+        parts = pool.map(lambda client: client.work(samples, plan.seconds / plan.rounds), clients)
+        together = Reads()
+        for part in parts:
+            together.add(part)
+    return together
+
+
+class Client:
+    """One client of the neighbour, on one connection."""
+
+    def __init__(
+        self, address: tuple[str, int], plan: Neighbourhood, known: list[list[bytes]], rng: Random
+    ) -> None:
+        self._address, self._plan, self._known, self._rng = address, plan, known, rng
+        self._dialect = Kdn(TENANTS[0])
         self._data = rng.randbytes(plan.chunk_bytes)
-        self._known = [self._new_context() for _ in range(plan.contexts)]
         self._connection: socket.socket | None = None
 
     def _new_context(self) -> list[bytes]:
@@ -140,15 +181,14 @@ class Neighbour:
             for context in self._known:
                 self._read(context, Reads())
 
-    def work(self, samples: int, seconds: float, seen: Reads) -> None:
+    def work(self, samples: int, seconds: float) -> Reads:
         """Until there are so many reads or the time is over. Pauses are random."""
-        give_up_s, before = time.perf_counter() + seconds, len(seen.latencies_s)
-        while (
-            len(seen.latencies_s) - before < samples and time.perf_counter() < give_up_s
-        ) or not seen.puts_s:
+        give_up_s, seen = time.perf_counter() + seconds, Reads()
+        while len(seen.latencies_s) < samples and time.perf_counter() < give_up_s:
             time.sleep(self._rng.expovariate(1 / self._plan.pause_s))
             new = self._rng.random() < self._plan.new_part
             self._read(self._new_context() if new else self._rng.choice(self._known), seen)
+        return seen
 
     def _read(self, context: list[bytes], seen: Reads) -> None:
         """Read a context, then publish what was missing. What fails is counted, and counts as a
@@ -172,14 +212,14 @@ class Neighbour:
             self._ask(request, (200, 201), seen)
             seen.puts_s.append(time.perf_counter() - began_s)
 
-    def _ask(self, request: bytes, expected: tuple[int, ...], seen: Reads) -> bytes | None:
+    def _ask(self, request: bytes, expected: tuple[int, ...], seen: Reads) -> memoryview | None:
         try:
             if self._connection is None:
-                self._connection = socket.create_connection(self._server.address, DEADLINE_S)
+                self._connection = socket.create_connection(self._address, DEADLINE_S)
             status, body = ask(self._connection, request)
         except (OSError, WireError):
             self.close()
-            status, body = 0, b""
+            status, body = 0, memoryview(b"")
         if status in expected:
             return body
         seen.failures += 1

@@ -1,6 +1,7 @@
 """A tenant that does all it can to hurt the others: the attack of `kdn bench node`.
 
-It runs in a process of its own, so that it slows the node down and not the client that is measured.
+It runs in a process of its own, and behind the others where processors are few: in life it has its
+own machine, and what counts is what it does to the node.
 All at once, each on connections of its own: bodies that are announced and never sent; lookups as
 large as the node allows; puts without end, each said to save 1e9 seconds, under names that hold
 them. What is refused is tried again.
@@ -9,6 +10,7 @@ them. What is refused is tried again.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections import Counter
@@ -23,7 +25,9 @@ from typing import Any
 from kdn.bench.node_servers import make_chunk
 from kdn.bench.node_wire import DEADLINE_S, Kdn, WireError, ask
 
-SILENT_BYTES = 2 << 30
+SILENT_BYTES = (2 << 30, 16 << 20, 1 << 20)
+"""Announced by the first silent connection, by others, and by those that announce a lookup: the
+flood needs some of the memory, too."""
 SILENT_S = 1.0
 """How often it looks whether it was cut."""
 MAX_KEYS = 4096
@@ -33,6 +37,7 @@ NAMED = 256
 START_S = 20.0
 PAUSE_S = 0.05
 """After a refusal."""
+NICE = 10
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ def attacking(address: tuple[str, int], token: str, attack: Attack) -> Iterator[
 def _run(
     address: tuple[str, int], token: str, attack: Attack, begun: Any, stop: Any, told: Any
 ) -> None:
+    os.nice(NICE)
     attacker = Attacker(address, token, attack)
     attacker.start()
     begun.set()
@@ -115,16 +121,19 @@ class Attacker:
     def _be_silent(self, number: int) -> None:
         """Announce a body, send nothing of it, and wait to be cut."""
         key = Random(number).randbytes(16).hex()
-        headers = ("Kdn-Checksum: 0123456789abcdef", "Expect: 100-continue")
-        path = f"/v1/profiles/{key}"
+        first, others, questions = SILENT_BYTES
+        target = ("PUT", f"/v1/profiles/{key}", "Kdn-Checksum: 0123456789abcdef")
+        announced = others if number else first
+        if number % 2:
+            target, announced = ("POST", "/v1/lookup", "Kdn-Client: silent"), questions
         with self._connect() as connection:
-            connection.sendall(self._dialect.request("PUT", path, *headers, length=SILENT_BYTES))
+            connection.sendall(self._dialect.request(*target, length=announced))
             self._count("silent bodies")
             connection.settimeout(SILENT_S)
             while not self._stop.is_set():
                 with suppress(TimeoutError):
-                    if not connection.recv(65536).startswith(b"HTTP/1.1 100"):
-                        return
+                    connection.recv(65536)  # cut, or refused
+                    return
 
     def _look_up(self, number: int) -> None:
         """Of what it stored, as many keys and bytes as the node takes."""

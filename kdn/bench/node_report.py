@@ -23,6 +23,8 @@ def print_report(console: Console, results: dict[str, Any]) -> None:
     console.print(_clients_line(results))
     console.print(_slow_line(results))
     console.print(_fairness_table(results))
+    console.print(_attack_table(results["attack"]))
+    console.print(_attack_line(results["attack"]))
     for name, passed in results["passes"].items():
         console.print(f"{name}: {'passes' if passed else 'FAILS'}", style=None if passed else "red")
     for note in results["notes"]:
@@ -114,6 +116,31 @@ def _fairness_table(results: dict[str, Any]) -> Table:
     return table
 
 
+def _attack_table(attack: dict[str, Any]) -> Table:
+    load = attack["load"]
+    title = (
+        f"A tenant beside one that attacks: {load['clients']} clients read contexts of "
+        f"{load['chunks']} chunks of {load['chunk_bytes'] >> 10} KiB"
+    )
+    table = _table(title, ["", "p50 ms", "p99 ms", "puts' p99 ms", "hits, %"])
+    for name in ("alone", "attacked"):
+        times = (attack[f"{name}_{what}_s"] * 1e3 for what in ("p50", "p99", "put_p99"))
+        table.add_row(name, *(f"{ms:.2f}" for ms in times), f"{attack[f'{name}_hits']:.1%}")
+    bars = [f"{attack['ratio']:.2f} times, at most {load['ratio_bar']:g}", ""]
+    table.add_row("", "", *bars, f"at most {load['hits_bar']:.0%} fewer", style="bold")
+    return table
+
+
+def _attack_line(attack: dict[str, Any]) -> str:
+    done = ", ".join(f"{count} {what}" for what, count in sorted(attack["attack"].items()))
+    before, peak = attack["rss_before_bytes"] / 2**20, attack["rss_peak_bytes"] / 2**20
+    return (
+        f"{attack['failures']} of the tenant's requests failed; the node's memory grows from "
+        f"{before:.0f} to {peak:.0f} MiB (at most {attack['load']['rss_bar_bytes'] / 2**20:.0f}); "
+        f"the attacker: {done}"
+    )
+
+
 def _percent(shares: list[float]) -> str:
     return " ".join(f"{100 * share:.0f}" for share in shares)
 
@@ -124,9 +151,10 @@ def plot(path: Path, results: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (speed, light) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (speed, light, beside) = pyplot.subplots(1, 3, figsize=(14, 4), layout="constrained")
     _plot_speed(speed, results["bytes_per_s_by_size"])
     _plot_light(light, results["fairness"])
+    _plot_attack(beside, results["attack"])
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
@@ -162,5 +190,18 @@ def _plot_light(panel: Any, fairness: dict[str, Any]) -> None:
     panel.set_ylim(1, 4 * max(fairness[order]["loaded_p99_s"] for order in orders) * 1e3)
     panel.set_ylabel("p99 latency, ms")
     panel.set_title("A light client beside heavy ones", fontsize=10, loc="left")
+    panel.legend(frameon=False, fontsize=8)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _plot_attack(panel: Any, attack: dict[str, Any]) -> None:
+    for number, name in enumerate(("alone", "attacked")):
+        panel.bar(number, attack[f"{name}_p99_s"] * 1e3, 0.6, color="#2e6f95")
+    limit_ms = attack["load"]["ratio_bar"] * attack["alone_p99_s"] * 1e3
+    panel.plot([0.7, 1.3], [limit_ms] * 2, color="#d1495b", linewidth=2, label="bar: twice alone")
+    hits = (f"{name}\n{attack[f'{name}_hits']:.0%} hits" for name in ("alone", "attacked"))
+    panel.set_xticks((0, 1), list(hits))
+    panel.set_ylabel("p99 latency, ms")
+    panel.set_title("A tenant beside one that attacks", fontsize=10, loc="left")
     panel.legend(frameon=False, fontsize=8)
     panel.spines[["top", "right"]].set_visible(False)

@@ -322,16 +322,22 @@ def read_batch(connection: Connection, buffer: memoryview) -> float:
     return connection.latencies_s[-1]
 
 
-def ask(connection: socket.socket, request: bytes) -> tuple[int, bytes]:
+def ask(connection: socket.socket, request: bytes) -> tuple[int, memoryview]:
     """One request on an open connection: the status and the body, whatever they are."""
     connection.sendall(request)
-    data = bytearray()
-    while (found := http_answer(bytes(data[:MAX_HEAD_BYTES]))) is None:
-        data += _receive(connection, MAX_HEAD_BYTES)
+    head = b""
+    while (found := http_answer(head)) is None:
+        head += _receive(connection, MAX_HEAD_BYTES)
     status, head_bytes, body_bytes = found
-    while len(data) < head_bytes + body_bytes:
-        data += _receive(connection, BUFFER_BYTES)
-    return status, bytes(data[head_bytes:])
+    body = memoryview(bytearray(body_bytes))
+    have = len(head) - head_bytes
+    body[:have] = head[head_bytes:]
+    while have < body_bytes:
+        count = connection.recv_into(body[have:])
+        if not count:
+            raise WireError("the connection was closed")
+        have += count
+    return status, body
 
 
 def _receive(connection: socket.socket, most_bytes: int) -> bytes:

@@ -106,6 +106,7 @@ async def put_object(request: web.Request) -> web.StreamResponse:
             await _check_quota(node, tenant, size_bytes, old)
     async with node.bodies.upload(request, tenant.name, limit) as data:
         node.stats.received_bytes.labels(tenant.name).inc(len(data))
+        await node.turns.wait(tenant.name)
         try:
             if len(data) > IN_THREAD_BYTES:
                 etag = await asyncio.to_thread(_verify, collection, key, data, told)

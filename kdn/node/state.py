@@ -23,6 +23,7 @@ from kdn.node.shares import Shares
 from kdn.node.stats import NodeStats
 from kdn.node.storage import Retainer
 from kdn.node.tenants import Tenant, Tenants
+from kdn.node.turns import Turns
 from kdn.protocol.frames import MAX_KEY_BYTES
 from kdn.store.base import Store
 
@@ -48,6 +49,7 @@ class Node:
     never the other way round, so nobody waits in a circle."""
     frame_bytes: int
     stats: NodeStats = field(default_factory=NodeStats)
+    turns: Turns = field(default_factory=Turns)
     retainer: Retainer = field(default_factory=Retainer)
     checksums: Checksums = field(default_factory=Checksums)
     puts: WeakValueDictionary[bytes, asyncio.Lock] = field(default_factory=WeakValueDictionary)

@@ -127,6 +127,8 @@ class DiskStore(Store):
         if not head_bytes:
             return [None if row is None else entry_of(row) for row in rows]
         known = [row for row in rows if row is not None]
+        if not known:
+            return [None] * len(rows)
         readings = iter(await self._tasks.finish(self._read(known, 0, head_bytes)))
         return [_with_head(next(readings)) if row else None for row in rows]
 
@@ -259,7 +261,7 @@ class DiskStore(Store):
     ) -> Sequence[Reading | None]:
         """Verified bytes of each; None where there are none any more."""
         entries = [entry_of(row) for row in rows]
-        readings = await self._tasks.in_thread(_read_all, self._folder, entries, start, end)
+        readings = await self._tasks.in_reader(_read_all, self._folder, entries, start, end)
         found: list[Reading | None] = []
         for row, reading in zip(rows, readings, strict=True):
             if isinstance(reading, Reading):
@@ -272,7 +274,7 @@ class DiskStore(Store):
         return found
 
     async def _keys(self, prefix: bytes) -> Sequence[bytes]:
-        return await self._tasks.in_thread(_sorted, tuple(self._rows), prefix)
+        return await self._tasks.in_reader(_sorted, tuple(self._rows), prefix)
 
     async def _lose(self, row: Row, damage: FormatError | None) -> None:
         """An object's file is damaged or, without our doing, gone."""

@@ -14,6 +14,8 @@ import pytest
 from rich.console import Console
 
 from kdn.bench import node, node_servers
+from kdn.bench.node_attack import Attacked, Neighbourhood
+from kdn.bench.node_attacker import Attack
 from kdn.bench.node_fairness import Fairness, Load, quantile, shares_of, spread
 from kdn.bench.node_load import Crowd, SlowReaders, Speed
 from kdn.bench.node_report import plot, print_report
@@ -190,18 +192,35 @@ def fairness(loaded_p99_s: float, shares: list[float]) -> Fairness:
     return Fairness(0.001, 0.002, 0.01, loaded_p99_s, 0.05, 100, 1.0, shares, shares)
 
 
+def attacked(
+    p99_s: float = 0.02, hits: float = 0.75, failures: int = 0, rss_bytes: int = 2**29
+) -> Attacked:
+    return Attacked(
+        0.005, 0.01, 0.006, p99_s, 0.01, 0.02, 0.8, hits, 100, failures, 2**27, rss_bytes, {}
+    )
+
+
 @pytest.mark.parametrize(
-    ("kdn", "errors", "loaded_p99_s", "shares", "failing"),
+    ("kdn", "errors", "loaded_p99_s", "shares", "attack", "failing"),
     [
-        (7.01, 0, 0.05, [0.5, 0.5], set()),
-        (6.9, 0, 0.04, [0.5, 0.5], {"speed"}),
-        (9.0, 1, 0.04, [0.5, 0.5], {"many clients"}),
-        (9.0, 0, 0.06, [0.5, 0.5], {"light client"}),
-        (9.0, 0, 0.04, [0.53, 0.47], {"heavy clients"}),
+        (7.01, 0, 0.05, [0.5, 0.5], attacked(), set()),
+        (6.9, 0, 0.04, [0.5, 0.5], attacked(), {"speed"}),
+        (9.0, 1, 0.04, [0.5, 0.5], attacked(), {"many clients"}),
+        (9.0, 0, 0.06, [0.5, 0.5], attacked(), {"light client"}),
+        (9.0, 0, 0.04, [0.53, 0.47], attacked(), {"heavy clients"}),
+        (9.0, 0, 0.04, [0.5, 0.5], attacked(p99_s=0.0201), {"latency under attack"}),
+        (9.0, 0, 0.04, [0.5, 0.5], attacked(failures=1), {"latency under attack"}),
+        (9.0, 0, 0.04, [0.5, 0.5], attacked(hits=0.74), {"hits under attack"}),
+        (9.0, 0, 0.04, [0.5, 0.5], attacked(rss_bytes=2**31), {"memory under attack"}),
     ],
 )
 def test_each_bar_can_fail(
-    kdn: float, errors: int, loaded_p99_s: float, shares: list[float], failing: set[str]
+    kdn: float,
+    errors: int,
+    loaded_p99_s: float,
+    shares: list[float],
+    attack: Attacked,
+    failing: set[str],
 ) -> None:
     speeds = {
         "kdn": {65536: [Speed(kdn, 1.0)] * 3},
@@ -209,7 +228,7 @@ def test_each_bar_can_fail(
     }
     told = node.document(
         speeds, Crowd(200, errors, "", 1.0), SlowReaders(200, 10, 5, 25, Speed(1.0, 1.0)),
-        {"fair": fairness(loaded_p99_s, shares)}, node.Plan(),
+        {"fair": fairness(loaded_p99_s, shares)}, attack, node.Plan(),
     )  # fmt: skip
     assert {name for name, passed in told["passes"].items() if not passed} == failing
     assert told["bytes_per_s"] == pytest.approx({"kdn": kdn, "redis": 10.0})
@@ -225,9 +244,14 @@ def test_the_whole_command_small(
         bits_per_s=10**8, depth=4, heavy=2, uneven_depths=(1, 4), samples=20, rounds=1,
         loaded_s=2.0, uneven_s=0.5, pause_s=0.002,
     )  # fmt: skip
+    neighbourhood = Neighbourhood(
+        memory_bytes=8 * 2**20, disk_bytes=16 * 2**20, clients=2, contexts=8, chunks=4,
+        chunk_bytes=16384, samples=40, rounds=1, seconds=5.0, pause_s=0.002,
+        attack=Attack(silent=4, lookups=1, floods=1),
+    )  # fmt: skip
     plan = node.Plan(
         sizes_bytes=(65536, 262144), set_bytes=2**20, repeats=1, window_s=0.1, clients=20,
-        slow_bytes=2**22, slow_s=0.2, load=load, orders=("fair",),
+        slow_bytes=2**22, slow_s=0.2, load=load, orders=("fair",), neighbourhood=neighbourhood,
     )  # fmt: skip
     results = node.bench(plan, 0, Console(stderr=True))
     found = {"kdn", *(name for name in PACKAGES if name not in absent())}
@@ -239,8 +263,15 @@ def test_the_whole_command_small(
     assert spread(fair["shares"]) < 0.5
     # Of a client with a quarter of the requests, first in first out would make a fifth.
     assert fair["uneven_shares"][0] == pytest.approx(0.5, abs=0.15)
+    attack: dict[str, Any] = results["attack"]
+    assert attack["failures"] == 0
+    assert attack["attacked_hits"] > 0.5
+    assert results["passes"]["memory under attack"]
+    assert {"silent bodies", "lookups", "names", "puts"} <= set(attack["attack"])
     json.dumps(results)
     plot(tmp_path / "node.png", results)
     assert (tmp_path / "node.png").stat().st_size > 1000
     print_report(Console(width=160), results)
-    assert "Batch reads over loopback" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "Batch reads over loopback" in told
+    assert "A tenant beside one that attacks" in told
