@@ -39,9 +39,8 @@ def entry_of(manifest: Manifest, name: str, model: bytes, seal_key: bytes) -> En
         raise FormatError(f"the manifest of {name!r}: expected an object for each model")
     told = {key: value for key, value in entry.items() if key != "seal"}
     seal = entry.get("seal")
-    if not isinstance(seal, str) or not compare_digest(
-        seal.encode(), _seal(name, model, told, seal_key).encode()
-    ):
+    expected = _seal(name, model, told, seal_key)
+    if not (isinstance(seal, str) and seal.isascii() and compare_digest(seal, expected)):
         raise AuthenticityError(
             f"no holder of this secret has written the manifest of {name!r}: it was learned with "
             "another secret, or changed by somebody else. Learn it again"

@@ -250,7 +250,7 @@ def _dump(manifest: Manifest) -> bytes:
 def _parse(data: bytes) -> Manifest:
     try:
         manifest = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"expected a manifest in JSON: {error}") from error
     if not isinstance(manifest, dict):
         raise FormatError("expected a manifest: a JSON object")

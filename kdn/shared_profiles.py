@@ -1,7 +1,7 @@
 """The codec for a model: with a profile of this machine, or one that somebody shared.
 
 Profiles are kept under the digest of their bytes. Which one a model's caches are coded with is told
-by a name, `profile-FINGERPRINT`, whose manifest points to it; what arrives is verified, checked
+by a name, `profile-FINGERPRINT-TAG`, whose manifest points to it; what arrives is verified, checked
 for the model, and only then kept on this machine, for this user alone.
 """
 
@@ -61,9 +61,10 @@ async def share_profile(codec: Codec, places: Places, seal_key: bytes) -> bool:
     [found] = await store.lookup([profile_id])
     if found is None:
         await store.put(profile_id, data, etag=profile_id, checksum=xxh3_64_intdigest(data))
-    name, entry = _name(spec), {"profile": profile_id.hex()}
-    told = with_entry({}, name, spec.fingerprint, entry, seal_key)
-    await places.names.change(name, lambda _: told)
+    if await _shared_id(spec, places, seal_key) != profile_id:
+        name, entry = _name(spec, seal_key), {"profile": profile_id.hex()}
+        told = with_entry({}, name, spec.fingerprint, entry, seal_key)
+        await places.names.change(name, lambda _: told)
     return found is None
 
 
@@ -96,7 +97,7 @@ async def _fetch(spec: ModelSpec, places: Places, seal_key: bytes) -> Profile:
 
 
 async def _shared_id(spec: ModelSpec, places: Places, seal_key: bytes) -> bytes | None:
-    name = _name(spec)
+    name = _name(spec, seal_key)
     try:
         named = await places.names.get(name)
     except StoreError:
@@ -135,5 +136,7 @@ def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=ID_BYTES).digest()
 
 
-def _name(spec: ModelSpec) -> str:
-    return f"profile-{spec.fingerprint.hex()}"
+def _name(spec: ModelSpec, seal_key: bytes) -> str:
+    """One for each secret: who has another cannot read what stands under it anyway."""
+    tag = blake2b(digest_size=8, key=seal_key, person=b"kdn-profile").hexdigest()
+    return f"profile-{spec.fingerprint.hex()}-{tag}"

@@ -38,7 +38,7 @@ def test_a_changed_entry_is_refused(change: dict[str, Any]) -> None:
         entry_of(manifest, "handbook", MODEL, KEY)
 
 
-@pytest.mark.parametrize("seal", [None, 5, "", "00" * 16, "\u00fc" * 32])
+@pytest.mark.parametrize("seal", [None, 5, "", "00" * 16, "\u00fc" * 32, "\ud800"])
 def test_a_wrong_seal_is_refused(seal: object) -> None:
     manifest = sealed()
     manifest["models"][MODEL.hex()]["seal"] = seal

@@ -29,7 +29,7 @@ from kdn.errors import (
 )
 from kdn.manifests import with_entry
 from kdn.places import Places, open_places
-from kdn.shared_profiles import codec_for, share_profile
+from kdn.shared_profiles import _name, codec_for, share_profile
 from tests.client.letters import Letters
 from tests.client.test_asynchronous import TEXT
 from tests.codec.klt_profile import LEVELS, parts
@@ -87,7 +87,7 @@ async def share(places: Places, spec: ModelSpec, data: bytes) -> bytes:
     await places.profiles[0].put(
         profile_id, data, etag=profile_id, checksum=xxh3_64_intdigest(data)
     )
-    name, entry = f"profile-{spec.fingerprint.hex()}", {"profile": profile_id.hex()}
+    name, entry = _name(spec, PUBLIC_SEAL_KEY), {"profile": profile_id.hex()}
     told = with_entry({}, name, spec.fingerprint, entry, PUBLIC_SEAL_KEY)
     await places.names.change(name, lambda _: told)
     return profile_id
@@ -217,7 +217,7 @@ def test_what_is_no_profile_is_refused(
             with pytest.raises(UnsupportedError, match="kdn calibrate"):
                 await klt_for(spec, places)
             assert (await codec_for("exact", spec, places, PUBLIC_SEAL_KEY)).name == "exact"
-            name = f"profile-{spec.fingerprint.hex()}"
+            name = _name(spec, PUBLIC_SEAL_KEY)
             entry = {"profile": profile.profile_id.hex()}
             told = with_entry({}, name, spec.fingerprint, entry, PUBLIC_SEAL_KEY)
             await places.names.put(name, told, None)
@@ -248,8 +248,14 @@ def test_only_a_holder_of_the_secret_names_a_profile(
     async def test(node: Running) -> None:
         async with open_places(node.url) as places:
             await share(places, spec, profile_of(spec).to_bytes())
+            own = seal_key(b"a tenant's own")
+            with pytest.raises(UnsupportedError, match="kdn calibrate"):
+                await codec_for("klt", spec, places, own)
+            public = await places.names.get(_name(spec, PUBLIC_SEAL_KEY))
+            assert public is not None
+            await places.names.put(_name(spec, own), public.manifest, None)
             with pytest.raises(AuthenticityError, match="secret"):
-                await codec_for("klt", spec, places, seal_key(b"a tenant's own"))
+                await codec_for("klt", spec, places, own)
         assert not local_profile(spec).exists()
 
     with_node(tmp_path / "node", test)

@@ -33,6 +33,7 @@ from kdn.bench.node_wire import (
     call,
     redis_command,
 )
+from kdn.cache.keys import PUBLIC_SEAL_KEY
 from kdn.codec import format as container
 from kdn.errors import KdnError
 from kdn.node.tenants import token_hash
@@ -104,9 +105,10 @@ def make_chunk(key: bytes, data: bytes) -> bytes:
         model=bytes(16), profile=container.NO_PROFILE, start=0, num_tokens=256, num_layers=1,
         num_kv_heads=1, head_dim=1, num_levels=1, valid_from=(0,),
     )  # fmt: skip
-    empty = container.write(info, [container.Section(0, container.KIND_KEYS, 0, b"")])
+    section = container.Section(0, container.KIND_KEYS, 0, b"")
+    empty = container.write(info, [section], PUBLIC_SEAL_KEY)
     section = container.Section(0, container.KIND_KEYS, 0, data[: len(data) - len(empty)])
-    return container.write(info, [section])
+    return container.write(info, [section], PUBLIC_SEAL_KEY)
 
 
 def absent() -> dict[str, str]:

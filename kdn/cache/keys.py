@@ -3,7 +3,7 @@
 A context is cut into chunks of `CHUNK_TOKENS`; each is named by a keyed BLAKE2b over its parent's
 key and its token ids, so a key stands for the whole prefix. Keys are equal in every process and
 run, and nobody without the tenant's secret can compute or probe them. From the same secret comes
-the key that streams are sealed with: whoever has it knows which streams another holder wrote.
+the key that streams are sealed with: a holder can tell which streams another holder wrote.
 """
 
 from __future__ import annotations

@@ -67,13 +67,13 @@ async def _reasons(
     client: AsyncClient, tokens: Tokens, chunks: Sequence[Chunk], suspects: Suspects
 ) -> list[str]:
     """One for each chunk, as if it were missing."""
-    here = await client.loader.found(chunks)
+    here = await client.loader.stored(chunks)
     reasons = [ORPHAN if found else UNKNOWN for found in here]
     for number, chunk in enumerate(chunks):
         if not here[number] and chunk.key in suspects.named:
             reasons[number] = EVICTED.format(suspects.named[chunk.key])
     for why, namespace in suspects.namespaces.items():
-        there = await client.loader.found(cut(tokens, namespace))
+        there = await client.loader.stored(cut(tokens, namespace))
         for number, found in enumerate(there):
             if found and reasons[number] == UNKNOWN:
                 reasons[number] = why

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Tokens, cut, tails
 from kdn.client.engine import Engine
 from kdn.client.options import Options
 from kdn.client.quality import Quality, enough_kld
 from kdn.delivery.client import deliver
+from kdn.delivery.endpoints import Endpoint
 from kdn.delivery.estimate import Estimator
+from kdn.delivery.lookup import Question, ask
 from kdn.delivery.plan import Speeds
 from kdn.delivery.request import FAR_S, Request, Result
 from kdn.engines.compute import ChunkReader
@@ -34,22 +38,36 @@ class Loader:
         """Whole chunks, then the longest tail, that some place has."""
         namespace = await self.engine.names()
         whole = [c for c in cut(tokens, namespace) if c.num_tokens == CHUNK_TOKENS]
-        found = await self.found(whole)
+        found = await self.usable(whole)
         known = whole[: found.index(False) if False in found else len(whole)]
         ends = list(tails(tokens, namespace, known[-1] if known else None))
-        found = await self.found(ends)
+        found = await self.usable(ends)
         return known + [tail for tail, is_known in zip(ends, found, strict=True) if is_known][:1]
 
-    async def found(self, chunks: Sequence[Chunk]) -> list[bool]:
+    async def usable(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """Which of them some place has as a stream that can be used."""
+        question = Question(chunks, self.engine.codec, time.monotonic, Random())
+        return await self._anywhere(chunks, lambda endpoint: ask(question, endpoint))
+
+    async def stored(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """Which of them some place has, of whatever model or profile."""
+
+        async def look(endpoint: Endpoint) -> Sequence[object]:
+            return await (await endpoint.store()).lookup([chunk.key for chunk in chunks])
+
+        return await self._anywhere(chunks, look)
+
+    async def _anywhere(
+        self, chunks: Sequence[Chunk], look: Callable[[Endpoint], Awaitable[Sequence[object]]]
+    ) -> list[bool]:
         """By all places together; one that fails knows nothing."""
         found = [False] * len(chunks)
-        keys = [chunk.key for chunk in chunks]
-        for endpoint in self.places.endpoints if keys else ():
+        for endpoint in self.places.endpoints if chunks else ():
             try:
-                entries = await (await endpoint.store()).lookup(keys)
+                answer = await look(endpoint)
             except (KdnError, OSError):
                 continue
-            found = [a or b is not None for a, b in zip(found, entries, strict=True)]
+            found = [a or b is not None for a, b in zip(found, answer, strict=True)]
         return found
 
     async def deliver(

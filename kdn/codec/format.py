@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from kdn.cache.keys import PUBLIC_SEAL_KEY, Chunk
+from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.codec.header import (
     KIND_KEYS,
@@ -59,9 +59,7 @@ class Section:
     data: Buffer
 
 
-def write(
-    info: StreamInfo, sections: Iterable[Section], seal_key: bytes = PUBLIC_SEAL_KEY
-) -> bytes:
+def write(info: StreamInfo, sections: Iterable[Section], seal_key: bytes) -> bytes:
     """The whole stream, sealed. Sections may come in any order and are put into the format's."""
     ordered = sorted(sections, key=lambda s: (s.level, s.group, s.kind))
     parts = [(s.level, s.kind, s.group, _bytes_of(s.data)) for s in ordered]
@@ -91,10 +89,10 @@ class Bitstream:
         view = _bytes_of(data)
         if len(view) > header.stream_bytes:
             raise FormatError(f"expected {header.stream_bytes} bytes, found {len(view)}")
-        ends = [header.level_end(level) for level in range(header.info.num_levels)]
-        starts = [header.size_bytes, *ends]
         levels = {
-            level: view[starts[level] : end] for level, end in enumerate(ends) if end <= len(view)
+            level: view[header.level_start(level) : end]
+            for level, end in enumerate(header.level_ends)
+            if end <= len(view)
         }
         return cls(header, levels, verified)
 

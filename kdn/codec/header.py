@@ -16,7 +16,7 @@ from hashlib import blake2b
 from hmac import compare_digest
 from itertools import pairwise
 
-from kdn.cache.keys import FORMAT_VERSION, KEY_BYTES, Chunk
+from kdn.cache.keys import FORMAT_VERSION, KEY_BYTES, SEAL_KEY_BYTES, Chunk
 from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
 from kdn.errors import (
     AuthenticityError,
@@ -170,11 +170,13 @@ class StreamInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """A verified header: all a planner or a node needs of a stream."""
+    """An intact header, all a planner or a node needs of a stream. `check_seal` says whether
+    somebody who may has written it."""
 
     info: StreamInfo
     stream_id: bytes
     entries: tuple[Entry, ...]
+    level_ends: tuple[int, ...]
     level_digests: tuple[bytes, ...]
     size_bytes: int
     sealed: bytes = field(repr=False)
@@ -188,12 +190,12 @@ class Header:
 
     def level_start(self, level: int) -> int:
         """Byte offset where this level begins."""
-        return next(entry.offset for entry in self.entries if entry.level == level)
+        return self.level_ends[level - 1] if level else self.size_bytes
 
     def level_end(self, level: int) -> int:
         """Byte offset where this level ends: so many bytes hold it and all levels before it."""
         assert level >= 0
-        return max(entry.end for entry in self.entries if entry.level <= level)
+        return self.level_ends[level]
 
     def check_level(self, level: int, data: Buffer) -> None:
         """ChecksumError unless these are the bytes of this level."""
@@ -204,12 +206,12 @@ class Header:
     def check_seal(self, seal_key: bytes) -> None:
         """AuthenticityError unless a holder of this key wrote the header, and with it every byte
         that its digests name."""
-        if not compare_digest(self.seal, _seal(self.sealed, seal_key)):
-            raise AuthenticityError("no holder of this namespace's secret has sealed the stream")
+        _check_seal(self.sealed, self.seal, seal_key)
 
     @classmethod
-    def parse(cls, data: Buffer) -> Header:
-        """Read the header at the beginning of `data` and verify it against its stream id."""
+    def parse(cls, data: Buffer, seal_key: bytes | None = None) -> Header:
+        """Read the header at the beginning of `data` and verify it against its stream id. With a
+        key its seal is checked, too, before anything else of it is read."""
         size = header_size(data)
         view = memoryview(data).cast("B")[:size]
         if len(view) < size:
@@ -217,6 +219,9 @@ class Header:
         found, expected = bytes(view[-STREAM_ID_BYTES:]), _stream_id(view[:-STREAM_ID_BYTES])
         if found != expected:
             raise ChecksumError(f"stream id: expected {expected.hex()}, found {found.hex()}")
+        if seal_key is not None:
+            sealed = len(view) - SEAL_BYTES - STREAM_ID_BYTES
+            _check_seal(view[:sealed], view[sealed:-STREAM_ID_BYTES], seal_key)
         return _parse_header(view)
 
 
@@ -284,6 +289,7 @@ def _parse_header(view: memoryview) -> Header:
         info=info,
         stream_id=bytes(view[-STREAM_ID_BYTES:]),
         entries=entries,
+        level_ends=tuple({entry.level: entry.end for entry in entries}.values()),
         level_digests=tuple(
             bytes(view[at : at + LEVEL_DIGEST_BYTES])
             for at in range(digests_at, seal_at, LEVEL_DIGEST_BYTES)
@@ -387,8 +393,14 @@ def level_digest(*parts: Buffer) -> bytes:
     return digest.digest()
 
 
+def _check_seal(sealed: Buffer, found: Buffer, seal_key: bytes) -> None:
+    if not compare_digest(found, _seal(sealed, seal_key)):
+        raise AuthenticityError("no holder of this namespace's secret has sealed the stream")
+
+
 def _seal(header_bytes: Buffer, seal_key: bytes) -> bytes:
     """Covers the header up to here, and through its digests every section."""
+    assert len(seal_key) == SEAL_KEY_BYTES  # without a key anybody could
     return blake2b(header_bytes, digest_size=SEAL_BYTES, key=seal_key, person=b"kdn-seal").digest()
 
 

@@ -2,8 +2,8 @@
 
 An assembly belongs to one stream id for ever: bytes of another stream need another assembly. Bytes
 that are there are never written again, so a decoder may read them in its own thread while others
-arrive. A level is verified once, when all of it is here, against the digest in the sealed header;
-one that does not verify is forgotten and missing again.
+arrive. A level is verified once, when all of it is here, against the digest in the sealed header.
+If it does not verify, all that was not verified is forgotten and missing again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Assembly:
                 f"expected at most {MAX_STREAM_BYTES} bytes of stream, found {header.stream_bytes}"
             )
         self.header = header
-        self.level_ends = tuple(map(header.level_end, range(header.info.num_levels)))
+        self.level_ends = header.level_ends
         self._level_starts = (header.size_bytes, *self.level_ends)
         self.levels = 0
         """How many of the first levels are here and verified."""
@@ -148,4 +148,5 @@ class Assembly:
             self.levels = level + 1
         else:
             self.damages += 1
-            self._have.remove(self._level_starts[level], self.level_ends[level])
+            # And all behind it: nobody knows whether those who brought this brought that.
+            self._have.remove(self._level_starts[level], len(self._bytes))

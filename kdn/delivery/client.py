@@ -19,7 +19,7 @@ from kdn.delivery.decode import Decoder
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.delivery.flight import Limits, ThroughputEstimator
 from kdn.delivery.front import Front
-from kdn.delivery.lookup import HEAD_BYTES, Incoming, Question, look_up, read_local
+from kdn.delivery.lookup import HEAD_BYTES, Incoming, Question, look_up, read_local, reject_spoilt
 from kdn.delivery.outcome import result_of
 from kdn.delivery.plan import Fetch, Offer, Plan, Policy, Progress, Reading, Situation
 from kdn.delivery.request import FAR_S, OnProgress, Request, Result, Snapshot
@@ -153,7 +153,7 @@ class Delivery:
         finally:
             await self._close()
         self._raise_crashes()
-        self._reject_spoilt()
+        reject_spoilt(self.known, self.endpoints, self.question.clock())
         self._report(force=True)
         return result_of(self)
 
@@ -329,13 +329,6 @@ class Delivery:
                 rate=self.transfer.link().rate,
             )
         )
-
-    def _reject_spoilt(self) -> None:
-        """Streams that do not decode are misses from now on, and to be replaced."""
-        for one in self.known:
-            for endpoint in self.endpoints:
-                if one.spoilt and endpoint not in one.lacking:
-                    endpoint.reject(one.chunk.key, one.assembly.stream_id)
 
     async def _close(self) -> None:
         await self.front.close()

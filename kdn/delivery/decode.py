@@ -18,7 +18,7 @@ from kdn.delivery.assemble import Assembly
 from kdn.delivery.lookup import Incoming
 from kdn.delivery.plan import Fetch
 from kdn.delivery.speeds import Gauge
-from kdn.errors import KdnError
+from kdn.errors import FormatError, KdnError
 
 HASTE = 1.25
 MARGIN_S = 0.005
@@ -105,8 +105,11 @@ class Decoder:
     def _note(self, job: _Job, valid_from: tuple[int, ...] | KdnError, took_s: float) -> None:
         one = job.one
         if isinstance(valid_from, KdnError):
-            # Intact, and yet no stream of this codec. What was there before still is.
-            one.lost = one.spoilt = True
+            # What was decoded before still is. Nothing is said of a stream that was begun since.
+            if job.assembly is one.assembly:
+                one.lost = one.undecodable = True
+                # Intact, and yet no stream of this codec; or right, but not for this reader.
+                one.spoilt = isinstance(valid_from, FormatError)
             self.troubles.append(f"chunk {one.number}: {valid_from}")
             return
         one.decoded, one.decoded_id, one.valid_from = job.levels, job.assembly.stream_id, valid_from
@@ -130,7 +133,7 @@ class Decoder:
 
 def is_waiting(one: Incoming) -> bool:
     """Whether there is more of it than is decoded."""
-    return not one.spoilt and not one.computed and one.assembly.levels > one.decoded
+    return not one.undecodable and not one.computed and one.assembly.levels > one.decoded
 
 
 def _is_empty(one: Incoming) -> bool:

@@ -5,7 +5,8 @@ that was given as a resolver is resolved again after each failure: a node that m
 new address. Endpoints outlive deliveries, so that connections and experience are reused.
 
 An endpoint also remembers the streams that were forged or do not decode. They count as misses, and
-whoever computes such a chunk anew may put the right stream in the place of the wrong one.
+whoever computes such a chunk anew may put the right stream in the place of the wrong one. They are
+tried again after a while, longer each time: perhaps only the way here was bad.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from random import Random
 from types import TracebackType
+from typing import NamedTuple
 
 from kdn.errors import KdnError
 from kdn.store.base import Store
@@ -23,9 +25,17 @@ from kdn.store.base import Store
 FIRST_REST_S = 0.02
 LONGEST_REST_S = 1.0
 MAX_REJECTED = 4096
+FIRST_REJECTION_S = 60.0
+LONGEST_REJECTION_S = 3600.0
 
 Resolve = Callable[[], Awaitable[str]]
 Connect = Callable[[str], Store]
+
+
+class _Rejection(NamedTuple):
+    etag: bytes
+    rest_s: float
+    until_s: float
 
 
 class Endpoint:
@@ -42,7 +52,7 @@ class Endpoint:
         self._failures = 0
         self._failed_s = -1.0
         self._rests_until_s = 0.0
-        self._rejected: OrderedDict[bytes, bytes] = OrderedDict()  # key: etag
+        self._rejected: OrderedDict[bytes, _Rejection] = OrderedDict()  # by key
 
     @classmethod
     def moving(cls, resolve: Resolve, connect: Connect, *, name: str = "") -> Endpoint:
@@ -86,9 +96,12 @@ class Endpoint:
     def worked(self) -> None:
         self._failures = 0
 
-    def reject(self, key: bytes, etag: bytes) -> None:
+    def reject(self, key: bytes, etag: bytes, now_s: float) -> None:
         """The stream that it has under this key is not one that a reader can use."""
-        self._rejected[key] = etag
+        before, rest_s = self._rejected.get(key), FIRST_REJECTION_S
+        if before is not None and before.etag == etag:
+            rest_s = min(2 * before.rest_s, LONGEST_REJECTION_S)
+        self._rejected[key] = _Rejection(etag, rest_s, now_s + rest_s)
         self._rejected.move_to_end(key)
         if len(self._rejected) > MAX_REJECTED:
             self._rejected.popitem(last=False)
@@ -98,8 +111,14 @@ class Endpoint:
         self._rejected.pop(key, None)
 
     def rejected(self, key: bytes) -> bytes | None:
-        """The etag of the stream under this key that was rejected last."""
-        return self._rejected.get(key)
+        """The etag of the stream under this key that was rejected last: it may be replaced."""
+        found = self._rejected.get(key)
+        return None if found is None else found.etag
+
+    def is_rejected(self, key: bytes, etag: bytes, now_s: float) -> bool:
+        """Whether this stream is not worth another try yet."""
+        found = self._rejected.get(key)
+        return found is not None and found.etag == etag and now_s < found.until_s
 
     async def _disconnect(self) -> None:
         store, self._store = self._store, None

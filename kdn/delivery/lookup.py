@@ -17,10 +17,10 @@ from random import Random
 from kdn.cache.keys import Chunk
 from kdn.codec.base import Codec
 from kdn.codec.format import Bitstream
-from kdn.codec.header import CodecId, header_size
+from kdn.codec.header import STREAM_ID_BYTES, CodecId, Header, header_size
 from kdn.delivery.assemble import Assembly
 from kdn.delivery.endpoints import Endpoint, Endpoints
-from kdn.errors import FormatError, KdnError, MismatchError, TruncatedError
+from kdn.errors import ChecksumError, FormatError, KdnError, MismatchError, TruncatedError
 from kdn.store.base import Entry, Store
 from kdn.store.streaming import Ask, read_spans
 
@@ -39,12 +39,16 @@ class Incoming:
     assembly: Assembly
     lacking: set[Endpoint] = field(default_factory=set)
     """Endpoints known not to have this stream."""
+    alone: bool = False
+    """It is to come from one endpoint: a mix from several did not verify."""
     restarts: int = 0
     """How often another stream took the place of the one that was begun."""
     lost: bool = False
     """No more bytes of it will come."""
-    spoilt: bool = False
+    undecodable: bool = False
     """It did not decode."""
+    spoilt: bool = False
+    """Nor will it for anybody else."""
     decoded: int = 0
     """Levels of it in the cache, all of stream `decoded_id`."""
     decoded_id: bytes = b""
@@ -159,17 +163,28 @@ async def ask(question: Question, endpoint: Endpoint) -> list[Assembly | None]:
     entries = await _with_whole_headers(store, entries)
     answer = []
     for entry, chunk in zip(entries, question.chunks, strict=True):
-        assembly = None
-        if entry is not None and endpoint.rejected(entry.key) != entry.etag:
-            try:
-                assembly = _begin(entry, chunk, question.codec)
-                await assembly.verify()
-            except TruncatedError:
-                pass  # lost while it was looked up: a miss, not a fault
-            except KdnError:
-                endpoint.reject(entry.key, entry.etag)
+        await asyncio.sleep(0)  # large headers take time, and others have deadlines
+        assembly = _begun(entry, chunk, question, endpoint)
+        if assembly is not None:
+            await assembly.verify()
         answer.append(assembly)
     return answer
+
+
+def _begun(
+    entry: Entry | None, chunk: Chunk, question: Question, endpoint: Endpoint
+) -> Assembly | None:
+    """The beginning of this chunk's stream; None if it is none that can be used."""
+    now_s = question.clock()
+    if entry is None or endpoint.is_rejected(entry.key, entry.etag, now_s):
+        return None
+    try:
+        return _begin(entry, chunk, question.codec)
+    except (ChecksumError, TruncatedError):
+        return None  # damaged on its way, or lost meanwhile: that says nothing of the stream
+    except KdnError:
+        endpoint.reject(entry.key, entry.etag, now_s)
+        return None
 
 
 async def _with_whole_headers(store: Store, entries: Sequence[Entry | None]) -> list[Entry | None]:
@@ -201,15 +216,27 @@ def _header_bytes(entry: Entry | None) -> int:
 
 
 def _begin(entry: Entry, chunk: Chunk, codec: Codec) -> Assembly:
-    """The beginning of this chunk's stream; a named error if it is none that can be used."""
-    stream = Bitstream.parse(entry.head)
+    """The seal comes before all but the etag: of what others wrote, nothing else is read, and only
+    a stream that has its own etag is blamed for what is wrong with it."""
+    size = header_size(entry.head)
+    if entry.head[size - STREAM_ID_BYTES : size] != entry.etag:
+        raise ChecksumError("the store's entry is not of this stream")
+    header = Header.parse(entry.head, chunk.seal_key)
+    if header.stream_bytes != entry.size_bytes:
+        raise ChecksumError("the store's entry is not of this stream")
+    stream = Bitstream(header, {})
     stream.check_for(chunk, codec.spec, codec.profile_id, CodecId[codec.name.upper()])
-    header = stream.header
-    if (header.stream_id, header.stream_bytes) != (entry.etag, entry.size_bytes):
-        raise MismatchError("the store's entry is not of this stream")
     if header.info.num_levels != codec.num_levels:
         raise MismatchError(f"expected {codec.num_levels} levels")
     return Assembly(header, entry.head)
+
+
+def reject_spoilt(known: Sequence[Incoming], endpoints: Endpoints, now_s: float) -> None:
+    """Streams that do not decode are misses from now on, and to be replaced."""
+    for one in known:
+        for endpoint in endpoints:
+            if one.spoilt and endpoint not in one.lacking:
+                endpoint.reject(one.chunk.key, one.assembly.stream_id, now_s)
 
 
 async def read_local(known: Sequence[Incoming], endpoints: Endpoints, levels: int) -> None:

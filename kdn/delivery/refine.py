@@ -21,7 +21,7 @@ from kdn.cache.tensors import KVCache
 from kdn.delivery.decode import Decoder, is_waiting
 from kdn.delivery.endpoints import Endpoints
 from kdn.delivery.flight import Limits, ThroughputEstimator
-from kdn.delivery.lookup import Incoming, Question
+from kdn.delivery.lookup import Incoming, Question, reject_spoilt
 from kdn.delivery.plan import Fetch
 from kdn.delivery.speeds import Gauge
 from kdn.delivery.transfer import Transfer
@@ -44,7 +44,7 @@ class Refinement:
     ) -> None:
         self._clock = question.clock
         self._until_s = self._clock() + REFINE_S
-        self._known = known
+        self._known, self._endpoints = known, endpoints
         self._chunks = [one for one in known if one.decoded]
         self._num_levels = question.codec.num_levels
         self._transfer = Transfer(known, question, endpoints, estimator, limits, self._until_s)
@@ -148,5 +148,6 @@ class Refinement:
         self._task.cancel()
         await asyncio.wait([self._task])
         await self._transfer.close()
+        reject_spoilt(self._known, self._endpoints, self._clock())
         if not self._task.cancelled():
             self._task.result()

@@ -62,7 +62,9 @@ class Transfer:
         self._dropped: set[asyncio.Task[None]] = set()  # cancelled, not yet ended
         self._searches: dict[int, asyncio.Task[None]] = {}
         self._checks: set[asyncio.Task[None]] = set()
-        self._damages: Counter[tuple[Endpoint, int]] = Counter()
+        self._damages: Counter[tuple[Endpoint, bytes]] = Counter()
+        # Who brought bytes since the last that did not verify were forgotten.
+        self._sources: dict[Assembly, set[Endpoint]] = {}
         self._latency_s = float("inf")
         self._started_s = 0.0  # when the link became busy, and whether anything came since
         self._heard = False
@@ -149,8 +151,8 @@ class Transfer:
         for fetch in fetches:
             incoming = self._incoming[fetch.chunk]
             assembly = incoming.assembly
-            if assembly.is_ripe:  # whoever began to verify it was stopped
-                self._verify(incoming, assembly, None)
+            if assembly.is_ripe:  # its verification was cancelled
+                self._verify(incoming, assembly)
             if fetch.levels <= assembly.levels or self._num_requests() >= self._limits.requests:
                 continue
             endpoint = self._choose(incoming, tardy.get(fetch.chunk, set()))
@@ -169,6 +171,8 @@ class Transfer:
         """The first endpoint that may have it and is not resting; better one that is not late."""
         if incoming.lost or incoming.computed:
             return None
+        if incoming.alone:
+            return next((e for e in self._endpoints if e not in incoming.lacking), None)
         now_s, out = self._clock(), incoming.lacking | avoid
         able = [e for e in self._endpoints if e not in out and e.is_ready(now_s)]
         late = {flight.endpoint for flight in self._flights if flight.late}
@@ -242,28 +246,36 @@ class Transfer:
 
     def _add(self, part: Part, start: int, data: bytes | memoryview, endpoint: Endpoint) -> None:
         part.assembly.add(start, data)
+        self._sources.setdefault(part.assembly, set()).add(endpoint)
         if part.assembly.is_ripe:
-            self._verify(part.incoming, part.assembly, endpoint)
+            self._verify(part.incoming, part.assembly)
 
-    def _verify(self, incoming: Incoming, assembly: Assembly, endpoint: Endpoint | None) -> None:
-        task = asyncio.create_task(self._verified(incoming, assembly, endpoint))
+    def _verify(self, incoming: Incoming, assembly: Assembly) -> None:
+        task = asyncio.create_task(self._verified(incoming, assembly))
         self._checks.add(task)
         task.add_done_callback(self._checks.discard)
         task.add_done_callback(self._note_crash)
 
-    async def _verified(
-        self, incoming: Incoming, assembly: Assembly, endpoint: Endpoint | None
-    ) -> None:
-        """Beside the transfer. `endpoint`: who brought the last bytes, if that is known."""
+    async def _verified(self, incoming: Incoming, assembly: Assembly) -> None:
+        """Beside the transfer."""
         levels, damages = assembly.levels, assembly.damages
         await assembly.verify()
         if assembly.levels > levels:
             self.changed.set()
-        if assembly.damages > damages and endpoint is not None:
+        if assembly.damages > damages:
+            self._blame(incoming, assembly, self._sources.pop(assembly, set()))
+
+    def _blame(self, incoming: Incoming, assembly: Assembly, sources: set[Endpoint]) -> None:
+        """Whoever brought a damaged level, if it was one alone. Of several it may have been any:
+        then it is to come from one."""
+        incoming.alone = True
+        for endpoint in sources:
             self._trouble(endpoint, f"chunk {incoming.number} arrived damaged")
-            self._damages[endpoint, incoming.number] += 1
-            if self._damages[endpoint, incoming.number] >= MAX_DAMAGES:
-                endpoint.reject(incoming.chunk.key, assembly.stream_id)
+        if len(sources) == 1:
+            [endpoint] = sources
+            self._damages[endpoint, assembly.stream_id] += 1
+            if self._damages[endpoint, assembly.stream_id] >= MAX_DAMAGES:
+                endpoint.reject(incoming.chunk.key, assembly.stream_id, self._clock())
                 self._is_gone(incoming, assembly, endpoint)
 
     # trouble

@@ -147,7 +147,7 @@ async def _put(node: Node, tenant: Tenant, put: Put) -> tuple[Entry, bool]:
     """What is there now, and whether this made it. Refusal (412): there is another one than
     `replacing` tells."""
     (old,) = await node.wait(node.store.lookup([put.key]))
-    if old is not None and is_taken(old, put.etag, put.replacing):
+    if old is not None and is_taken(old, put.replacing):
         return _unless_replacing(put, old), False
     await _check_quota(node, tenant, len(put.data), old)
     with tenant.quota.reserve(len(put.data)):

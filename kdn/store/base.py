@@ -135,9 +135,10 @@ class Store(ABC):
         """Finish what was promised, then release everything. Nothing may be called afterwards."""
 
 
-def is_taken(entry: Entry | None, etag: bytes, replacing: bytes | None) -> bool:
-    """Whether what is there stays: it is what a put brings, or not what it replaces."""
-    return entry is not None and (entry.etag == etag or entry.etag != replacing)
+def is_taken(entry: Entry | None, replacing: bytes | None) -> bool:
+    """Whether what is there stays: it is not what a put replaces. What has the etag of the new
+    object may well be replaced by it: somebody found that its bytes are not what they should be."""
+    return entry is not None and entry.etag != replacing
 
 
 def check_put(entry: Entry, data: bytes, checksum: int) -> None:

@@ -177,7 +177,7 @@ class DiskStore(Store):
             known = self._rows.get(entry.key)
             if known is not None:
                 old = entry_of(known)
-                if is_taken(old, entry.etag, replacing):
+                if is_taken(old, replacing):
                     return old
                 # First gone for good, then the new one: never two objects of one key.
                 self._remove(known)

@@ -32,7 +32,7 @@ class Answer:
     def json(self) -> Any:
         try:
             return json.loads(self.body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise StoreError(f"expected JSON, found {self.body[:200]!r}") from error
 
     @property

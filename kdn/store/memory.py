@@ -61,7 +61,7 @@ class MemoryStore(Store):
         check_put(entry, data, checksum)
         if key in self._held:
             known = self._held[key].entry
-            if is_taken(known, etag, replacing):
+            if is_taken(known, replacing):
                 return known
             self._drop(key)
         self._make_room(entry)

@@ -276,7 +276,7 @@ class TieredStore(Store):
         not answer: the old one may still be there."""
         async with self._replacing.setdefault(entry.key, asyncio.Lock()):
             [found] = await self.lookup([entry.key])
-            if found and not is_taken(found, entry.etag, replacing):
+            if found and not is_taken(found, replacing):
                 await self.delete(entry.key)
             if self._write_back:
                 return await self._put_on_top(entry, data)

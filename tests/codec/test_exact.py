@@ -168,6 +168,6 @@ def test_wrong_parameters_are_refused(tiny: Any) -> None:
         for e in good.header.entries
     ]
     for params in (b"", b"\0\0\1\0", b"\2\0\0\0", b"\2\0\1\4", b"\2\0\x40\0\0", b"\1\0\x40\0"):
-        bad = Bitstream.parse(write(replace(good.info, params=params), sections))
+        bad = Bitstream.parse(write(replace(good.info, params=params), sections, chunk.seal_key))
         with pytest.raises(FormatError):
             codec.decode(bad, chunk)

@@ -52,7 +52,7 @@ SECTIONS = [
     Section(0, 0, 0, b"first"),
     Section(1, 0, 1, b""),
 ]
-STREAM = write(INFO, SECTIONS)
+STREAM = write(INFO, SECTIONS, PUBLIC_SEAL_KEY)
 DIRECTORY_AT = 83 + 3
 DIGESTS_AT = DIRECTORY_AT + 4 * 8
 SEAL_AT = DIGESTS_AT + 2 * 16
@@ -106,7 +106,7 @@ def test_accepts_any_byte_buffer() -> None:
 
 def test_absences_round_trip() -> None:
     info = replace(INFO, valid_from=(512, 560))
-    stream = Bitstream.parse(write(info, SECTIONS))
+    stream = Bitstream.parse(write(info, SECTIONS, PUBLIC_SEAL_KEY))
     assert stream.info == info
     assert stream.info.absences == (0, 48)
 
@@ -211,9 +211,21 @@ def test_only_the_same_secret_accepts_a_seal() -> None:
             header.check_seal(other)
 
 
+def test_the_seal_is_checked_before_the_directory_is_read() -> None:
+    """What others wrote costs a reader no more than a digest."""
+    wrong = repaired(STREAM, DIRECTORY_AT, b"\1")  # sections out of order
+    with pytest.raises(AuthenticityError):
+        Header.parse(wrong, PUBLIC_SEAL_KEY)
+    with pytest.raises(FormatError, match="increasing"):
+        Header.parse(wrong)
+
+
 def test_the_same_values_under_another_seal_are_another_stream() -> None:
     """So that a right stream can take the place of a forged one with the same contents."""
-    ids = [Header.parse(write(INFO, SECTIONS, key)).stream_id for key in (b"one", b"other")]
+    ids = [
+        Header.parse(write(INFO, SECTIONS, key)).stream_id
+        for key in map(seal_key, (b"one", b"other"))
+    ]
     assert ids[0] != ids[1]
 
 
@@ -230,7 +242,7 @@ def test_a_level_is_verified_once() -> None:
 
 def test_an_absence_without_any_is_not_canonical() -> None:
     info = replace(INFO, valid_from=(513, 512))
-    stream = write(info, SECTIONS)
+    stream = write(info, SECTIONS, PUBLIC_SEAL_KEY)
     header = stream[: HEADER_BYTES + 4]
     for absences in ((0, 0), (0, 49)):
         wrong = header[:83] + struct.pack("<HH", *absences) + header[87:]
@@ -249,7 +261,7 @@ def test_an_absence_without_any_is_not_canonical() -> None:
 )
 def test_writes_nothing_it_would_not_read(sections: list[Section], error: type[Exception]) -> None:
     with pytest.raises(error):
-        write(INFO, sections)
+        write(INFO, sections, PUBLIC_SEAL_KEY)
 
 
 def test_writer_keeps_the_limits() -> None:
@@ -259,7 +271,7 @@ def test_writer_keeps_the_limits() -> None:
         {"start": h.MAX_START + 1, "valid_from": (h.MAX_START + 1,) * 2},
     ):
         with pytest.raises(LimitError):
-            write(replace(INFO, **wrong), SECTIONS)
+            write(replace(INFO, **wrong), SECTIONS, PUBLIC_SEAL_KEY)
 
 
 def test_levels_fetched_apart() -> None:
@@ -288,7 +300,7 @@ def test_levels_of_a_wrong_length(levels: dict[int, bytes], error: type[Exceptio
 
 
 def test_swapped_levels_do_not_verify() -> None:
-    data = write(INFO, [Section(0, 0, 0, b"left!"), Section(1, 0, 0, b"right")])
+    data = write(INFO, [Section(0, 0, 0, b"left!"), Section(1, 0, 0, b"right")], PUBLIC_SEAL_KEY)
     header = data[: header_size(data)]
     stream = Bitstream.from_levels(header, {0: b"right", 1: b"left!"})
     for level in (0, 1):
@@ -301,7 +313,7 @@ def test_check_for_names_what_differs(tiny: Any) -> None:
     info = StreamInfo.for_chunk(
         chunk, tiny.spec, codec=CodecId.KLT, dtype=DType.FLOAT16, num_levels=1, profile=b"p" * 16
     )
-    good = Bitstream.parse(write(info, [Section(0, 0, 0, b"")]))
+    good = Bitstream.parse(write(info, [Section(0, 0, 0, b"")], PUBLIC_SEAL_KEY))
     good.check_for(chunk, tiny.spec, b"p" * 16, CodecId.KLT)
     with pytest.raises(MismatchError, match="codec"):
         good.check_for(chunk, tiny.spec, b"p" * 16, CodecId.EXACT)
@@ -316,7 +328,9 @@ def test_check_for_names_what_differs(tiny: Any) -> None:
         "num_kv_heads": {"num_kv_heads": 1},
         "head_dim": {"head_dim": 16},
     }.items():
-        bad = Bitstream.parse(write(replace(info, **wrong), [Section(0, 0, 0, b"")]))
+        bad = Bitstream.parse(
+            write(replace(info, **wrong), [Section(0, 0, 0, b"")], PUBLIC_SEAL_KEY)
+        )
         with pytest.raises(MismatchError, match=name):
             bad.check_for(chunk, tiny.spec, b"p" * 16, CodecId.KLT)
 

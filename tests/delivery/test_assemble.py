@@ -76,14 +76,14 @@ def test_levels_count_when_they_are_whole(stream: bytes) -> None:
     )
 
 
-def test_a_damaged_level_is_missing_again(stream: bytes) -> None:
+def test_a_damaged_level_is_missing_again_and_all_behind_it(stream: bytes) -> None:
     assembly = begun(stream)
     ends = assembly.level_ends
     damaged = bytearray(stream)
     damaged[ends[0] + 5] ^= 1
     add(assembly, 0, damaged)
     assert (assembly.levels, assembly.damages) == (1, 1)
-    assert assembly.missing(ends[2]) == [(ends[0], ends[1])]
+    assert assembly.missing(ends[2]) == [(ends[0], ends[2])]
     add(assembly, 0, stream)
     assert assembly.levels == 3
 

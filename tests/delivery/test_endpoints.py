@@ -5,7 +5,15 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
-from kdn.delivery.endpoints import FIRST_REST_S, LONGEST_REST_S, Endpoint, Endpoints
+from kdn.delivery.endpoints import (
+    FIRST_REJECTION_S,
+    FIRST_REST_S,
+    LONGEST_REJECTION_S,
+    LONGEST_REST_S,
+    MAX_REJECTED,
+    Endpoint,
+    Endpoints,
+)
 from kdn.store.evict import open_policy
 from kdn.store.memory import MemoryStore
 
@@ -78,3 +86,28 @@ def test_local_ones_come_first_and_are_the_callers() -> None:
         assert not near.is_closed
 
     asyncio.run(test())
+
+
+def test_a_rejected_stream_is_tried_again_after_a_while() -> None:
+    """Perhaps only the way here was bad. Each time it takes longer."""
+    place = Endpoint(MemoryStore(2**20, open_policy("lru")))
+    place.reject(b"key", b"bad", 100.0)
+    assert place.is_rejected(b"key", b"bad", 100.0 + FIRST_REJECTION_S - 1)
+    assert not place.is_rejected(b"key", b"other", 101.0)
+    assert not place.is_rejected(b"key", b"bad", 100.0 + FIRST_REJECTION_S)
+    assert place.rejected(b"key") == b"bad"  # it may be replaced all the same
+    place.reject(b"key", b"bad", 200.0)
+    assert place.is_rejected(b"key", b"bad", 200.0 + 2 * FIRST_REJECTION_S - 1)
+    for _ in range(20):
+        place.reject(b"key", b"bad", 300.0)
+    assert not place.is_rejected(b"key", b"bad", 300.0 + LONGEST_REJECTION_S)
+    place.accept(b"key")
+    assert place.rejected(b"key") is None
+
+
+def test_few_rejections_are_remembered() -> None:
+    place = Endpoint(MemoryStore(2**20, open_policy("lru")))
+    for number in range(MAX_REJECTED + 5):
+        place.reject(number.to_bytes(16, "big"), b"bad", 0.0)
+    assert place.rejected((4).to_bytes(16, "big")) is None
+    assert place.rejected((5).to_bytes(16, "big")) == b"bad"

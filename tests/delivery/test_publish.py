@@ -413,10 +413,35 @@ def test_what_others_can_read_is_not_replaced(world: World) -> None:
     async def work() -> None:
         store = await world.store()
         place = Endpoint(store)
-        place.reject(world.chunks[1].key, b"a stream that is gone")
+        place.reject(world.chunks[1].key, b"a stream that is gone", 0.0)
         async with Publisher(place, world.codec) as publisher:
             publish_all(publisher, world)
             assert await publisher.flush(10.0)
             assert (publisher.counts.known, publisher.counts.replaced) == (4, 0)
+
+    run(work())
+
+
+def test_damaged_bytes_under_the_right_etag_are_replaced(world: World) -> None:
+    """A store that spoilt a stream, and an encoder that makes the same one again."""
+
+    async def work() -> None:
+        store, key = await world.store(), world.chunks[1].key
+        good = world.streams[1]
+        damaged = good[:-9] + bytes([good[-9] ^ 1]) + good[-8:]
+        await store.delete(key)
+        await put_stream(store, damaged)
+        place = Endpoint(store)
+        request = world.request(deadline_s=10.0, enough_kld=0.0)
+        result = await deliver(request, [place], policy=level_major)
+        assert result.levels[1] < world.codec.num_levels
+        assert place.rejected(key) == Bitstream.parse(good).stream_id
+        async with Publisher(place, world.codec) as publisher:
+            publish_all(publisher, world)
+            assert await publisher.flush(10.0)
+            assert publisher.counts.replaced == 1
+        span = await store.get(key)
+        assert span is not None
+        assert bytes(span.data) == good
 
     run(work())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -543,3 +544,20 @@ def test_other_weights_are_as_good_as_a_reset() -> None:
     assert world.side.matched(after, 0) == (0, False)
     assert len(world.lookups) == 1
     assert world.side.counts["stopped"] == 1
+
+
+def test_the_key_of_seals_does_not_travel() -> None:
+    """Steps may cross a network."""
+    world = World()
+    asked = request("r", 1000)
+    world.arrive(asked, 512)
+    world.side.matched(asked, 0)
+    world.side.allocated(asked, list(range(8)), 512)
+    step = world.step(new=[(asked, list(range(8)), 512, 488)])
+    assert step.loads
+    assert step.saves
+    sent = pickle.dumps(step.with_seal_key(b""))
+    assert SPACE.seal_key not in sent
+    back = step.with_seal_key(b"").with_seal_key(SPACE.seal_key)
+    assert [load.chunks[0].seal_key for load in back.loads] == [SPACE.seal_key]
+    assert [c.key for c in back.saves[0].chunks] == [c.key for c in step.saves[0].chunks]

@@ -15,6 +15,7 @@ import numpy as np
 import uvloop
 import xxhash
 
+from kdn.cache.keys import PUBLIC_SEAL_KEY
 from kdn.codec.format import CodecId, DType, Section, StreamInfo, write
 from kdn.config import ClientSettings, Config, NodeSettings, TenantSettings
 from kdn.node.names import NameStore
@@ -47,7 +48,8 @@ def chunk_stream(key: bytes, size_bytes: int = 5000, seed: int = 0, levels: int 
     )  # fmt: skip
     data = np.random.default_rng(seed).bytes(size_bytes)
     step = -(-size_bytes // levels)
-    return write(info, [Section(i, 0, 0, data[i * step : (i + 1) * step]) for i in range(levels)])
+    sections = [Section(i, 0, 0, data[i * step : (i + 1) * step]) for i in range(levels)]
+    return write(info, sections, PUBLIC_SEAL_KEY)
 
 
 def key_of(number: int) -> bytes:

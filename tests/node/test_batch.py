@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kdn.cache.keys import PUBLIC_SEAL_KEY
 from kdn.codec.format import Section, write
 from kdn.codec.header import Header
 from kdn.errors import StoreError
@@ -84,7 +85,9 @@ def test_lookup_with_head_bytes(tmp_path: Path) -> None:
 def test_lookup_of_a_long_header(tmp_path: Path) -> None:
     async def test(node: Running) -> None:
         info = Header.parse(chunk_stream(key_of(1), levels=1)).info
-        stream = write(info, [Section(0, 0, group, b"x" * group) for group in range(1000)])
+        stream = write(
+            info, [Section(0, 0, group, b"x" * group) for group in range(1000)], PUBLIC_SEAL_KEY
+        )
         url = f"/v1/chunks/{key_of(1).hex()}"
         assert (await node.ask("PUT", url, stream, Kdn_Checksum=checksum(stream)))[0] == 201
         ((_, data),) = await frames_of(node, "/v1/lookup", {"keys": [key_of(1).hex()]})

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kdn.cache.keys import Chunk, Namespace
+from kdn.cache.keys import Chunk, Namespace, seal_key
 from kdn.delivery.request import worst_kld
 from kdn.engines.vllm.checks import (
     cache_dtype,
@@ -143,7 +143,7 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> KdnMetadata:
         assert self._scheduler is not None
-        return KdnMetadata(self._scheduler.step(scheduler_output))
+        return KdnMetadata(self._scheduler.step(scheduler_output).with_seal_key(b""))
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduler is not None
@@ -183,7 +183,8 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, KdnMetadata):
-            self._worker.begin(connector_metadata.step)
+            key = seal_key(self._settings.secret)
+            self._worker.begin(connector_metadata.step.with_seal_key(key))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:

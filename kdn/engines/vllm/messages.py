@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from kdn.cache.keys import Chunk
 
@@ -33,6 +34,9 @@ class Save:
     block_ids: tuple[int, ...]
 
 
+T = TypeVar("T", Load, Save)
+
+
 @dataclass(frozen=True)
 class Step:
     loads: tuple[Load, ...] = ()
@@ -41,6 +45,17 @@ class Step:
     """That the model reads in this step."""
     waiting: bool = False
     """For lookups: with no tokens to read, there is nothing else to do."""
+
+    def with_seal_key(self, seal_key: bytes) -> Step:
+        """Steps may cross a network, so they travel without the key (b"") that chunks are sealed
+        with; the worker, who knows the secret, puts it back."""
+
+        def keyed(one: T) -> T:
+            return replace(one, chunks=tuple(replace(c, seal_key=seal_key) for c in one.chunks))
+
+        return replace(
+            self, loads=tuple(map(keyed, self.loads)), saves=tuple(map(keyed, self.saves))
+        )
 
 
 @dataclass
