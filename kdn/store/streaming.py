@@ -3,7 +3,7 @@
 Any store can be read so; one that talks to a network has a `read_spans` of its own and hands on
 bytes before their frame is complete. So a reader sees throughput as it is, loses nothing when a
 connection breaks, and may ask for the rest from the very next byte. The price: pieces carry no
-checksum. This is for readers who verify what they put together, as a bitstream's sections let them.
+checksum. This is for readers who verify what they put together, as a bitstream's levels let them.
 """
 
 from __future__ import annotations
