@@ -238,18 +238,17 @@ def test_what_kernels_cannot_do_is_left_to_the_reference() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_damage_is_found_and_named() -> None:
-    """Words changed behind the checksums' back: the kernels notice, the reference says what."""
+    """Words changed behind the digests' back: the kernels notice, the reference says what."""
     case = Case(spec_of((PLAIN,) * 4), 304)
     decoder = decoder_of(case)
     rng, noticed, sound = np.random.default_rng(0), 0, 0
     for _ in range(20):
         streams = [Bitstream.parse(data) for data in case.data]
-        victim = streams[1]
-        index = int(rng.integers(0, sum(e.level < 3 for e in victim.header.entries)))
-        spoilt = bytearray(victim._parts[index])
-        spoilt[int(rng.integers(0, len(spoilt)))] ^= 1 << int(rng.integers(0, 8))
-        victim._parts[index] = memoryview(bytes(spoilt))
-        victim._verified.add(index)
+        header = streams[1].header
+        entry = header.entries[int(rng.integers(0, sum(e.level < 3 for e in header.entries)))]
+        spoilt = bytearray(case.data[1])
+        spoilt[int(rng.integers(entry.offset, entry.end))] ^= 1 << int(rng.integers(0, 8))
+        victim = streams[1] = Bitstream.of(header, spoilt, verified=range(4))
         broken = Case.__new__(Case)
         broken.__dict__ = {**case.__dict__, "streams": streams}
         failed = decode(broken, decoder, case.poisoned(), 3)
