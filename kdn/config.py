@@ -262,7 +262,7 @@ def _tenant(name: str, table: Any) -> TenantSettings:
     table = _table(f"tenants.{name}", table)
     kinds = {item.name: str(item.type) for item in fields(TenantSettings) if item.name != "name"}
     _check_names(f"setting in [tenants.{name}]", table, kinds)
-    values = {
+    values: dict[str, Any] = {
         key: _tokens(f"tenants.{name}.{key}", value)
         if key in TOKEN_LISTS
         else _convert(f"tenants.{name}.{key}", value, kinds[key])

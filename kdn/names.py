@@ -160,7 +160,8 @@ class FolderNames(Names):
         self._tenant = tenant
 
     async def get(self, name: str) -> Named | None:
-        found = await self._node.names.get(self._tenant.name, _checked(name))
+        reading = self._node.names.get(self._tenant.name, _checked(name))
+        found = await self._node.wait(reading)
         if found is None:
             return None
         about, manifest = found
@@ -171,8 +172,10 @@ class FolderNames(Names):
         from kdn.node.names_api import put_manifest
 
         try:
-            await put_manifest(
-                self._node, self._tenant, _checked(name), _dump(manifest), lambda e: e == after
+            await self._node.wait(
+                put_manifest(
+                    self._node, self._tenant, _checked(name), _dump(manifest), lambda e: e == after
+                )
             )
         except Refusal as refusal:
             if refusal.status == 412:
@@ -185,8 +188,8 @@ class FolderNames(Names):
         from kdn.node.names_api import delete_manifest
 
         try:
-            return await delete_manifest(
-                self._node, self._tenant, _checked(name), lambda etag: True, chunks
+            return await self._node.wait(
+                delete_manifest(self._node, self._tenant, _checked(name), lambda etag: True, chunks)
             )
         except Refusal as refusal:
             if refusal.status == 404:
@@ -195,7 +198,8 @@ class FolderNames(Names):
 
     async def list(self, prefix: str = "") -> AsyncIterator[str]:
         after = ""
-        while page := await self._node.names.page(self._tenant.name, prefix, after, PAGE):
+        node, tenant = self._node, self._tenant.name
+        while page := await node.wait(node.names.page(tenant, prefix, after, PAGE)):
             for item in page:
                 yield item.name
             after = page[-1].name

@@ -77,8 +77,8 @@ def _admitted(node: Node, request: web.Request, needed: Right) -> Iterator[None]
     request[TENANT] = tenant
     request[CLIENT] = client_of(request)
     if right < needed:
-        message = f"this token may {right.name.lower()}; this takes one that may {needed.name}"
-        raise Refusal(403, "forbidden", message.lower())
+        has, needs = right.name.lower(), needed.name.lower()
+        raise Refusal(403, "forbidden", f"this token may {has}; this takes one that may {needs}")
     _claim_connection(request, tenant)
     if not node.requests.take(tenant.name, 1):
         raise Refusal(503, "overloaded", "too many requests are in progress", RETRY_AFTER)
@@ -115,7 +115,8 @@ def _refuse(request: web.Request, refusal: Refusal) -> web.StreamResponse:
     if request.writer.output_size > 0:
         raise ConnectionResetError(str(refusal))
     response = answer(refusal)
-    if request.body_exists and not request.content.is_eof():
+    unread = request.body_exists and not request.content.is_eof()
+    if unread or refusal.headers.get("Connection") == "close":
         # The rest of the body is not wanted; reading it just to answer would invite more of it.
         response.force_close()
     return response

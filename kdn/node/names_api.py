@@ -70,7 +70,8 @@ async def put_manifest(
     most = Totals(settings.max_names, settings.max_names_bytes, settings.max_named_chunks)
     async with tenant.changes:  # so that of each tenant one manifest at a time is parsed
         if len(manifest) > IN_THREAD_BYTES:
-            chunks = await asyncio.to_thread(chunks_of, manifest)
+            async with node.parsing:
+                chunks = await asyncio.to_thread(chunks_of, manifest)
         else:
             chunks = chunks_of(manifest)
         await _check_quota(node, tenant, len(manifest))

@@ -12,7 +12,6 @@ import re
 from hashlib import blake2b
 from itertools import islice
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import xxhash
 from aiohttp import web
@@ -116,7 +115,8 @@ async def put_object(request: web.Request) -> web.StreamResponse:
         except KdnError:
             node.stats.refused_puts.inc()
             raise
-        async with _lock(store_key):
+        # One at a time, so that exactly one of many is told it created the object.
+        async with node.puts.setdefault(store_key, asyncio.Lock()):
             put = Put(store_key, data, etag, told[0], hints, replacing)
             entry, created = await _put(node, tenant, put)
     body = {"key": key.hex(), "etag": entry.etag.hex(), "size_bytes": entry.size_bytes}
@@ -157,8 +157,8 @@ async def _put(node: Node, tenant: Tenant, put: Put) -> tuple[Entry, bool]:
                 replacing=put.replacing,
             )
         )  # fmt: skip
-    for etag in {entry.etag, old.etag if old else entry.etag}:
-        node.checksums.forget(put.key, etag)
+    for known in filter(None, (old, entry)):
+        node.checksums.forget(put.key, known.etag)
     return _unless_replacing(put, entry), old is None and entry.etag == put.etag
 
 
@@ -311,14 +311,3 @@ def _verify(collection: str, key: bytes, data: bytes, told: tuple[int, bytes | N
     if etag not in (None, own):
         raise MismatchError(f"expected the etag {own.hex()}, found {etag.hex() if etag else ''}")
     return own
-
-
-_locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-
-
-def _lock(store_key: bytes) -> asyncio.Lock:
-    """One put of a key at a time, so that exactly one of them is told it created the object."""
-    lock = _locks.get(store_key)
-    if lock is None:
-        lock = _locks[store_key] = asyncio.Lock()
-    return lock

@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 
@@ -51,6 +52,10 @@ class Node:
     turns: Turns = field(default_factory=Turns)
     retainer: Retainer = field(default_factory=Retainer)
     checksums: Checksums = field(default_factory=Checksums)
+    puts: WeakValueDictionary[bytes, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    """By store key: one put of a key at a time."""
+    parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a large manifest is parsed: for that moment it takes up to 13 times its bytes."""
     num_requests: int = 0
     stopping: bool = False
 

@@ -91,6 +91,13 @@ def test_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text("\n".join(lines))
     assert token_hash(token) in lines[-1]
     assert "tenants.ann" in kdn("config", "--config", str(path))
+    assert (
+        kdn("config", "--new-token", "ann", "--right", "read")
+        .splitlines()[-1]
+        .startswith('read_tokens = ["sha256:')
+    )
+    with pytest.raises(UnsupportedError, match="publish"):
+        kdn("config", "--new-token", "ann", "--right", "write")
 
 
 def test_a_node_refuses_to_be_exposed(tmp_path: Path) -> None:

@@ -325,6 +325,23 @@ def test_a_tenant_may_have_a_cap_on_requests(tmp_path: Path) -> None:
     with_node(tmp_path, test, tenant("ann", "a", max_requests=1))
 
 
+def test_a_tenant_may_have_a_cap_on_connections(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        ask = request("/v1/names", "Authorization: Bearer a")
+        first, second = [await connect(node) for _ in range(2)]
+        first[1].write(ask)
+        assert (await first[0].readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+        second[1].write(ask)
+        assert (await closed(second[0], 5)).startswith(b"HTTP/1.1 503")
+        first[1].write(ask)  # a connection that is counted already goes on
+        assert b"HTTP/1.1 200" in await first[0].readuntil(b"HTTP/1.1 200")
+        assert (await node.ask("GET", "/v1/names", token="b"))[0] == 200
+        for _, writer in (first, second):
+            writer.close()
+
+    with_node(tmp_path, test, tenant("ann", "a", max_connections=1), tenant("bob", "b"))
+
+
 def test_a_body_is_held_once(tmp_path: Path) -> None:
     async def test(node: Running) -> None:
         size_bytes = 32 * MIB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -87,6 +88,27 @@ def test_deletion_reaches_every_tier(tmp_path: Path) -> None:
             assert await found(node, 1) == []
         async with whole(config) as node:
             assert await found(node, 1) == []
+
+    run(work())
+
+
+def test_a_replacement_reaches_every_tier(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with whole(config_for(tmp_path / "behind")) as behind:
+            config = config_for(tmp_path / "front", upstream=behind.url)
+            new = chunk_stream(key_of(1), seed=8)
+            url = f"/v1/chunks/{key_of(1).hex()}"
+            async with whole(config) as front:
+                await front.put_chunk(1)
+                etag = (await front.ask("HEAD", url))[1]["ETag"]
+                sent = {"Kdn_Checksum": checksum(new), "If_Match": etag}
+                assert (await front.ask("PUT", url, new, **sent))[0] == 200
+                assert (await front.ask("GET", url))[2] == new
+            async with whole(config) as front:  # nothing in memory
+                assert (await front.ask("GET", url))[2] == new
+            shutil.rmtree(tmp_path / "front")
+            async with whole(config) as front:  # nothing on disk
+                assert (await front.ask("GET", url))[2] == new
 
     run(work())
 

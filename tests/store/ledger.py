@@ -12,7 +12,7 @@ from pathlib import Path
 from kdn.store.base import Store
 from kdn.store.disk_files import Files
 from kdn.store.evict import LRU
-from tests.store.contract import listed, put, read
+from tests.store.contract import etag_of, listed, put, read
 
 
 class Ledger:
@@ -28,6 +28,15 @@ class Ledger:
         self.may[key].add(data)
         entry = await put(store, key, data)
         assert entry.size_bytes == len(data)
+        self.must[key] = data
+
+    async def replace(self, store: Store, key: bytes, data: bytes) -> None:
+        old = self.must[key]
+        self.lose(key)
+        self.may[key].add(data)
+        entry = await put(store, key, data, replacing=etag_of(old))
+        assert entry.etag == etag_of(data)
+        self.may[key] = {data}
         self.must[key] = data
 
     async def delete(self, store: Store, key: bytes) -> None:

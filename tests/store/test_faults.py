@@ -66,6 +66,11 @@ async def replacing(store: Store, ledger: Ledger) -> None:
     await ledger.put(store, b"b", data_of("another b"))
 
 
+async def giving_way(store: Store, ledger: Ledger) -> None:
+    """One put replaces what is there."""
+    await ledger.replace(store, b"b", data_of("another b"))
+
+
 async def coming_back(store: Store, ledger: Ledger) -> None:
     """The first object is evicted, then put again with other bytes."""
     for name in ("new", "newer", "a"):
@@ -95,12 +100,13 @@ SCENARIOS: list[Scenario] = [
     putting_many,
     deleting,
     replacing,
+    giving_way,
     coming_back,
     reading_damage,
     writing_at_once,
 ]
 
-BRIEF = (putting, deleting, replacing, reading_damage)
+BRIEF = (putting, deleting, replacing, giving_way, reading_damage)
 """Short enough to try every error by default; of the others, every fifth."""
 
 ERRORS = list(product((errno.EIO, errno.ENOSPC), (True, False)))
