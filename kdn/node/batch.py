@@ -8,7 +8,10 @@ event loop is, too: thousands of keys are gone through in slices (`turns.py`).
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Awaitable
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from aiohttp import web
@@ -33,8 +36,12 @@ log = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 2 * 2**20
 SMALL_BYTES = 16 << 10
 """Of a request that is parsed at once."""
-LOOKED_UP = 256
-"""Keys that the store is asked for at once: a millisecond."""
+LOOKED_UP = 64
+"""Keys that the store is asked for at once: a fifth of a millisecond."""
+READ_S = 0.001
+"""A lookup that takes longer read files."""
+RESTS = 3
+MAX_REST_S = 0.05
 MAX_OFFSET = 2**63
 SPAN_MEMBERS = frozenset({"key", "start", "end", "etag"})
 USUAL_HEADER_BYTES = 4096
@@ -81,7 +88,7 @@ async def lookup(request: web.Request) -> web.StreamResponse:
             raise bad_request(f"keys times head_bytes: expected at most {MAX_HEADS_BYTES}")
         async with node.answers.share(tenant.name, len(keys) * (ANSWER_BYTES + wanted)):
             store_keys = [tenant.store_key(collection, key) for key in keys]
-            entries = await _look_up(node, work, store_keys, wanted)
+            entries = await _look_up(node, tenant, work, store_keys, wanted)
             whole_header = head_bytes is None and collection == "chunks"
             answers = await _heads(tenant, work, keys, entries, whole_header)
             return await _send(node, request, work, answers)
@@ -95,14 +102,30 @@ async def _parse(work: Work, data: bytes) -> dict[str, Any]:
 
 
 async def _look_up(
-    node: Node, work: Work, store_keys: list[bytes], head_bytes: int = 0
+    node: Node, tenant: Tenant, work: Work, store_keys: list[bytes], head_bytes: int = 0
 ) -> list[Entry | None]:
     entries: list[Entry | None] = []
     for at in range(0, len(store_keys), LOOKED_UP):
-        keys = store_keys[at : at + LOOKED_UP]
-        entries += await node.wait(node.store.lookup(keys, head_bytes=head_bytes))
+        some = node.store.lookup(store_keys[at : at + LOOKED_UP], head_bytes=head_bytes)
+        if len(store_keys) > LOOKED_UP:
+            some = _one_at_a_time(node, tenant, some)
+        entries += await node.wait(some)
         await work.pause()
     return entries
+
+
+async def _one_at_a_time(
+    node: Node, tenant: Tenant, lookup: Awaitable[list[Entry | None]]
+) -> list[Entry | None]:
+    """A part of a long lookup. The threads that read files for it keep the event loop waiting, so
+    each tenant has one of them at a time, and none most of the time while others want something."""
+    async with tenant.lookups:
+        began_s = perf_counter()
+        entries = await lookup
+        took_s = perf_counter() - began_s
+        if took_s > READ_S and node.num_requests > node.requests.held(tenant.name):
+            await asyncio.sleep(min(RESTS * took_s, MAX_REST_S))
+        return entries
 
 
 async def _heads(
@@ -134,7 +157,7 @@ async def read(request: web.Request) -> web.StreamResponse:
             await work.pause()
         async with node.answers.share(tenant.name, len(spans) * ANSWER_BYTES):
             store_keys = [tenant.store_key(collection, span[0]) for span in spans]
-            entries = await _look_up(node, work, list(dict.fromkeys(store_keys)))
+            entries = await _look_up(node, tenant, work, list(dict.fromkeys(store_keys)))
             found = {entry.key: entry for entry in entries if entry}
             answers = await _spans(tenant, work, spans, [found.get(key) for key in store_keys])
             return await _send(node, request, work, answers)
@@ -163,11 +186,15 @@ async def _send(
     node: Node, request: web.Request, work: Work, answers: list[Answer]
 ) -> web.StreamResponse:
     tenant = request[TENANT]
-    hits = sum(answer.status == frames.OK for answer in answers)
+    hits = num_bytes = 0
+    for answer in answers:
+        hits += answer.status == frames.OK
+        num_bytes += _answer_bytes(answer)
+        await work.pause()
     node.stats.hits.inc(hits)
     node.stats.misses.inc(len(answers) - hits)
     response = web.StreamResponse(headers={"Content-Type": frames.CONTENT_TYPE})
-    response.content_length = sum(map(_answer_bytes, answers))
+    response.content_length = num_bytes
     await response.prepare(request)
     with Sender(node, request, (tenant.name, request[CLIENT])) as sender:
         for index, answer in enumerate(answers):

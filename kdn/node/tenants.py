@@ -86,6 +86,8 @@ class Tenant:
         self.prefix = blake2b(settings.name.encode(), digest_size=_PREFIX_BYTES).digest()
         self.rate = RateLimit(settings.requests_per_s, clock)
         self.quota = Quota(settings.quota_bytes)
+        self.lookups = asyncio.Lock()
+        """Held during each part of a long lookup."""
         self.changes = asyncio.Lock()
         """Guards deleting a name together with its chunks against every other change of names."""
 

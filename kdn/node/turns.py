@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
-SLICE_S = 0.00025
+SLICE_S = 0.0001
 
 
 class Turns:

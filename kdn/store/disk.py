@@ -34,6 +34,8 @@ OpenIndex = Callable[[Path], tuple[Index, list[Row]]]
 
 SLICE_ROWS = 1000
 """Told to the policy before others may run: some milliseconds."""
+READ_AT_ONCE = 16
+"""Objects that one thread reads before others have their turn."""
 FILE_SYSTEM_BLOCK_BYTES = 4096
 OVERHEAD_BYTES = 512
 """Counted for every object besides its file: its name, inode and index row."""
@@ -261,7 +263,10 @@ class DiskStore(Store):
     ) -> Sequence[Reading | None]:
         """Verified bytes of each; None where there are none any more."""
         entries = [entry_of(row) for row in rows]
-        readings = await self._tasks.in_reader(_read_all, self._folder, entries, start, end)
+        readings: list[Reading | FormatError | None] = []
+        for at in range(0, len(entries), READ_AT_ONCE):
+            some = entries[at : at + READ_AT_ONCE]
+            readings += await self._tasks.in_reader(_read_all, self._folder, some, start, end)
         found: list[Reading | None] = []
         for row, reading in zip(rows, readings, strict=True):
             if isinstance(reading, Reading):

@@ -19,6 +19,7 @@ from kdn.store.base import Entry, Hints, Store
 from kdn.store.disk import footprint_bytes, open_disk
 from kdn.store.disk_files import Files
 from kdn.store.disk_index import row_of
+from kdn.store.disk_tasks import MAX_OPERATIONS
 from kdn.store.evict import open_policy
 from tests.store.contract import StoreContract, closing, content, etag_of, listed, put, read
 from tests.store.disks import KEYS, fill, objects, opened
@@ -173,7 +174,9 @@ def test_the_event_loop_does_not_wait_for_the_disk(tmp_path: Path) -> None:
 def test_too_many_operations_are_refused(tmp_path: Path) -> None:
     async def work() -> None:
         async with closing(await opened(tmp_path, files=SlowFiles(), threads=1)) as store:
-            puts = [asyncio.create_task(put(store, b"same", b"data")) for _ in range(1030)]
+            puts = [
+                asyncio.create_task(put(store, b"same", b"data")) for _ in range(MAX_OPERATIONS + 6)
+            ]
             results = await asyncio.gather(*puts, return_exceptions=True)
             refused = [result for result in results if isinstance(result, StoreError)]
             assert len(refused) in (6, 7)  # the policy may still be told what is here
