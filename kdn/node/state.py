@@ -69,6 +69,10 @@ class Node:
                 f"the store took longer than {self.settings.store_timeout_s} s"
             ) from None
 
+    def is_alone(self, tenant: Tenant) -> bool:
+        """Whether nobody else has a request in progress."""
+        return self.num_requests <= self.requests.held(tenant.name)
+
     async def held_bytes(self, tenant: Tenant) -> int:
         """What a tenant's objects and manifests take of its quota."""
         names_bytes = await self.wait(self.names.size_bytes(tenant.name))

@@ -1,7 +1,7 @@
 """Who works next: long work on the event loop, cut into slices that tenants take in turn.
 
 A handler that goes through thousands of keys would keep everybody else waiting. So it pauses
-between them: after SLICE_S of work it waits for its tenant's next turn. In each round of the event
+between them: after a slice of work it waits for its tenant's next turn. In each round of the event
 loop every tenant has one turn, however many of its requests wait for one; reading a little needs
 none.
 """
@@ -12,8 +12,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
-
-SLICE_S = 0.0001
 
 
 class Turns:
@@ -48,9 +46,11 @@ class Turns:
 class Work:
     """One request's work. Call `pause` often: it costs little while the slice lasts."""
 
-    def __init__(self, turns: Turns, tenant: str, clock: Callable[[], float] = perf_counter):
-        self._turns, self._tenant, self._clock = turns, tenant, clock
-        self._end_s = clock() + SLICE_S
+    def __init__(
+        self, turns: Turns, tenant: str, slice_s: float, clock: Callable[[], float] = perf_counter
+    ):
+        self._turns, self._tenant, self._slice_s, self._clock = turns, tenant, slice_s, clock
+        self._end_s = clock() + slice_s
 
     async def pause(self) -> None:
         if self._clock() >= self._end_s:
@@ -59,4 +59,4 @@ class Work:
     async def rest(self) -> None:
         """Let others work first, before a piece that cannot be cut."""
         await self._turns.wait(self._tenant)
-        self._end_s = self._clock() + SLICE_S
+        self._end_s = self._clock() + self._slice_s

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kdn.node import turns as turns_module
-from kdn.node.turns import SLICE_S, Turns, Work
+from kdn.node import batch
+from kdn.node.turns import Turns, Work
 from kdn.protocol.frames import split
 from tests.node.harness import Running, key_of, run, tenant, with_node
 
@@ -57,12 +57,11 @@ def test_work_pauses_when_its_slice_is_over() -> None:
             async def wait(self, tenant: str) -> None:
                 waited.append(now_s)
 
-        job = Work(Counted(), "a", lambda: now_s)
-        for _ in range(4):
+        job = Work(Counted(), "a", 2.0, lambda: now_s)
+        for _ in range(5):
             await job.pause()
-            now_s += SLICE_S / 2
-        await job.pause()
-        assert waited == [SLICE_S, 2 * SLICE_S]
+            now_s += 1.0
+        assert waited == [2.0, 4.0]
 
     run(work())
 
@@ -72,7 +71,8 @@ def test_many_keys_are_gone_through_in_turns(
     tmp_path: Path, question: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With slices of no length there is a turn for every key, and the answer is the same."""
-    monkeypatch.setattr(turns_module, "SLICE_S", 0.0)
+    for name in ("LOOKUP_SLICE_S", "READ_SLICE_S"):
+        monkeypatch.setattr(batch, name, 0.0)
     keys = [key_of(number).hex() for number in range(600)]
     asked = {"keys": keys} if question == "lookup" else {"spans": [{"key": key} for key in keys]}
 
