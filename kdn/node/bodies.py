@@ -23,8 +23,9 @@ from kdn.node.shares import Shares
 
 PARSED = 4
 """Memory of a question for each byte of it: its body, and what the handler keeps of it."""
-MAX_CONTAINERS = 1 << 18
-"""Lists and objects in a JSON body, which take 25 times their bytes while it is parsed."""
+MAX_CONTAINERS = 1 << 14
+"""Lists and objects in a JSON body, which take 25 times their bytes: a read of the most spans has a
+quarter of them."""
 
 
 class Pace:

@@ -50,7 +50,7 @@ class Budget:
         most_bytes = self.most_bytes(tenant)
         if size_bytes > most_bytes:
             raise Refusal(413, "too_large", f"needs {size_bytes} bytes of memory of {most_bytes}")
-        alone = not self._waiting
+        alone = self._next() is None
         if tenant not in self._waiting and self._shares.take(tenant, size_bytes, common=alone):
             return
         place = _Place(size_bytes, asyncio.get_running_loop().create_future())
@@ -85,14 +85,24 @@ class Budget:
         while self._grant_one():
             pass
 
+    def _next(self) -> str | None:
+        """Whose turn it is to get some of the common part: who holds least, among those who could
+        hold what they wait for. Others wait for themselves only."""
+        able = [
+            tenant
+            for tenant, places in self._waiting.items()
+            if self._shares.held(tenant) + places[0].size_bytes <= self._shares.most(tenant)
+        ]
+        return min(able, key=self._shares.held, default=None)
+
     def _grant_one(self) -> bool:
-        order = sorted(self._waiting, key=self._shares.held)
-        for number, tenant in enumerate(order):
+        following = self._next()
+        for tenant in sorted(self._waiting, key=self._shares.held):
             place = self._waiting[tenant][0]
             if place.granted.cancelled():  # and its request has not been told yet
                 self._drop(tenant, place)
                 return True
-            if self._shares.take(tenant, place.size_bytes, common=number == 0):
+            if self._shares.take(tenant, place.size_bytes, common=tenant == following):
                 self._drop(tenant, place)
                 place.granted.set_result(None)
                 return True

@@ -10,9 +10,9 @@ from collections import OrderedDict
 
 import xxhash
 
-MAX_OBJECTS = 1 << 15
+MAX_OBJECTS = 1 << 13
 MAX_SPANS = 32
-"""Of one object: a reader asks for its levels, and there are few."""
+"""Of one object: a reader asks for its levels, and there are few. All take 50 MB at the most."""
 MIN_BYTES = 4096
 
 

@@ -25,10 +25,12 @@ from kdn.node.ranges import names_etag, parse_range, quoted
 from kdn.node.sending import Data, Sender
 from kdn.node.state import CLIENT, NODE, TENANT, Node, close_iterator, parse_hex, query_number
 from kdn.node.tenants import Tenant
+from kdn.node.turns import Work
 from kdn.protocol.frames import MAX_DATA_BYTES, MAX_ETAG_BYTES, MAX_KEY_BYTES
 from kdn.store.base import Entry, Hints, is_taken
 
 MAX_LISTED = 1000
+LIST_SLICE_S = 0.001
 Range = tuple[int, int]
 MAX_SAVED_S = 1e9
 IN_THREAD_BYTES = 256 * 2**10
@@ -191,18 +193,22 @@ async def list_objects(request: web.Request) -> web.StreamResponse:
         for name in ("prefix", "after")
     )
     found = await node.wait(
-        _collect(node, tenant.store_key(collection, prefix), tenant.store_key(collection, after),
-                 limit + 1)
+        _collect(node, tenant, tenant.store_key(collection, prefix),
+                 tenant.store_key(collection, after), limit + 1)
     )  # fmt: skip
     shown = [_describe(tenant, entry) for entry in islice(found, limit)]
     more = shown[-1]["key"] if len(found) > limit else None
     return web.json_response({"objects": shown, "next": more}, dumps=dumps)
 
 
-async def _collect(node: Node, prefix: bytes, after: bytes, limit: int) -> list[Entry]:
+async def _collect(
+    node: Node, tenant: Tenant, prefix: bytes, after: bytes, limit: int
+) -> list[Entry]:
     found: list[Entry] = []
+    work = Work(node.turns, tenant.name, LIST_SLICE_S)  # stores in memory never wait themselves
     entries = node.store.list(prefix)
     async for entry in entries:
+        await work.pause()
         if entry.key > after:
             found.append(entry)
             if len(found) == limit:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from aiohttp import web
 
 from kdn.node.answers import RETRY_AFTER, Refusal, dumps
@@ -24,4 +26,10 @@ async def get_metrics(request: web.Request) -> web.StreamResponse:
 
 
 async def get_openapi(request: web.Request) -> web.StreamResponse:
-    return web.json_response(document(), dumps=dumps)
+    return web.Response(body=_described(), content_type="application/json")
+
+
+@cache
+def _described() -> bytes:
+    """Made once: anybody may ask for it."""
+    return dumps(document()).encode()

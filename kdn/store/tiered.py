@@ -30,7 +30,7 @@ from weakref import WeakValueDictionary
 
 from xxhash import xxh3_64_intdigest
 
-from kdn.errors import KdnError, NoSpaceError, StoreError
+from kdn.errors import KdnError, LimitError, NoSpaceError, StoreError
 from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, clip, is_taken
 from kdn.store.memory import MemoryStore
 from kdn.store.outbox import ATTEMPTS, Outbox
@@ -40,6 +40,8 @@ from kdn.store.tally import Usage
 FAILURES = 3
 REST_S = 2.0
 MAX_PROMOTIONS = 16
+MAX_PROMOTING_BYTES = 128 << 20
+"""Of objects on their way to faster tiers; a larger one is only read where it is."""
 OUTBOX_BYTES = 256 << 20
 FLUSH_S = 60.0
 FAULTS = (KdnError, OSError, TimeoutError)
@@ -81,6 +83,7 @@ class TieredStore(Store):
         self._clock = clock
         self._reads: SingleFlight[Span | None] = SingleFlight()
         self._promotions: SingleFlight[None] = SingleFlight()
+        self._promoting_bytes = 0
         self._deletes: SingleFlight[bool] = SingleFlight()
         # One replacement of a key at a time: the second must see what the first one put.
         self._replacing: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
@@ -135,8 +138,15 @@ class TieredStore(Store):
         return None
 
     def _start_promotion(self, span: Span, level: int) -> None:
-        if len(self._promotions) < MAX_PROMOTIONS:
-            self._promotions.start(span.entry.key, lambda: self._promote(span, level))
+        entry = span.entry
+        room = self._promoting_bytes + entry.size_bytes <= MAX_PROMOTING_BYTES
+        if room and len(self._promotions) < MAX_PROMOTIONS and entry.key not in self._promotions:
+            self._promoting_bytes += entry.size_bytes
+            task = self._promotions.start(entry.key, lambda: self._promote(span, level))
+            task.add_done_callback(lambda _: self._promoted(entry.size_bytes))
+
+    def _promoted(self, size_bytes: int) -> None:
+        self._promoting_bytes -= size_bytes
 
     async def _promote(self, span: Span, level: int) -> None:
         """Bring an object from a tier to all above it."""
@@ -378,6 +388,9 @@ class TieredStore(Store):
                 answer = await call(tier.store)
         except NoSpaceError:
             raise
+        except LimitError:  # of what was asked: that says nothing of the tier
+            tier.errors += 1
+            return None
         except FAULTS:
             tier.errors += 1
             tier.failures_in_row += 1

@@ -22,7 +22,7 @@ from kdn.store.evict import (
     open_policy,
 )
 from kdn.store.evict.bag import Bag
-from kdn.store.evict.cost import MAX_SAVED_S_PER_BYTE
+from kdn.store.evict.cost import MAX_SAVED_S_PER_BYTE, MAX_UNLEARNED
 from kdn.store.evict.reuse import PRIOR_OBJECTS, Reuse
 
 NAMES = sorted(POLICIES)
@@ -210,6 +210,15 @@ def test_cost_believes_no_more_seconds_than_are_plausible() -> None:
     policy.add(b"b", 10_000, Hints(saved_s=MAX_SAVED_S_PER_BYTE * 10_000))
     policy.add(b"n", 10_000, Hints())
     assert drain(policy) == "abn", "worth the same, so the older goes first"
+
+
+def test_cost_takes_bounded_memory_where_nothing_has_to_go() -> None:
+    policy = CostAware()
+    fill(policy, "ab")
+    for _ in range(3 * MAX_UNLEARNED):
+        policy.touch(b"a")
+    waiting = sum(len(queue) for row in policy._reuse._waiting for queue in row)
+    assert waiting < 1.5 * MAX_UNLEARNED
 
 
 def test_cost_contexts_shrink_from_their_tail() -> None:

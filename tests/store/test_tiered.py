@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kdn.background import faults
-from kdn.errors import ChecksumError, NoSpaceError, StoreError
+from kdn.errors import ChecksumError, LimitError, NoSpaceError, StoreError
 from kdn.store.base import Entry, Hints, Span, Stats, Store
 from kdn.store.disk import open_disk
 from kdn.store.evict import open_policy
@@ -150,6 +150,43 @@ def test_reads_promote_the_whole_object_to_all_tiers_above() -> None:
         assert [tier.hits for tier in store.tiers] == [0, 0, 1]
         await store.get(b"a")
         assert [tier.hits for tier in store.tiers] == [1, 0, 1]
+
+    run(test())
+
+
+def test_little_is_promoted_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read of one byte must not bring large objects to memory, each of them whole."""
+    monkeypatch.setattr("kdn.store.tiered.MAX_PROMOTING_BYTES", 1000)
+
+    async def test() -> None:
+        top, bottom = memory(), memory()
+        store = stack(top, bottom)
+        for name, size in {"large": 1001, "small": 999}.items():
+            await put(bottom, name.encode(), content(name, size))
+        assert await store.get(b"large", 0, 1)
+        assert await store.get(b"small", 0, 1)
+        await settle(lambda: holds(top, b"small"))
+        assert not await holds(top, b"large")
+        await settle(lambda: asyncio.sleep(0, store._promoting_bytes == 0))
+
+    run(test())
+
+
+def test_a_request_that_a_tier_refuses_is_no_failure_of_the_tier() -> None:
+    class Choosy(Flaky):
+        async def lookup(self, keys: Any, *, head_bytes: int = 0) -> Any:
+            if any(len(key) > 3 for key in keys):
+                raise LimitError("key: expected at most 3 bytes")
+            return await super().lookup(keys, head_bytes=head_bytes)
+
+    async def test() -> None:
+        bottom = Choosy(memory())
+        store = stack(memory(), bottom)
+        await put(bottom.store, b"a", content("a", 10))
+        for _ in range(5):
+            assert await store.lookup([b"a long key"]) == [None]
+        [found] = await store.lookup([b"a"])
+        assert found is not None
 
     run(test())
 

@@ -34,6 +34,8 @@ POOL = 16
 GHOSTS = 8
 """Evicted objects remembered per object that is here: about 200 bytes each."""
 MIN_LEARN_EVERY = 1024
+MAX_UNLEARNED = 1 << 15
+"""Uses that may wait to be learned from where nothing has to go: each takes 100 bytes."""
 MAX_SAVED_S_PER_BYTE = 1e-3
 """Believed at most: hints come from outside. The largest models read about a token a second on the
 slowest machines that run them, and a token of the smallest takes some kilobytes."""
@@ -112,6 +114,8 @@ class CostAware(Policy):
         item.uses += 1
         item.last_use = item.fresh = self._now
         self._reuse.began(key, item.uses, self._now)
+        if self._now >= self._learn_at + MAX_UNLEARNED:
+            self._learn()
 
     def remove(self, key: bytes) -> None:
         item = self._objects.pop(key, None)
@@ -137,12 +141,15 @@ class CostAware(Policy):
 
     def victim(self, held: bool = False) -> bytes | None:
         if self._now >= self._learn_at:
-            self._reuse.learn(self._now, self._last_use)
-            self._learn_at = self._now + max(MIN_LEARN_EVERY, len(self._objects) // 2)
+            self._learn()
         self._named = next(iter(self._first), None) or self._worst()
         if self._named is None and held:
             self._named = next(iter(self._last), None)
         return self._named
+
+    def _learn(self) -> None:
+        self._reuse.learn(self._now, self._last_use)
+        self._learn_at = self._now + max(MIN_LEARN_EVERY, len(self._objects) // 2)
 
     def _worst(self) -> bytes | None:
         while self._pool:
