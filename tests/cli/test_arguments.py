@@ -103,8 +103,11 @@ def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     for address in ("cache.ProcessPoolExecutor", "cache.replay", "node.bench",
                     "delivery.ProcessPoolExecutor", "delivery.run_job"):  # fmt: skip
         monkeypatch.setattr(f"kdn.bench.{address}", closed)
-    for logger in ("", "kdn", "aiohttp", "asyncio"):  # `kdn node` gives them a stream of this test
-        monkeypatch.setattr(logging.getLogger(logger), "handlers", [])
+    # `kdn node` gives loggers a stream of this test, and keeps what they say from others.
+    for logger in map(logging.getLogger, ("", "kdn", "aiohttp", "asyncio")):
+        monkeypatch.setattr(logger, "handlers", [])
+        monkeypatch.setattr(logger, "propagate", logger.propagate)
+        monkeypatch.setattr(logger, "level", logger.level)
     monkeypatch.setattr(server, "serve", serve)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", closed)

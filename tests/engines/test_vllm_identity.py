@@ -19,7 +19,7 @@ from kdn.engines.vllm.checks import (
     check_weights,
     layers_in_order,
 )
-from kdn.engines.vllm.identity import Identity
+from kdn.engines.vllm.identity import Identity, spec_of_model
 from kdn.engines.vllm.settings import Settings
 from kdn.errors import UnsupportedError
 
@@ -168,6 +168,30 @@ def weights(load_format: str = "auto", quantization: str | None = None, **stored
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )
+
+
+@pytest.mark.parametrize("load_format", ["tensorizer", "mistral", "pt", "npcache", "somebody's"])
+def test_loaders_of_other_files_are_refused(load_format: str) -> None:
+    with pytest.raises(UnsupportedError, match="load-format"):
+        check_weights(weights(load_format))
+
+
+def test_configurations_from_elsewhere_are_refused() -> None:
+    for setting in ({"hf_config_path": "/elsewhere"}, {"config_format": "mistral"}):
+        config = weights()
+        vars(config.model_config).update(setting)
+        with pytest.raises(UnsupportedError, match="config"):
+            check_weights(config)
+
+
+def test_a_second_copy_of_the_weights_is_refused(tmp_path: Path) -> None:
+    """vLLM would load that one, whatever the others are."""
+    (tmp_path / "consolidated.safetensors").touch()
+    model = SimpleNamespace(model=str(tmp_path), hf_overrides=None, dtype=torch.float16)
+    for load_format in ("auto", "safetensors"):
+        load = SimpleNamespace(load_format=load_format, download_dir=None)
+        with pytest.raises(UnsupportedError, match="consolidated"):
+            spec_of_model(model, load)
 
 
 def test_weights_must_be_those_of_the_checkpoint() -> None:

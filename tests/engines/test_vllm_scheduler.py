@@ -194,7 +194,7 @@ def test_what_has_no_name_is_left_alone() -> None:
 
 
 SKIPS = SimpleNamespace(skip_reading_prefix_cache=True, prompt_logprobs=1)
-READS = SimpleNamespace(skip_reading_prefix_cache=False, prompt_logprobs=1)
+READS = SimpleNamespace(skip_reading_prefix_cache=False, prompt_logprobs=None)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +206,7 @@ READS = SimpleNamespace(skip_reading_prefix_cache=False, prompt_logprobs=1)
         {"pooling_params": SKIPS},
         {"skip_reading_prefix_cache": None, "sampling_params": None, "pooling_params": SKIPS},
         {"sampling_params": SimpleNamespace(prompt_logprobs=0)},  # before vLLM had the setting
+        {"skip_reading_prefix_cache": False, "sampling_params": SimpleNamespace(prompt_logprobs=1)},
     ],
 )
 def test_what_has_to_be_computed_is_not_looked_up(more: dict[str, Any]) -> None:
@@ -561,3 +562,20 @@ def test_the_key_of_seals_does_not_travel() -> None:
     back = step.with_seal_key(b"").with_seal_key(SPACE.seal_key)
     assert [load.chunks[0].seal_key for load in back.loads] == [SPACE.seal_key]
     assert [c.key for c in back.saves[0].chunks] == [c.key for c in step.saves[0].chunks]
+
+
+def test_whatever_a_request_is_like_the_engine_goes_on() -> None:
+    world = World()
+    for number, odd in enumerate(
+        ({"cache_salt": "\ud800"}, {"kv_transfer_params": {"kdn": {"quality": 10**5000}}})
+    ):
+        world.arrive(asked := request(f"odd {number}", 1000, **odd), 512)
+        assert world.side.matched(asked, 0) == (0, False)
+    assert world.side.counts["refused"] == 2
+
+
+def test_after_a_reset_the_worker_is_told() -> None:
+    world = World()
+    assert not world.step().stopped
+    world.side.stop()
+    assert world.step().stopped

@@ -13,6 +13,8 @@ from kdn.engines.vllm.weights import Weights, models_of
 from kdn.errors import UnsupportedError
 from kdn.places import is_url
 
+LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""That load the files which a model is named after."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -31,6 +33,9 @@ def check_config(config: Any, settings: Settings) -> None:
         "a folder shared by several workers (use a node's URL)": several
         and not all(map(is_url, places)),
         "speculative decoding": config.speculative_config is not None,
+        "LoRA for some modules only (target_modules)": bool(
+            getattr(getattr(config, "lora_config", None), "target_modules", None)
+        ),
     }
     for what, is_so in reasons.items():
         if is_so:
@@ -40,14 +45,29 @@ def check_config(config: Any, settings: Settings) -> None:
 def check_weights(config: Any) -> None:
     """Chunks are named by the checkpoint's files: the model must be what these say."""
     model = config.model_config
-    if config.load_config.load_format == "dummy":
+    load_format = _word(config.load_config.load_format)
+    if load_format == "dummy":
         raise UnsupportedError("kdn does not support random weights (--load-format dummy)")
+    if load_format not in LOAD_FORMATS:
+        raise UnsupportedError(
+            f"kdn does not support --load-format {load_format}: the weights may be others than "
+            f"those of the checkpoint's safetensors files. It knows {', '.join(LOAD_FORMATS)}"
+        )
+    if getattr(model, "hf_config_path", None):
+        raise UnsupportedError("kdn does not support a configuration from elsewhere")
+    if (config_format := _word(getattr(model, "config_format", "auto"))) not in ("auto", "hf"):
+        raise UnsupportedError(f"kdn does not support --config-format {config_format}")
     is_stored_so = getattr(model.hf_config, "quantization_config", None) is not None
     if model.quantization is not None and not is_stored_so:
         raise UnsupportedError(
             f"kdn does not support weights that vLLM quantises itself ({model.quantization}): they "
             "would share chunks with the model as it is stored. Use a quantised checkpoint"
         )
+
+
+def _word(value: Any) -> str:
+    """vLLM has some settings as enumerations, depending on its version."""
+    return str(getattr(value, "value", value))
 
 
 def cache_dtype(config: Any) -> torch.dtype:

@@ -78,7 +78,7 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         check_blocks(kv_cache_config)
         # A cache that is away must not fail requests. vLLM reads this after making its connector.
         transfer.kv_load_failure_policy = settings.load_failure
-        self._spec = spec = spec_of_model(vllm_config.model_config)
+        self._spec = spec = spec_of_model(vllm_config.model_config, vllm_config.load_config)
         self._dtype = cache_dtype(vllm_config)
         self._runtime = Runtime.acquire(settings, spec, self._dtype)
         self._block_tokens = int(vllm_config.cache_config.block_size)

@@ -16,26 +16,41 @@ from kdn.errors import KdnError, ModelUnavailableError, UnsupportedError
 logger = logging.getLogger(__name__)
 
 
-def spec_of_model(model_config: Any) -> ModelSpec:
+def spec_of_model(model_config: Any, load_config: Any = None) -> ModelSpec:
     """The spec of the model that vLLM loads, from its checkpoint."""
     from kdn.engines.checkpoint import spec_of_checkpoint
 
     config = model_config.hf_config if model_config.hf_overrides else None
-    return spec_of_checkpoint(_folder(model_config), model_config.dtype, config)
+    folder = _folder(model_config, getattr(load_config, "download_dir", None))
+    _check_files(folder, str(getattr(load_config, "load_format", "auto")))
+    return spec_of_checkpoint(folder, model_config.dtype, config)
 
 
-def _folder(model_config: Any) -> Path:
+def _check_files(folder: Path, load_format: str) -> None:
+    """A second copy of the weights, in Mistral's own format, is what vLLM would load."""
+    has_index = (folder / "model.safetensors.index.json").is_file()
+    if any(folder.glob("consolidated*.safetensors")) and (load_format == "auto" or not has_index):
+        raise UnsupportedError(
+            f"{folder} has weights twice: vLLM loads consolidated*.safetensors, and kdn names the "
+            "model after the others. Use --load-format safetensors, or move that copy away"
+        )
+
+
+def _folder(model_config: Any, download_dir: str | None) -> Path:
     folder = Path(model_config.model)
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         found = snapshot_download(
-            model_config.model, revision=model_config.revision, local_files_only=True
+            model_config.model,
+            revision=model_config.revision,
+            cache_dir=download_dir,
+            local_files_only=True,
         )
-    except LocalEntryNotFoundError as error:
+    except (LocalEntryNotFoundError, HFValidationError) as error:
         raise ModelUnavailableError(
             f"{model_config.model} is not in the local cache: kdn names a model by its weights' "
             "files, so download it first"

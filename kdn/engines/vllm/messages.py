@@ -45,6 +45,8 @@ class Step:
     """That the model reads in this step."""
     waiting: bool = False
     """For lookups: with no tokens to read, there is nothing else to do."""
+    stopped: bool = False
+    """For good: nothing is loaded or published any more, and what is under way is not used."""
 
     def with_seal_key(self, seal_key: bytes) -> Step:
         """Steps may cross a network, so they travel without the key (b"") that chunks are sealed

@@ -49,7 +49,7 @@ KEEPING_CHUNKS = 64
 class Runtime:
     """`acquire` one; `release` it as often."""
 
-    _shared: dict[tuple[Settings, bytes], Runtime] = {}  # noqa: RUF012 (shared on purpose)
+    _shared: dict[tuple[Settings, bytes, torch.dtype], Runtime] = {}  # noqa: RUF012 (shared on purpose)
     _lock = threading.Lock()  # guards _shared and _users
 
     def __init__(self, settings: Settings, codec: Codec, dtype: torch.dtype) -> None:
@@ -72,7 +72,7 @@ class Runtime:
     @classmethod
     def acquire(cls, settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> Runtime:
         """The one of this process for these settings and this model, whose cache is of `dtype`."""
-        key = (settings, spec.fingerprint)
+        key = (settings, spec.fingerprint, dtype)
         with cls._lock:
             runtime = cls._shared.get(key)
             if runtime is None:
@@ -216,14 +216,23 @@ def find_codec(settings: Settings, spec: ModelSpec) -> Codec:
         return open_codec(settings.codec, spec, Path(settings.profile))
 
     async def find() -> Codec:
-        async with open_places(
-            settings.url, token=settings.token, client=settings.client, tls_ca=settings.tls_ca
-        ) as places:
-            return await codec_for(settings.codec, spec, places, seal_key(settings.secret))
+        try:
+            async with (
+                asyncio.timeout(OPEN_S),
+                open_places(
+                    settings.url,
+                    token=settings.token,
+                    client=settings.client,
+                    tls_ca=settings.tls_ca,
+                ) as places,
+            ):
+                return await codec_for(settings.codec, spec, places, seal_key(settings.secret))
+        except TimeoutError as error:
+            raise StoreError(f"{settings.url} did not open in {OPEN_S} s") from error
 
     # In a thread of its own: this one may have an event loop that runs.
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, find()).result(OPEN_S)
+        return pool.submit(asyncio.run, find()).result()
 
 
 def open_host_tier(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> HostTier | None:

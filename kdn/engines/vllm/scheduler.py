@@ -27,7 +27,6 @@ from kdn.engines.vllm.identity import Identity
 from kdn.engines.vllm.known import Known
 from kdn.engines.vllm.messages import Load, Loaded, Save, Step
 from kdn.engines.vllm.settings import Settings
-from kdn.errors import KdnError
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class SchedulerSide:
         try:
             settings = self._settings.for_request(request.kv_transfer_params, has_salt=has_salt)
             namespace = self._identity.of(request)
-        except (KdnError, OSError) as error:
+        except Exception as error:  # whatever a request is like, the engine goes on
             self._refuse(request, error)
             settings, namespace = self._settings, None
         context = Context(request, settings, namespace)
@@ -128,7 +127,7 @@ class SchedulerSide:
             if self._identity.of(context.request) == context.namespace:
                 return True
             self._refuse(context.request, "its salt or its adapter has changed")
-        except (KdnError, OSError) as error:
+        except Exception as error:
             self._refuse(context.request, error)
         context.namespace = context.lookup = None
         return False
@@ -265,6 +264,7 @@ class SchedulerSide:
             tuple(save for save in saves if save is not None),
             output.total_num_scheduled_tokens,
             any(c.lookup is not None and not c.lookup.done() for c in self._contexts.values()),
+            self.counts["stopped"] > 0,
         )
 
     def _place(self, request_id: str, block_ids: Sequence[int], num_computed: int) -> None:
@@ -354,12 +354,12 @@ def must_compute(request: Any) -> bool:
     """Whether every token of its prompt has to be computed, as for the prompt's log probabilities
     and for some pooling: then the values of a cache are of no use.
 
-    vLLM decides that when a request arrives; the parameters of a session may change later. Where
-    nothing says so (before vLLM had this setting), asking for log probabilities does.
+    vLLM decides that when a request arrives; the parameters of a session may change later. Asking
+    for log probabilities is enough, whatever else is said.
     """
     sampling = getattr(request, "sampling_params", None)
     asked = (request, sampling, getattr(request, "pooling_params", None))
-    told = [getattr(one, "skip_reading_prefix_cache", None) for one in asked]
-    if any(one is not None for one in told):
-        return any(told)
-    return getattr(sampling, "prompt_logprobs", None) is not None
+    wished = ("prompt_logprobs", "prompt_logprob_token_ids")
+    return any(getattr(one, "skip_reading_prefix_cache", None) for one in asked) or any(
+        getattr(sampling, name, None) is not None for name in wished
+    )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from kdn.cache.keys import PUBLIC_SECRET
+from kdn.checked import checked_client
 from kdn.codec import CODECS
 from kdn.config import find_credentials
 from kdn.errors import UnsupportedError
@@ -77,6 +78,12 @@ class Settings:
             raise UnsupportedError(
                 'queue_bytes: expected more than 0; "publish": false publishes nothing'
             )
+        if settings.lookup_s == 0 or settings.deadline_s == 0:
+            raise UnsupportedError(
+                'lookup_s and deadline_s: expected more than 0; "load": false loads nothing'
+            )
+        if settings.client is not None:
+            checked_client(settings.client)
         if settings.codec not in CODECS:
             raise UnsupportedError(f"no codec {settings.codec!r}; there are {', '.join(CODECS)}")
         if settings.load_failure not in ("recompute", "fail"):
@@ -140,5 +147,5 @@ def _fits(value: Any, kind: str) -> bool:
     if kind == "int":
         return isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if kind == "str | None":
-        return value is None or isinstance(value, str)
+        return value is None or (isinstance(value, str) and bool(value))
     return type(value).__name__ == kind

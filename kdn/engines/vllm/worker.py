@@ -106,7 +106,7 @@ class WorkerSide:
         self.counts: Counter[str] = Counter()
         self._runtime, self._paged, self._clock = runtime, paged, clock
         self._weights_changed = weights_changed
-        self._is_over = False  # the weights have changed, once and for all
+        self._is_over = False  # the weights have changed, or may have: once and for all
         self._jobs: dict[str, Job] = {}
         self._ended: deque[Ended] = deque()  # filled by the event loop, emptied by vLLM's thread
         self._turn = asyncio.Semaphore(LOADS_AT_ONCE)
@@ -121,6 +121,7 @@ class WorkerSide:
 
     def begin(self, step: Step) -> None:
         self._step, self._began_s = step, self._clock()
+        self._is_over |= step.stopped
 
     def start_loads(self) -> None:
         for load in self._step.loads:
