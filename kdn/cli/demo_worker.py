@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -30,7 +30,7 @@ from kdn.delivery.progress import share
 from kdn.delivery.request import Snapshot
 from kdn.engines.generating import Sampling, TextPieces
 from kdn.engines.growing import MAX_SPARE
-from kdn.engines.reading import forward, pieces
+from kdn.engines.reading import forward, layer_by_layer, pieces
 
 NAME = "document"
 WARM_TOKENS = 512
@@ -138,22 +138,6 @@ async def without_kdn(
     stats = Stats(len(prompt), 0, len(prompt), len(context.tokens) - len(prompt), ttft_s=ttft_s)
     teller.tell("done", **asdict(stats))
     return context
-
-
-@contextmanager
-def layer_by_layer(model: Any, tell: Callable[[float], None]) -> Iterator[None]:
-    """Tells which part of its layers a model has gone through."""
-    layers = model.get_decoder().layers
-
-    def hook(number: int) -> Callable[..., None]:
-        return lambda *_: tell((number + 1) / len(layers))
-
-    hooks = [layer.register_forward_hook(hook(number)) for number, layer in enumerate(layers)]
-    try:
-        yield
-    finally:
-        for one in hooks:
-            one.remove()
 
 
 def compare(

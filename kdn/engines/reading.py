@@ -7,7 +7,8 @@ sliding window drops them: whatever its window, it then holds what a continuatio
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -74,3 +75,19 @@ def last_tokens(past: Cache, start: int) -> KVCache:
 
 def _keeps_logits(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+@contextmanager
+def layer_by_layer(model: Any, tell: Callable[[float], None]) -> Iterator[None]:
+    """Tells which part of its layers a model has gone through."""
+    layers = model.get_decoder().layers
+
+    def hook(number: int) -> Callable[..., None]:
+        return lambda *_: tell((number + 1) / len(layers))
+
+    hooks = [layer.register_forward_hook(hook(number)) for number, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()

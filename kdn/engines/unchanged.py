@@ -10,7 +10,8 @@ nor those of fused optimizers. So one element of every row is compared too, from
 from row to row. SmolLM2 takes 3 ms; a model of 8 billion weights has 1.6 million rows, and would
 take some 15 ms on a CPU.
 
-Models with adapters inside are refused: too much decides which of them act, and how.
+Models with adapters inside are refused: too much decides which of them act, and how. So are
+forward hooks, which can change every value and leave no trace in the weights.
 """
 
 from __future__ import annotations
@@ -43,6 +44,17 @@ def refuse_adapters(model: torch.nn.Module) -> None:
             )
 
 
+def refuse_hooks(modules: Sequence[torch.nn.Module]) -> None:
+    """But for kdn's own, which watch only."""
+    for module in modules:
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if not getattr(hook, "__module__", "").startswith("kdn."):
+                raise UnsupportedError(
+                    f"the model has a forward hook ({type(module).__name__}), which may change its "
+                    "values: caches are named after the weights alone. Remove it first"
+                )
+
+
 class Unchanged:
     """Made when a model is named. Keeps all it looked at: nothing else can take its place."""
 
@@ -50,17 +62,20 @@ class Unchanged:
         refuse_adapters(model)
         self._model = model
         self._modules = list(model.modules())
+        refuse_hooks(self._modules)
         self._tensors = list(_tensors(self._modules))
         self._facts = [_facts(tensor) for tensor in self._tensors]
         self._samples = _grouped([_sample(tensor) for tensor in self._tensors])
         self._values = [_values(group) for group in self._samples]
 
     def check(self) -> None:
-        """MismatchError if the model is another one now, UnsupportedError if it has an adapter."""
+        """MismatchError if the model is another one now, UnsupportedError if it has an adapter or a
+        forward hook."""
         modules = list(self._model.modules())
         if not _same(modules, self._modules):
             refuse_adapters(self._model)
             raise _changed("its modules are others")
+        refuse_hooks(modules)
         if any(module.training for module in modules):
             raise MismatchError("the model is in training mode: call its eval()")
         tensors = list(_tensors(modules))

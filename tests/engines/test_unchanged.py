@@ -119,6 +119,19 @@ def test_changes_are_seen(change: Callable[[Any], None], tiny_model: Any) -> Non
         unchanged.check()
 
 
+def test_forward_hooks_are_refused(tiny_model: Any) -> None:
+    """They steer a model, and leave its weights as they are."""
+    model = tiny_model("llama")
+    unchanged = Unchanged(model)
+    hook = model.model.layers[1].register_forward_hook(lambda module, given, out: out)
+    with pytest.raises(UnsupportedError, match="forward hook"):
+        unchanged.check()
+    with pytest.raises(UnsupportedError, match="forward hook"):
+        Unchanged(model)
+    hook.remove()
+    unchanged.check()
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mixtral", "phi"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_use_is_no_change(family: str, dtype: torch.dtype, tiny_model: Any) -> None:
