@@ -16,11 +16,13 @@ from kdn.node.ranges import names_etag, quoted
 from kdn.node.sending import Sender
 from kdn.node.state import CLIENT, NODE, TENANT, Node, parse_hex, query_flag, query_number
 from kdn.node.tenants import Tenant
+from kdn.node.turns import Work
 from kdn.protocol.limits import MAX_MANIFEST_BYTES, MAX_MANIFEST_KEYS
 
 MAX_LISTED = 1000
 MAX_VERSION = 2**53
 DELETES_AT_ONCE = 32
+SLICE_S = 0.0005
 IN_THREAD_BYTES = 256 * 2**10
 """Manifests beyond this are parsed in a thread: others may run while their keys are read."""
 _PART = re.compile(r"[A-Za-z0-9._-]{0,128}")
@@ -81,8 +83,12 @@ async def put_manifest(
             raise _failed(error) from None
         except TooManyError as error:
             raise Refusal(507, "quota_exceeded", str(error)) from None
-        node.retainer.retain(tenant, name, chunks)
+        await node.retainer.retain(tenant, name, chunks, _work(node, tenant))
     return made
+
+
+def _work(node: Node, tenant: Tenant) -> Work:
+    return Work(node.turns, tenant.name, SLICE_S)
 
 
 async def _check_quota(node: Node, tenant: Tenant, size_bytes: int) -> None:
@@ -114,7 +120,7 @@ async def delete_manifest(
             report = await _delete_chunks(node, tenant, name)
         # Only now: after a crash the name still knows what is to be deleted.
         await node.names.delete(tenant.name, name, must)
-        node.retainer.retain(tenant, name, ())
+        await node.retainer.retain(tenant, name, (), _work(node, tenant))
     return report
 
 

@@ -14,6 +14,7 @@ from kdn.config import NodeSettings
 from kdn.errors import UnsupportedError
 from kdn.node.names import NameStore
 from kdn.node.tenants import Tenant
+from kdn.node.turns import Work
 from kdn.store.base import Store
 from kdn.store.disk import open_disk
 from kdn.store.evict import Owners, Retention, open_policy
@@ -31,18 +32,28 @@ class Retainer:
 
     policies: list[Retention] = field(default_factory=list)
 
-    def retain(self, tenant: Tenant, name: str, chunks: Iterable[bytes]) -> None:
+    async def retain(self, tenant: Tenant, name: str, chunks: Iterable[bytes], work: Work) -> None:
         """`name` now uses these chunks; none to forget it."""
-        keys = [tenant.store_key("chunks", chunk) for chunk in chunks]
         for policy in self.policies:
-            policy.retain(tenant.prefix + name.encode(), keys)
+            steps = policy.retaining(tenant.prefix + name.encode(), _keys(tenant, chunks))
+            try:
+                for _ in steps:
+                    await work.pause()
+            finally:  # all of them, even if nobody waits for it any more
+                for _ in steps:
+                    pass
 
     async def retain_all(self, tenants: Iterable[Tenant], names: NameStore) -> None:
         """Everything that is named, at start."""
         if self.policies:
             for tenant in tenants:
                 async for name, chunks in names.newest_chunks(tenant.name):
-                    self.retain(tenant, name, chunks)
+                    for policy in self.policies:
+                        policy.retain(tenant.prefix + name.encode(), _keys(tenant, chunks))
+
+
+def _keys(tenant: Tenant, chunks: Iterable[bytes]) -> list[bytes]:
+    return [tenant.store_key("chunks", chunk) for chunk in chunks]
 
 
 async def open_store(settings: NodeSettings, disk_policy: Retention, owners: Owners) -> Store:

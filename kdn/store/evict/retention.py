@@ -8,7 +8,7 @@ before all others (unless held), and using it no longer keeps it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
 
 from kdn.store.base import Hints
@@ -85,11 +85,22 @@ class Retention(Policy):
 
     def retain(self, name: bytes, keys: Iterable[bytes]) -> None:
         """`name` now keeps exactly these keys; none to forget it."""
-        new, old = frozenset(keys), self._names.pop(name, frozenset())
-        self.pin(new - old)
-        self.unpin(old - new)
+        for _ in self.retaining(name, keys):
+            pass
+
+    def retaining(self, name: bytes, keys: Iterable[bytes]) -> Iterator[None]:
+        """The same a key at a time, for thousands of them: to be gone through to its end."""
+        new, old = frozenset(keys), self._names.get(name, frozenset())
+        for key in new - old:
+            self.hold(key)
+            yield
         if new:
             self._names[name] = new
+        else:
+            self._names.pop(name, None)
+        for key in old - new:
+            self.release(key)
+            yield
 
     def expire(self, key: bytes, after_s: float) -> None:
         """A key that is here should go first once `after_s` seconds have passed."""
