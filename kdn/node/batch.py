@@ -82,7 +82,8 @@ async def lookup(request: web.Request) -> web.StreamResponse:
         keys = []
         for key in _items(body, "keys"):
             keys.append(parse_hex("a key", key))
-            await work.pause()
+            if work.is_over:
+                await work.rest()
         head_bytes = _number(body.get("head_bytes"), "head_bytes", MAX_HEAD_BYTES)
         wanted = head_bytes
         if wanted is None:
@@ -113,7 +114,8 @@ async def _look_up(
         if len(store_keys) > LOOKED_UP:
             some = _one_at_a_time(node, tenant, some)
         entries += await node.wait(some)
-        await work.pause()
+        if work.is_over:
+            await work.rest()
     return entries
 
 
@@ -137,7 +139,8 @@ async def _heads(
     """`whole_header`: exactly the header of each chunk, instead of all that was looked up."""
     answers = []
     for key, entry in zip(keys, entries, strict=True):
-        await work.pause()
+        if work.is_over:
+            await work.rest()
         end = 0
         if entry is not None:
             end = len(entry.head)
@@ -157,7 +160,8 @@ async def read(request: web.Request) -> web.StreamResponse:
         spans = []
         for item in _items(body, "spans"):
             spans.append(_span(item))
-            await work.pause()
+            if work.is_over:
+                await work.rest()
         async with node.answers.share(tenant.name, len(spans) * ANSWER_BYTES):
             store_keys = [tenant.store_key(collection, span[0]) for span in spans]
             entries = await _look_up(node, tenant, work, list(dict.fromkeys(store_keys)))
@@ -171,7 +175,8 @@ async def _spans(
 ) -> list[Answer]:
     answers = []
     for (key, start, end, etag), entry in zip(spans, entries, strict=True):
-        await work.pause()
+        if work.is_over:
+            await work.rest()
         if entry is None:
             answers.append(Answer(key, frames.MISS, None))
         elif etag not in (None, entry.etag):
@@ -193,7 +198,8 @@ async def _send(
     for answer in answers:
         hits += answer.status == frames.OK
         num_bytes += _answer_bytes(answer)
-        await work.pause()
+        if work.is_over:
+            await work.rest()
     node.stats.hits.inc(hits)
     node.stats.misses.inc(len(answers) - hits)
     response = web.StreamResponse(headers={"Content-Type": frames.CONTENT_TYPE})
@@ -201,7 +207,8 @@ async def _send(
     await response.prepare(request)
     with Sender(node, request, (tenant.name, request[CLIENT])) as sender:
         for index, answer in enumerate(answers):
-            await work.pause()
+            if work.is_over:
+                await work.rest()
             await _send_answer(node, sender, index, answer)
         await sender.flush()
     return response

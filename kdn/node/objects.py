@@ -208,7 +208,8 @@ async def _collect(
     work = Work(node.turns, tenant.name, LIST_SLICE_S)  # stores in memory never wait themselves
     entries = node.store.list(prefix)
     async for entry in entries:
-        await work.pause()
+        if work.is_over:
+            await work.rest()
         if entry.key > after:
             found.append(entry)
             if len(found) == limit:

@@ -38,7 +38,8 @@ class Retainer:
             steps = policy.retaining(tenant.prefix + name.encode(), _keys(tenant, chunks))
             try:
                 for _ in steps:
-                    await work.pause()
+                    if work.is_over:
+                        await work.rest()
             finally:  # all of them, even if nobody waits for it any more
                 for _ in steps:
                     pass

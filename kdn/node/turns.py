@@ -1,6 +1,6 @@
 """Who works next: long work on the event loop, cut into slices that tenants take in turn.
 
-A handler that goes through thousands of keys would keep everybody else waiting. So it pauses
+A handler that goes through thousands of keys would keep everybody else waiting. So it rests
 between them: after a slice of work it waits for its tenant's next turn. In each round of the event
 loop every tenant has one turn, however many of its requests wait for one; reading a little needs
 none.
@@ -44,7 +44,7 @@ class Turns:
 
 
 class Work:
-    """One request's work. Call `pause` often: it costs little while the slice lasts."""
+    """One request's work. Ask often whether its slice `is_over`, and then `rest`."""
 
     def __init__(
         self, turns: Turns, tenant: str, slice_s: float, clock: Callable[[], float] = perf_counter
@@ -52,9 +52,9 @@ class Work:
         self._turns, self._tenant, self._slice_s, self._clock = turns, tenant, slice_s, clock
         self._end_s = clock() + slice_s
 
-    async def pause(self) -> None:
-        if self._clock() >= self._end_s:
-            await self.rest()
+    @property
+    def is_over(self) -> bool:
+        return self._clock() >= self._end_s
 
     async def rest(self) -> None:
         """Let others work first, before a piece that cannot be cut."""

@@ -194,7 +194,7 @@ def test_what_has_no_name_is_left_alone() -> None:
 
 
 SKIPS = SimpleNamespace(skip_reading_prefix_cache=True, prompt_logprobs=1)
-READS = SimpleNamespace(skip_reading_prefix_cache=False, prompt_logprobs=None)
+READS = SimpleNamespace(skip_reading_prefix_cache=False, prompt_logprobs=1)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ READS = SimpleNamespace(skip_reading_prefix_cache=False, prompt_logprobs=None)
         {"pooling_params": SKIPS},
         {"skip_reading_prefix_cache": None, "sampling_params": None, "pooling_params": SKIPS},
         {"sampling_params": SimpleNamespace(prompt_logprobs=0)},  # before vLLM had the setting
-        {"skip_reading_prefix_cache": False, "sampling_params": SimpleNamespace(prompt_logprobs=1)},
+        {"sampling_params": SimpleNamespace(prompt_logprob_token_ids=[1])},
     ],
 )
 def test_what_has_to_be_computed_is_not_looked_up(more: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ def test_who_has_gone_takes_nobodys_turn() -> None:
     run(work())
 
 
-def test_work_pauses_when_its_slice_is_over() -> None:
+def test_work_rests_when_its_slice_is_over() -> None:
     async def work() -> None:
         now_s, waited = 0.0, []
 
@@ -59,7 +59,8 @@ def test_work_pauses_when_its_slice_is_over() -> None:
 
         job = Work(Counted(), "a", 2.0, lambda: now_s)
         for _ in range(5):
-            await job.pause()
+            if job.is_over:
+                await job.rest()
             now_s += 1.0
         assert waited == [2.0, 4.0]
 

@@ -354,12 +354,15 @@ def must_compute(request: Any) -> bool:
     """Whether every token of its prompt has to be computed, as for the prompt's log probabilities
     and for some pooling: then the values of a cache are of no use.
 
-    vLLM decides that when a request arrives; the parameters of a session may change later. Asking
-    for log probabilities is enough, whatever else is said.
+    vLLM decides that when a request arrives; the parameters of a session may change later. Where
+    nothing says so (before vLLM had this setting), asking for log probabilities does. A request
+    that says itself that it may read a cache gets none of those for what was read, as with vLLM's
+    own prefix cache.
     """
     sampling = getattr(request, "sampling_params", None)
     asked = (request, sampling, getattr(request, "pooling_params", None))
+    told = [getattr(one, "skip_reading_prefix_cache", None) for one in asked]
+    if any(one is not None for one in told):
+        return any(told)
     wished = ("prompt_logprobs", "prompt_logprob_token_ids")
-    return any(getattr(one, "skip_reading_prefix_cache", None) for one in asked) or any(
-        getattr(sampling, name, None) is not None for name in wished
-    )
+    return any(getattr(sampling, name, None) is not None for name in wished)
