@@ -74,6 +74,8 @@ def test_many_keys_are_gone_through_in_turns(
     """With slices of no length there is a turn for every key, and the answer is the same."""
     for name in ("LOOKUP_SLICE_S", "READ_SLICE_S"):
         monkeypatch.setattr(batch, name, 0.0)
+    for name in ("SEEN", "SENT"):
+        monkeypatch.setattr(batch, name, 1)
     keys = [key_of(number).hex() for number in range(600)]
     asked = {"keys": keys} if question == "lookup" else {"spans": [{"key": key} for key in keys]}
 
