@@ -141,7 +141,7 @@ async def _heads(
     tenant: Tenant, work: Work, keys: list[bytes], entries: list[Entry | None], whole_header: bool
 ) -> list[Answer]:
     """`whole_header`: exactly the header of each chunk, instead of all that was looked up."""
-    answers = []
+    answers: list[Answer] = []
     for key, entry in zip(keys, entries, strict=True):
         if len(answers) % SEEN == SEEN - 1 and work.is_over:
             await work.rest()
@@ -177,7 +177,7 @@ async def read(request: web.Request) -> web.StreamResponse:
 async def _spans(
     tenant: Tenant, work: Work, spans: list[Span], entries: list[Entry | None]
 ) -> list[Answer]:
-    answers = []
+    answers: list[Answer] = []
     for (key, start, end, etag), entry in zip(spans, entries, strict=True):
         if len(answers) % SEEN == SEEN - 1 and work.is_over:
             await work.rest()
