@@ -68,7 +68,6 @@ class Assembly:
             )
         self.header = header
         self.level_ends = header.level_ends
-        self._level_starts = (header.size_bytes, *self.level_ends)
         self.levels = 0
         """How many of the first levels are here and verified."""
         self.damages = 0
@@ -123,7 +122,7 @@ class Assembly:
             level = self.levels
             self._checking = True
             try:
-                small = self.level_ends[level] - self._level_starts[level] <= IN_LOOP_BYTES
+                small = len(self._level(level)) <= IN_LOOP_BYTES
                 intact = (
                     self._is_intact(level)
                     if small
@@ -141,7 +140,7 @@ class Assembly:
         return True
 
     def _level(self, level: int) -> memoryview:
-        return self._bytes[self._level_starts[level] : self.level_ends[level]]
+        return self._bytes[self.header.level_start(level) : self.level_ends[level]]
 
     def _settle(self, level: int, intact: bool) -> None:
         if intact:
@@ -149,4 +148,4 @@ class Assembly:
         else:
             self.damages += 1
             # And all behind it: nobody knows whether those who brought this brought that.
-            self._have.remove(self._level_starts[level], len(self._bytes))
+            self._have.remove(self.header.level_start(level), len(self._bytes))
