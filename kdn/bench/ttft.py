@@ -32,7 +32,7 @@ from kdn.bench.ttft_report import Row, plot, print_report, write_json
 from kdn.cache.keys import Namespace, TokenIds, cut
 from kdn.cache.tensors import KVCache
 from kdn.calibrate.corpus import default_calibration, default_texts, load_text
-from kdn.client.quality import enough_kld
+from kdn.session.quality import enough_kld
 from kdn.errors import UnsupportedError
 from kdn.node.traces import TraceRate
 

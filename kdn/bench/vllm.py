@@ -41,7 +41,7 @@ from kdn.bench.vllm_engine import (
 from kdn.bench.vllm_report import Row, document, plot, print_report, read_rows, write_json
 from kdn.bench.vllm_systems import LINKS, LOOPBACK, Example, Kdn, LMCache, NoCache, Route, System
 from kdn.calibrate.corpus import Text, default_texts, load_text, window_starts
-from kdn.client.quality import enough_kld
+from kdn.session.quality import enough_kld
 from kdn.errors import FormatError, ModelUnavailableError, UnsupportedError
 
 INSTALL_LMCACHE = "pip install --no-deps lmcache==0.5.6, and the packages it asks for"

@@ -27,7 +27,7 @@ from kdn.bench.node_servers import (
     start_server,
 )
 from kdn.bench.node_wire import Nginx, Redis, call, redis_command
-from kdn.engines.host_tier import SHARED_MEMORY
+from kdn.session.host_memory import SHARED_MEMORY
 
 LOOPBACK = "loopback"
 LINKS: dict[str, float | None] = {LOOPBACK: None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}

@@ -36,7 +36,7 @@ from kdn.client.engine import Context, Engine, ModelSource, check_source, load_p
 from kdn.client.learning import FLUSH_S, Learner
 from kdn.client.loading import Loader, usable_chunks
 from kdn.client.options import Options
-from kdn.client.quality import Quality, enough_kld
+from kdn.session.quality import Quality, enough_kld
 from kdn.codec import CODECS
 from kdn.config import find_credentials
 from kdn.delivery.publish import Publisher

@@ -10,7 +10,7 @@ from random import Random
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Tokens, cut, tails
 from kdn.client.engine import Engine
 from kdn.client.options import Options
-from kdn.client.quality import Quality, enough_kld
+from kdn.session.quality import Quality, enough_kld
 from kdn.delivery.client import deliver
 from kdn.delivery.endpoints import Endpoint
 from kdn.delivery.estimate import Estimator

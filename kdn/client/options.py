@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kdn.checked import checked_deadline
-from kdn.client.quality import Quality, enough_kld
+from kdn.session.quality import Quality, enough_kld
 from kdn.delivery.request import OnProgress
 from kdn.engines.generating import Sampling
 from kdn.errors import UnsupportedError

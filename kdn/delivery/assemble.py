@@ -83,6 +83,11 @@ class Assembly:
         return self.header.stream_id
 
     @property
+    def head(self) -> bytes:
+        """Its header, as it came."""
+        return bytes(self._bytes[: self.header.size_bytes])
+
+    @property
     def arrived_bytes(self) -> int:
         """From the first byte on, without a gap."""
         gaps = self._have.missing(0, len(self._bytes))

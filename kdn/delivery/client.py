@@ -19,6 +19,7 @@ from kdn.delivery.decode import Decoder
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.delivery.flight import Limits, ThroughputEstimator
 from kdn.delivery.front import Front
+from kdn.delivery.known import Known
 from kdn.delivery.lookup import HEAD_BYTES, Incoming, Question, look_up, read_local, reject_spoilt
 from kdn.delivery.outcome import result_of
 from kdn.delivery.plan import Fetch, Offer, Plan, Policy, Progress, Reading, Situation
@@ -45,6 +46,7 @@ PROGRESS_S = 0.05
 async def deliver(
     request: Request,
     endpoints: Endpoints | Iterable[Store | Endpoint],
+    known: Known | None = None,
     *,
     policy: Policy | None = None,
     estimator: ThroughputEstimator | None = None,
@@ -54,10 +56,11 @@ async def deliver(
     rng: Random | None = None,
     head_bytes: int = HEAD_BYTES,
 ) -> Result:
-    """The best cache of these chunks that is to be had by the deadline.
+    """The best of these chunks that is to be had by the deadline, written to the sink.
 
-    The estimator may be shared by deliveries from the same endpoints: what one has learnt of the
-    link helps the next. Endpoints are not closed.
+    What is known of them is looked up, if nobody tells. The estimator may be shared by deliveries
+    from the same endpoints: what one has learnt of the link helps the next. Endpoints are not
+    closed.
     """
     if not isinstance(endpoints, Endpoints):
         endpoints = Endpoints(endpoints)
@@ -66,6 +69,7 @@ async def deliver(
         request,
         question,
         endpoints,
+        known,
         policy or _default_policy(),
         estimator or _default_estimator(),
         on_progress or (lambda snapshot: None),
@@ -94,6 +98,7 @@ class Delivery:
         request: Request,
         question: Question,
         endpoints: Endpoints,
+        told: Known | None,
         policy: Policy,
         estimator: ThroughputEstimator,
         on_progress: OnProgress,
@@ -102,7 +107,6 @@ class Delivery:
         self.request, self.question, self.endpoints = request, question, endpoints
         self.estimator, self.limits = estimator, limits
         self.began_s = question.clock()
-        self.cache = request.output()
         self.gauge = Gauge(request.speeds, request.compute is not None)
         self.known: list[Incoming] = []
         self._weights = request.weights()
@@ -112,6 +116,7 @@ class Delivery:
         if request.speeds is not None:
             alone_s = request.speeds.prefill_s(request.chunks[0].start, request.chunks[-1].end)
             self._look_s = max(LOOKUP_S, LOOK_SHARE * alone_s)
+        self._told = told
         self._policy = policy
         self._on_progress = on_progress
         self._plan = Plan((), 0, 0.0, 0.0)
@@ -133,15 +138,14 @@ class Delivery:
             self.known, self.question, self.endpoints, self.estimator, self.limits, until_s
         )
         self.decoder = Decoder(
-            self.request.codec, self.cache, self.gauge, self.transfer.changed, self.question.clock
+            self.request.sink, self.gauge, self.transfer.changed, self.question.clock
         )
         # Not `self.now_s`: a delivery that is part of a cycle keeps its buffers until a collection,
         # which engines put off.
         clock, began_s = self.question.clock, self.began_s
         self.front = Front(
-            self.request, self.known, self.cache, self.decoder, self.transfer.changed,
-            lambda: clock() - began_s,
-        )  # fmt: skip
+            self.request, self.known, self.decoder, self.transfer.changed, lambda: clock() - began_s
+        )
         try:
             await self._look_up(until_s)
             if self.known:
@@ -161,7 +165,7 @@ class Delivery:
         """A model that can read does not wait long for it: whatever becomes of the lookup, the
         whole takes hardly longer than reading."""
         until_s = min(until_s, self.began_s + HOPELESS_S)
-        lookup = asyncio.create_task(look_up(self.question, self.endpoints, until_s))
+        lookup = asyncio.ensure_future(self._find(until_s))
         try:
             if self._can_read:
                 await asyncio.wait([lookup], timeout=self._look_s)
@@ -171,7 +175,7 @@ class Delivery:
                 self.front.raise_crash()
                 await asyncio.wait([lookup], timeout=TICK_S)
             if lookup.done():
-                self.known += lookup.result()
+                self.known += lookup.result().incoming(self.request.chunks)
         finally:
             lookup.cancel()
             await asyncio.wait([lookup])
@@ -179,6 +183,11 @@ class Delivery:
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, until_s - self.question.clock())):
                 await read_local(self.known, self.endpoints, self._enough_levels())
+
+    async def _find(self, until_s: float) -> Known:
+        if self._told is not None:
+            return self._told
+        return Known(streams=await look_up(self.question, self.endpoints, until_s))
 
     def _enough_levels(self) -> int:
         expected = self.request.expected_kld

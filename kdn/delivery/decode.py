@@ -1,4 +1,4 @@
-"""Decoding beside the transfer, on all cores: a chunk for each of them, or all for one chunk.
+"""Decoding beside the transfer, a batch of chunks at a time, into a sink.
 
 The plan says what is worth decoding: the first of its fetches that are here and not decoded yet.
 Only when time runs short are chunks without any value decoded with what there is, whatever was
@@ -11,12 +11,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kdn.cache.tensors import KVCache
-from kdn.codec.base import Codec
-from kdn.codec.threads import num_cores, parallel_map
+from kdn.codec.threads import num_cores
 from kdn.delivery.assemble import Assembly
 from kdn.delivery.lookup import Incoming
 from kdn.delivery.plan import Fetch
+from kdn.delivery.sink import Arrival, Sink
 from kdn.delivery.speeds import Gauge
 from kdn.errors import FormatError, KdnError
 
@@ -33,16 +32,14 @@ class _Job(NamedTuple):
 class Decoder:
     def __init__(
         self,
-        codec: Codec,
-        cache: KVCache,
+        sink: Sink,
         gauge: Gauge,
         changed: asyncio.Event,
         clock: Callable[[], float],
     ) -> None:
         self.busy: tuple[Incoming, ...] = ()
         self.troubles: list[str] = []
-        self._codec = codec
-        self._cache = cache
+        self._sink = sink
         self._gauge = gauge
         self._changed = changed
         self._clock = clock
@@ -94,41 +91,34 @@ class Decoder:
     async def _decode(self, jobs: Sequence[_Job]) -> None:
         began_s = self._clock()
         try:
-            found = await asyncio.to_thread(parallel_map, self._write, jobs)
+            failures = await asyncio.to_thread(self._write, jobs)
             took_s = self._clock() - began_s
-            for job, valid_from in zip(jobs, found, strict=True):
-                self._note(job, valid_from, took_s / len(jobs))
+            for job, failure in zip(jobs, failures, strict=True):
+                self._note(job, failure, took_s / len(jobs))
         finally:
             self.busy = ()
             self._changed.set()
 
-    def _note(self, job: _Job, valid_from: tuple[int, ...] | KdnError, took_s: float) -> None:
+    def _write(self, jobs: Sequence[_Job]) -> list[KdnError | None]:
+        return self._sink.decode(
+            [
+                Arrival(one.chunk, assembly.stream(levels), levels, one.decoded > 0)
+                for one, assembly, levels in jobs
+            ]
+        )
+
+    def _note(self, job: _Job, failure: KdnError | None, took_s: float) -> None:
         one = job.one
-        if isinstance(valid_from, KdnError):
+        if failure is not None:
             # What was decoded before still is. Nothing is said of a stream that was begun since.
             if job.assembly is one.assembly:
                 one.lost = one.undecodable = True
                 # Intact, and yet no stream of this codec; or right, but not for this reader.
-                one.spoilt = isinstance(valid_from, FormatError)
-            self.troubles.append(f"chunk {one.number}: {valid_from}")
+                one.spoilt = isinstance(failure, FormatError)
+            self.troubles.append(f"chunk {one.number}: {failure}")
             return
-        one.decoded, one.decoded_id, one.valid_from = job.levels, job.assembly.stream_id, valid_from
+        one.decoded, one.decoded_id = job.levels, job.assembly.stream_id
         self._gauge.decoded(one.chunk.num_tokens, job.levels, took_s)
-
-    def _write(self, job: _Job) -> tuple[int, ...] | KdnError:
-        """Decode to the chunk's place; aside first if there is something to lose."""
-        one, levels = job.one, job.levels
-        place = self._cache.slice(one.chunk.start, one.chunk.end)
-        try:
-            stream = job.assembly.stream(levels)
-            if not one.decoded:
-                return self._codec.decode(stream, one.chunk, levels=levels, out=place).valid_from
-            done = self._codec.decode(stream, one.chunk, levels=levels, dtype=place.dtype)
-        except KdnError as error:
-            return error
-        place.keys.copy_(done.keys)
-        place.values.copy_(done.values)
-        return done.valid_from
 
 
 def is_waiting(one: Incoming) -> bool:

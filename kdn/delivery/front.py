@@ -1,7 +1,7 @@
 """The model at work beside a delivery: it reads chunks from the front, piece by piece.
 
-What it has read is copied into the cache when a piece is done, never before; so a cache never holds
-half of a chunk, and a piece that is stopped leaves no trace.
+What it has read goes to the sink when a piece is done, never before; so a sink never holds half of
+a chunk, and a piece that is stopped leaves no trace.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ class Front:
         self,
         request: Request,
         known: Sequence[Incoming],
-        cache: KVCache,
         decoder: Decoder,
         changed: asyncio.Event,
         now_s: Callable[[], float],
     ) -> None:
         self.num_read = 0
         self.reading: Reading | None = None
-        self.valid_from: list[tuple[int, ...]] = []
-        """Of each chunk that was read: from where on each layer holds it."""
-        self._request, self._known, self._cache = request, known, cache
+        self._request, self._known = request, known
         self._decoder, self._changed, self._now_s = decoder, changed, now_s
         self._task: asyncio.Task[None] | None = None
 
@@ -80,11 +77,6 @@ class Front:
         one = self._known[number] if number < len(self._known) else None
         while any(one is busy for busy in self._decoder.busy):
             await self._decoder.finish()
-        mine = values.slice(chunk.start, chunk.end)
-        place = self._cache.slice(chunk.start, chunk.end)
-        place.keys.copy_(mine.keys)
-        place.values.copy_(mine.values)
-        self.valid_from.append(mine.valid_from)
+        self._request.sink.write(chunk, values)
         if one is not None:
             one.computed, one.decoded, one.decoded_id = True, 0, b""
-            one.valid_from = mine.valid_from

@@ -52,12 +52,11 @@ class Incoming:
     decoded: int = 0
     """Levels of it in the cache, all of stream `decoded_id`."""
     decoded_id: bytes = b""
-    valid_from: tuple[int, ...] = ()
     computed: bool = False
 
-    def restart(self, assembly: Assembly, lacking: set[Endpoint]) -> None:
+    def restart(self, stream: Stream) -> None:
         """Begin again with another stream; what was decoded stays as it is."""
-        self.assembly, self.lacking = assembly, lacking
+        self.assembly, self.lacking = stream.assembly, set(stream.lacking)
         self.restarts += 1
 
 
@@ -68,44 +67,60 @@ class Question:
     clock: Callable[[], float]
     rng: Random
     head_bytes: int = HEAD_BYTES
+    best: Sequence[Chunk] | None = None
+    """If all of these are known, there is nothing better to be found; None: all chunks."""
+
+    def is_answered(self, answers: Answers) -> bool:
+        wanted = {chunk.key for chunk in (self.chunks if self.best is None else self.best)}
+        numbers = [i for i, chunk in enumerate(self.chunks) if chunk.key in wanted]
+        return all(any(answer[i] is not None for answer in answers.values()) for i in numbers)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The stream of a chunk, as far as it came, and who is known not to have it."""
+
+    assembly: Assembly
+    lacking: frozenset[Endpoint] = frozenset()
 
 
 Answers = dict[Endpoint, list[Assembly | None]]
+Streams = dict[bytes, Stream | None]
+"""By a chunk's key. None: asked for, and nobody has it."""
 
 
-async def look_up(question: Question, endpoints: Endpoints, until_s: float) -> list[Incoming]:
-    """The longest prefix of the chunks that the endpoints together know."""
+async def look_up(question: Question, endpoints: Endpoints, until_s: float) -> Streams:
+    """What the endpoints together know. Local ones are asked first, and the others only if these
+    do not know all."""
     answers: Answers = {}
     await _ask_all(question, endpoints.local, until_s, answers)
-    if not _all_known(question, answers):
+    if not question.is_answered(answers):
         await _ask_all(question, endpoints.remote, until_s, answers)
-    known: list[Incoming] = []
-    for number, chunk in enumerate(question.chunks):
-        found = adopt(endpoints, answers, number)
-        if found is None:
-            break
-        known.append(Incoming(number, chunk, *found))
-    return known
+    return _adopted(question, endpoints, answers)
 
 
-def adopt(
-    endpoints: Endpoints, answers: Answers, number: int
-) -> tuple[Assembly, set[Endpoint]] | None:
-    """The stream that the first endpoint offers, and who is known not to have it."""
-    offers = {e: answers[e][number] for e in endpoints if e in answers}
-    chosen = next((offer for offer in offers.values() if offer is not None), None)
-    if chosen is None:
-        return None
-    stream_id = chosen.stream_id
-    lacking = {e for e, offer in offers.items() if offer is None or offer.stream_id != stream_id}
-    return chosen, lacking
-
-
-async def ask_again(question: Question, endpoints: Endpoints, until_s: float) -> Answers:
+async def look_again(question: Question, endpoints: Endpoints, until_s: float) -> Streams:
     """What every endpoint that answers in time has now."""
     answers: Answers = {}
     await _ask_all(question, list(endpoints), until_s, answers)
-    return answers
+    return _adopted(question, endpoints, answers)
+
+
+def _adopted(question: Question, endpoints: Endpoints, answers: Answers) -> Streams:
+    """Of each chunk the stream that the first endpoint offers."""
+    streams: Streams = {}
+    for number, chunk in enumerate(question.chunks):
+        offers = {e: answers[e][number] for e in endpoints if e in answers}
+        chosen = next((offer for offer in offers.values() if offer is not None), None)
+        streams[chunk.key] = chosen and Stream(
+            chosen,
+            frozenset(
+                endpoint
+                for endpoint, offer in offers.items()
+                if offer is None or offer.stream_id != chosen.stream_id
+            ),
+        )
+    return streams
 
 
 async def _ask_all(
@@ -120,7 +135,7 @@ async def _ask_all(
                 pending, timeout=until_s - clock(), return_when=asyncio.FIRST_COMPLETED
             )
             answers |= {tasks[task]: task.result() for task in done}
-            if _all_known(question, answers):
+            if question.is_answered(answers):
                 break
             now_s = clock()
             if done:
@@ -129,13 +144,6 @@ async def _ask_all(
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
-
-
-def _all_known(question: Question, answers: Answers) -> bool:
-    return all(
-        any(answer[number] is not None for answer in answers.values())
-        for number in range(len(question.chunks))
-    )
 
 
 async def _persist(question: Question, endpoint: Endpoint) -> list[Assembly | None]:
@@ -216,19 +224,25 @@ def _header_bytes(entry: Entry | None) -> int:
 
 
 def _begin(entry: Entry, chunk: Chunk, codec: Codec) -> Assembly:
-    """The seal comes before all but the etag: of what others wrote, nothing else is read, and only
-    a stream that has its own etag is blamed for what is wrong with it."""
+    """Only a stream that has its own etag is blamed for what is wrong with it."""
     size = header_size(entry.head)
     if entry.head[size - STREAM_ID_BYTES : size] != entry.etag:
         raise ChecksumError("the store's entry is not of this stream")
-    header = Header.parse(entry.head, chunk.seal_key)
+    header = verified_head(entry.head, chunk, codec)
     if header.stream_bytes != entry.size_bytes:
         raise ChecksumError("the store's entry is not of this stream")
+    return Assembly(header, entry.head)
+
+
+def verified_head(head: bytes, chunk: Chunk, codec: Codec) -> Header:
+    """The header that a stream begins with, if it is one of this chunk that this codec can decode.
+    The seal comes first: of what others wrote, nothing else is read."""
+    header = Header.parse(head, chunk.seal_key)
     stream = Bitstream(header, {})
     stream.check_for(chunk, codec.spec, codec.profile_id, CodecId[codec.name.upper()])
     if header.info.num_levels != codec.num_levels:
-        raise MismatchError(f"expected {codec.num_levels} levels")
-    return Assembly(header, entry.head)
+        raise MismatchError(f"expected {codec.num_levels} levels, found {header.info.num_levels}")
+    return header
 
 
 def reject_spoilt(known: Sequence[Incoming], endpoints: Endpoints, now_s: float) -> None:

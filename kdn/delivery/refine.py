@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
-from kdn.cache.tensors import KVCache
 from kdn.delivery.decode import Decoder, is_waiting
 from kdn.delivery.endpoints import Endpoints
 from kdn.delivery.flight import Limits, ThroughputEstimator
 from kdn.delivery.lookup import Incoming, Question, reject_spoilt
 from kdn.delivery.plan import Fetch
+from kdn.delivery.sink import Sink
 from kdn.delivery.speeds import Gauge
 from kdn.delivery.transfer import Transfer
 
@@ -39,7 +39,7 @@ class Refinement:
         endpoints: Endpoints,
         estimator: ThroughputEstimator,
         limits: Limits,
-        cache: KVCache,
+        sink: Sink,
         gauge: Gauge,
     ) -> None:
         self._clock = question.clock
@@ -48,7 +48,7 @@ class Refinement:
         self._chunks = [one for one in known if one.decoded]
         self._num_levels = question.codec.num_levels
         self._transfer = Transfer(known, question, endpoints, estimator, limits, self._until_s)
-        self._decoder = Decoder(question.codec, cache, gauge, asyncio.Event(), self._clock)
+        self._decoder = Decoder(sink, gauge, asyncio.Event(), self._clock)
         self._news = asyncio.Event()  # a level has arrived, or nothing more will
         self._task: asyncio.Task[None] | None = None
 

@@ -6,12 +6,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.delivery.plan import Speeds
+from kdn.delivery.sink import Sink
 
 if TYPE_CHECKING:
     from kdn.delivery.refine import Refinement
@@ -27,7 +26,7 @@ TAIL_KLD, BODY_KLD = 0.25, 1.75
 
 Compute = Callable[[int, int], Awaitable[KVCache]]
 """Reads chunks [first, end) with the model, returns their values. Called from the front on, once
-at a time; may be cancelled. It writes nothing itself: so a cache never holds half of a chunk."""
+at a time; may be cancelled. It writes nothing itself: so a sink never holds half of a chunk."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,11 @@ class Request:
     codec: Codec
     expected_kld: Sequence[float]
     """By levels - 1: see the profile's `expected`."""
+    sink: Sink
     deadline_s: float = FAR_S
     """From the call on; what is there by then is the result."""
     enough_kld: float = 0.0
     """The mean need not be better: with this reached, the delivery ends before its deadline."""
-    cache: KVCache | None = None
-    """Where to decode to, holding at least all the chunks' tokens; allocated if None."""
-    dtype: torch.dtype = torch.float32
     speeds: Speeds | None = None
     compute: Compute | None = None
     """Without it nothing is computed on the way, and no plan counts on it."""
@@ -54,17 +51,6 @@ class Request:
         assert len(self.expected_kld) == self.codec.num_levels, "one expectation for each level"
         assert self.deadline_s > 0
         assert self.enough_kld >= 0
-
-    def output(self) -> KVCache:
-        """The part of the caller's cache that holds the chunks, or a new one."""
-        start, end = self.chunks[0].start, self.chunks[-1].end
-        if self.cache is not None:
-            return self.cache.slice(start, end)
-        spec = self.codec.spec
-        return KVCache.empty(
-            spec.num_layers, end - start, spec.num_kv_heads, spec.head_dim, dtype=self.dtype,
-            start=start,
-        )  # fmt: skip
 
     def weights(self) -> list[float]:
         """How much a token of each chunk counts: those of the end as much as all before them."""
@@ -101,10 +87,10 @@ OnProgress = Callable[[Snapshot], None]
 
 @dataclass(frozen=True)
 class Result:
-    """`cache` holds chunk i with `levels[i]` levels of stream `stream_ids[i]`, or with the model's
+    """The sink holds chunk i with `levels[i]` levels of stream `stream_ids[i]`, or with the model's
     own values where `computed[i]`; the chunks of `recompute` it does not hold."""
 
-    cache: KVCache
+    sink: Sink
     num_levels: int
     levels: tuple[int, ...]
     computed: tuple[bool, ...]

@@ -21,7 +21,7 @@ from dataclasses import replace
 from kdn.delivery.assemble import Assembly, Intervals
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.delivery.flight import Flight, Limits, Part, ThroughputEstimator, size_of
-from kdn.delivery.lookup import Incoming, Question, adopt, ask_again
+from kdn.delivery.lookup import Incoming, Question, look_again
 from kdn.delivery.plan import Fetch, Link
 from kdn.errors import KdnError
 from kdn.store.streaming import Ask, Piece, read_spans
@@ -343,12 +343,12 @@ class Transfer:
             found = None
             if incoming.restarts < MAX_RESTARTS:
                 question = replace(self._question, chunks=[incoming.chunk])
-                answers = await ask_again(question, self._endpoints, self._until_s)
-                found = adopt(self._endpoints, answers, 0)
+                streams = await look_again(question, self._endpoints, self._until_s)
+                found = streams[incoming.chunk.key]
             if found is None:
                 incoming.lost = True
             else:
-                incoming.restart(*found)
+                incoming.restart(found)
         finally:
             del self._searches[incoming.number]
             self.changed.set()

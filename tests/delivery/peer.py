@@ -20,6 +20,7 @@ from kdn.codec.exact import ExactCodec
 from kdn.delivery.client import deliver
 from kdn.delivery.planner import POLICIES
 from kdn.delivery.request import Request
+from kdn.delivery.sink import HostSink
 from kdn.store.http import HttpStore
 from tests.codec.conftest import seeded_bytes
 from tests.delivery.world import put_stream
@@ -55,11 +56,12 @@ async def publish(url: str, num_chunks: int) -> dict[str, object]:
 async def fetch(url: str, num_chunks: int) -> dict[str, object]:
     codec, chunks = context(num_chunks)
     store = HttpStore(url)
-    request = Request(chunks, codec, (0.0,), deadline_s=90.0, dtype=torch.float16)
+    sink = HostSink.of(codec, chunks, torch.float16)
+    request = Request(chunks, codec, (0.0,), sink, deadline_s=90.0)
     result = await deliver(request, [store], policy=POLICIES["fixed"])
     await store.close()
     right = all(
-        torch.equal(result.cache.slice(chunk.start, chunk.end).keys, values(chunk).keys)
+        torch.equal(sink.cache.slice(chunk.start, chunk.end).keys, values(chunk).keys)
         for chunk in chunks
     )
     return {

@@ -23,7 +23,17 @@ from kdn.delivery.request import Snapshot
 from kdn.errors import MismatchError
 from kdn.store.base import Entry, Store
 from tests.delivery.checked import deliver_from
-from tests.delivery.world import Down, Flaky, Proxy, World, level_major, make_world, put_stream, run
+from tests.delivery.world import (
+    Down,
+    Flaky,
+    Proxy,
+    World,
+    cache_of,
+    level_major,
+    make_world,
+    put_stream,
+    run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +114,8 @@ def test_decodes_into_the_callers_cache(world: World) -> None:
         return [await world.store()]
 
     result = deliver_from(world, places, cache=mine)
-    assert result.cache.keys.data_ptr() == mine.keys.data_ptr()
-    assert result.cache.dtype == torch.float16
+    assert cache_of(result).keys.data_ptr() == mine.keys.data_ptr()
+    assert cache_of(result).dtype == torch.float16
     assert not mine.keys[:, end:].any()
 
 
@@ -179,7 +189,7 @@ def test_sliding_windows_say_what_is_absent(world: World) -> None:
         return [await windowed.store()]
 
     result = deliver_from(windowed, places)
-    assert result.cache.valid_from == (296, 0, 0, 0)
+    assert cache_of(result).valid_from == (296, 0, 0, 0)
 
 
 # what goes wrong

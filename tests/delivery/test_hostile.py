@@ -21,7 +21,6 @@ from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.delivery.estimate import Estimator
 from kdn.delivery.flight import Part
 from kdn.delivery.lookup import Incoming, Question
-from kdn.delivery.request import Request
 from kdn.delivery.transfer import Transfer
 from kdn.errors import MismatchError
 from kdn.store.base import Span
@@ -107,7 +106,7 @@ def test_a_stream_for_other_readers_is_not_to_be_replaced(world: World) -> None:
         place = Endpoint(await world.store())
         codec = copy(world.codec)
         codec.__class__ = Choosy
-        request = Request(world.chunks, codec, world.expected_kld, deadline_s=5.0)
+        request = replace(world, codec=codec).request(deadline_s=5.0)
         result = await deliver(request, [place], policy=level_major)
         assert not any(result.levels)
         assert not any(place.rejected(chunk.key) for chunk in world.chunks)

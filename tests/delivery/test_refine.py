@@ -11,7 +11,7 @@ import torch
 
 from kdn.delivery.client import deliver
 from kdn.delivery.flight import Limits
-from tests.delivery.world import Flaky, World, level_major, make_world, run
+from tests.delivery.world import Flaky, World, cache_of, level_major, make_world, run
 
 QUICK = Limits(hedge_s=0.05, silence_s=0.2)
 
@@ -31,17 +31,17 @@ def test_refinement_changes_the_cache_only_when_told(world: World) -> None:
         request = world.request(enough_kld=world.expected_kld[0], deadline_s=5.0)
         result = await deliver(request, [store], policy=level_major, limits=QUICK, rng=Random(1))
         assert result.levels == (1,) * 6
-        before = result.cache.keys.clone()
+        before = cache_of(result).keys.clone()
         async with result.refine() as better:
             while not better.is_complete:
                 assert await better.wait(5.0)
-                assert torch.equal(result.cache.keys, before)
+                assert torch.equal(cache_of(result).keys, before)
                 levels = better.levels
                 improved = await better.apply()
                 for number in improved:
                     assert better.levels[number] > levels[number]
                 world.check(replace(result, levels=better.levels))
-                before = result.cache.keys.clone()
+                before = cache_of(result).keys.clone()
             assert better.levels == complete(world)
             assert better.ready == ()
         assert len(asyncio.all_tasks()) == 1
@@ -55,14 +55,14 @@ def test_refinement_leaves_alone_what_is_not_its_own(world: World) -> None:
         request = world.request(enough_kld=world.expected_kld[0], deadline_s=5.0)
         result = await deliver(request, [store], policy=level_major)
         assert result.recompute == (3, 4, 5)
-        result.cache.keys[:, 768:] = 7.0
+        cache_of(result).keys[:, 768:] = 7.0
         async with result.refine() as better:
             assert await better.wait(5.0)
             while not better.is_complete:
                 await better.apply(limit_s=1.0)
                 await better.wait(0.1)
         assert better.levels == complete(world)[:3]
-        assert bool((result.cache.keys[:, 768:] == 7.0).all())
+        assert bool((cache_of(result).keys[:, 768:] == 7.0).all())
 
     run(test())
 

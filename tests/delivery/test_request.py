@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kdn.cache.keys import Namespace, cut
 from kdn.cache.spec import ModelSpec
 from kdn.codec.exact import ExactCodec
 from kdn.delivery.request import Request, worst_kld
+from kdn.delivery.sink import HostSink
 
 SPEC = ModelSpec(1, 1, 8, 1000, (None,), (None,), b"m" * 16)
 
@@ -16,7 +18,9 @@ SPEC = ModelSpec(1, 1, 8, 1000, (None,), (None,), b"m" * 16)
 def test_chunks_that_are_good_enough_are_so_in_the_mean(num_tokens: int) -> None:
     codec = ExactCodec(SPEC)
     chunks = cut(range(num_tokens), Namespace(SPEC.fingerprint, codec.profile_id))
-    request = Request(chunks, codec, (0.0,) * codec.num_levels)
+    request = Request(
+        chunks, codec, (0.0,) * codec.num_levels, HostSink.of(codec, chunks, torch.float32)
+    )
     worst = [worst_kld(chunk, num_tokens, 0.01) for chunk in chunks]
     parts = [
         chunk.num_tokens * weight for chunk, weight in zip(chunks, request.weights(), strict=True)

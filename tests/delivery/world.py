@@ -22,6 +22,7 @@ from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec
 from kdn.delivery.plan import Fetch, Plan, Situation
 from kdn.delivery.request import Request, Result
+from kdn.delivery.sink import HostSink
 from kdn.errors import StoreError
 from kdn.store.base import Entry, Span, Stats, Store
 from kdn.store.evict import open_policy
@@ -55,8 +56,13 @@ class World:
     def expected_kld(self) -> tuple[float, ...]:
         return tuple(0.1 / 4**level for level in range(self.codec.num_levels))
 
-    def request(self, **options: Any) -> Request:
-        return Request(self.chunks, self.codec, self.expected_kld, **options)
+    def request(
+        self, *, cache: KVCache | None = None, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> Request:
+        sink = HostSink.of(self.codec, self.chunks, dtype)
+        if cache is not None:
+            sink = HostSink(self.codec, cache)
+        return Request(self.chunks, self.codec, self.expected_kld, sink, **options)
 
     async def store(self, streams: Sequence[bytes] | None = None) -> MemoryStore:
         """With these streams, or with all."""
@@ -70,18 +76,24 @@ class World:
         by_id = {Bitstream.parse(data).stream_id: data for data in (*self.streams, *self.others)}
         stream = Bitstream.parse(by_id[result.stream_ids[number]])
         chunk, levels = self.chunks[number], result.levels[number]
-        return self.codec.decode(stream, chunk, levels=levels, dtype=result.cache.dtype)
+        return self.codec.decode(stream, chunk, levels=levels, dtype=cache_of(result).dtype)
 
     def check(self, result: Result) -> None:
         """Every chunk is its stream at its level, or the model's, or is to be recomputed."""
         for number, chunk in enumerate(self.chunks):
-            part = result.cache.slice(chunk.start, chunk.end)
+            part = cache_of(result).slice(chunk.start, chunk.end)
             if result.computed[number]:
                 assert same(part, self.caches[number])
             elif result.levels[number]:
                 assert same(part, self.decoded(result, number)), f"chunk {number} is wrong"
             else:
                 assert number in result.recompute
+
+
+def cache_of(result: Result) -> KVCache:
+    """What was delivered into main memory."""
+    assert isinstance(result.sink, HostSink)
+    return result.sink.cache
 
 
 def same(a: KVCache, b: KVCache) -> bool:

@@ -29,7 +29,7 @@ from kdn.codec.expected import expected_kld
 from kdn.codec.format import Bitstream
 from kdn.delivery.estimate import Estimator
 from kdn.delivery.publish import Counts, Publisher
-from kdn.engines.host_tier import HostTier, default_place
+from kdn.session.host_memory import HostMemory, default_place
 from kdn.engines.vllm.settings import Settings
 from kdn.errors import KdnError, StoreError
 from kdn.places import Places, open_places
@@ -235,13 +235,13 @@ def find_codec(settings: Settings, spec: ModelSpec) -> Codec:
         return pool.submit(asyncio.run, find()).result()
 
 
-def open_host_tier(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> HostTier | None:
+def open_host_tier(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> HostMemory | None:
     """A folder that was named must be good; without shared memory there is just no such tier."""
     folder = Path(settings.host_folder) if settings.host_folder else default_place()
     if settings.host_bytes == 0 or folder is None:
         return None
     try:
-        return HostTier(folder, spec, dtype, settings.host_bytes)
+        return HostMemory(folder, spec, dtype, settings.host_bytes)
     except (KdnError, OSError) as error:
         if settings.host_folder:
             raise

@@ -33,7 +33,7 @@ from xxhash import xxh3_64
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
-from kdn.engines.host_folder import Here, HostFolder
+from kdn.session.host_folder import Here, HostFolder
 from kdn.errors import ChecksumError, FormatError, UnsupportedError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -58,7 +58,7 @@ class Held:
     """Whether what is computed on top of them may be published."""
 
 
-class HostTier:
+class HostMemory:
     """Of one model on this host. Any thread and any process of its user may use it."""
 
     def __init__(

@@ -13,8 +13,8 @@ import torch
 from kdn.cache.keys import Chunk, Namespace, cut
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
-from kdn.engines.host_folder import MARKER
-from kdn.engines.host_tier import HEADER_BYTES, HostTier
+from kdn.session.host_folder import MARKER
+from kdn.session.host_memory import HEADER_BYTES, HostMemory
 from kdn.errors import UnsupportedError
 
 LAYERS, HEADS, DIM = 2, 2, 8
@@ -38,12 +38,12 @@ def folder(tmp_path: Path) -> Path:
 
 def open_tier(
     folder: Path, dtype: torch.dtype = torch.float32, max_bytes: int = 3 * CHUNK_BYTES
-) -> HostTier:
-    return HostTier(folder.parent, SPEC, dtype, max_bytes)
+) -> HostMemory:
+    return HostMemory(folder.parent, SPEC, dtype, max_bytes)
 
 
 @pytest.fixture
-def tier(folder: Path) -> HostTier:
+def tier(folder: Path) -> HostMemory:
     return open_tier(folder)
 
 
@@ -65,7 +65,7 @@ def test_another_process_finds_what_one_keeps(folder: Path, dtype: torch.dtype) 
     assert tier.get(CHUNKS[0], 1.0) is None
 
 
-def test_only_what_is_good_enough_counts(tier: HostTier) -> None:
+def test_only_what_is_good_enough_counts(tier: HostMemory) -> None:
     chunk = CHUNKS[0]
     tier.put(chunk, values(chunk), 0.01, exact=False)
     assert tier.has(chunk, 0.01)
@@ -78,7 +78,7 @@ def test_only_what_is_good_enough_counts(tier: HostTier) -> None:
     assert held.exact
 
 
-def test_what_is_held_does_not_change_by_writing_to_it(tier: HostTier) -> None:
+def test_what_is_held_does_not_change_by_writing_to_it(tier: HostMemory) -> None:
     tier.put(CHUNKS[0], values(CHUNKS[0]), 0.0, exact=True)
     held = tier.get(CHUNKS[0], 0.0)
     assert held is not None
@@ -88,7 +88,7 @@ def test_what_is_held_does_not_change_by_writing_to_it(tier: HostTier) -> None:
     assert torch.equal(again.cache.keys, values(CHUNKS[0]).keys)
 
 
-def test_values_of_another_dtype_are_others(tier: HostTier, folder: Path) -> None:
+def test_values_of_another_dtype_are_others(tier: HostMemory, folder: Path) -> None:
     half = open_tier(folder, torch.bfloat16)
     assert half.put(CHUNKS[0], values(CHUNKS[0], torch.bfloat16), 0.0, exact=True)
     assert tier.get(CHUNKS[0], 1.0) is None
@@ -113,7 +113,7 @@ def first_chunks(number: int) -> list[Chunk]:
 
 def test_the_least_recently_used_goes(folder: Path) -> None:
     clock = Clock()
-    tier = HostTier(folder.parent, SPEC, torch.float32, 3 * CHUNK_BYTES, clock)
+    tier = HostMemory(folder.parent, SPEC, torch.float32, 3 * CHUNK_BYTES, clock)
     chunks = first_chunks(4)
     for chunk in chunks[:3]:
         tier.put(chunk, values(chunk), 0.0, exact=True)
@@ -124,7 +124,7 @@ def test_the_least_recently_used_goes(folder: Path) -> None:
     assert [tier.has(chunk, 0.0) for chunk in chunks] == [True, False, True, True]
 
 
-def test_of_one_prompt_the_end_goes_first(tier: HostTier, folder: Path) -> None:
+def test_of_one_prompt_the_end_goes_first(tier: HostMemory, folder: Path) -> None:
     """Also while it is read, and when it does not fit: its beginning stays."""
     taken = [tier.put(chunk, values(chunk), 0.0, exact=True) for chunk in CHUNKS]
     assert taken == [True] * 3 + [False] * 2
@@ -137,7 +137,7 @@ def test_of_one_prompt_the_end_goes_first(tier: HostTier, folder: Path) -> None:
     assert [tier.has(chunk, 0.0) for chunk in CHUNKS] == [True] * 2 + [False] * 3
 
 
-def test_a_folder_that_was_removed_comes_back(tier: HostTier, folder: Path) -> None:
+def test_a_folder_that_was_removed_comes_back(tier: HostMemory, folder: Path) -> None:
     tier.put(CHUNKS[0], values(CHUNKS[0]), 0.0, exact=True)
     shutil.rmtree(folder)
     assert tier.get(CHUNKS[0], 0.0) is None
@@ -152,7 +152,7 @@ def test_without_room_nothing_is_kept_or_lost(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 20, HEADER_BYTES - 1, HEADER_BYTES, CHUNK_BYTES - 1])
-def test_damage_is_a_miss_and_goes(tier: HostTier, folder: Path, at: int) -> None:
+def test_damage_is_a_miss_and_goes(tier: HostMemory, folder: Path, at: int) -> None:
     tier.put(CHUNKS[0], values(CHUNKS[0]), 0.5, exact=False)
     file = path(folder, CHUNKS[0])
     data = bytearray(file.read_bytes())
@@ -163,13 +163,13 @@ def test_damage_is_a_miss_and_goes(tier: HostTier, folder: Path, at: int) -> Non
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]".ljust(600), b"\xff" * 2000])
-def test_a_file_of_something_else_is_a_miss(tier: HostTier, folder: Path, data: bytes) -> None:
+def test_a_file_of_something_else_is_a_miss(tier: HostMemory, folder: Path, data: bytes) -> None:
     path(folder, CHUNKS[0]).write_bytes(data)
     assert not tier.has(CHUNKS[0], 1.0)
     assert tier.get(CHUNKS[0], 1.0) is None
 
 
-def test_values_do_not_pass_for_others(tier: HostTier, folder: Path) -> None:
+def test_values_do_not_pass_for_others(tier: HostMemory, folder: Path) -> None:
     """Neither another chunk's, nor the same at a quality they do not have."""
     tier.put(CHUNKS[0], values(CHUNKS[0]), 0.5, exact=False)
     data = path(folder, CHUNKS[0]).read_bytes()
@@ -182,7 +182,7 @@ def test_values_do_not_pass_for_others(tier: HostTier, folder: Path) -> None:
     assert tier.get(CHUNKS[0], 0.0) is None
 
 
-def test_what_does_not_fit_the_chunk_is_not_kept(tier: HostTier) -> None:
+def test_what_does_not_fit_the_chunk_is_not_kept(tier: HostMemory) -> None:
     chunk = CHUNKS[1]
     cache = values(chunk)
     half = KVCache(cache.keys[:, :, :1], cache.values[:, :, :1], chunk.start)
@@ -251,7 +251,7 @@ def test_a_folder_that_is_not_kdns_is_refused(folder: Path) -> None:
     assert theirs.read_bytes() == b"not ours"
 
 
-def test_what_another_could_have_written_is_not_believed(tier: HostTier, folder: Path) -> None:
+def test_what_another_could_have_written_is_not_believed(tier: HostMemory, folder: Path) -> None:
     tier.put(CHUNKS[0], values(CHUNKS[0]), 0.0, exact=True)
     path(folder, CHUNKS[0]).chmod(0o666)
     assert not tier.has(CHUNKS[0], 0.0)

@@ -1,0 +1,144 @@
+"""The longest beginning of a context that somebody knows, found with one lookup.
+
+Besides its full chunks a context may be known up to a tail, where some shorter prompt ended that
+this one goes on from. Which tail that is shows only when the full chunks are known; so all that it
+could be are asked for at once, unless the context is very long. Verified headers are kept: whoever
+delivers what is known here asks nobody again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+
+from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, Tokens, cut, tails
+from kdn.codec.base import Codec
+from kdn.codec.header import StreamInfo
+from kdn.delivery.assemble import Assembly
+from kdn.delivery.endpoints import Endpoints
+from kdn.delivery.lookup import Incoming, Question, Stream, Streams, look_up, verified_head
+from kdn.errors import KdnError
+
+MAX_KEYS = 1024
+"""Of one lookup: beyond 15,000 tokens, tails are asked for at the end only, and again where the
+known chunks end if that is before. A key costs 90 bytes on the wire."""
+
+
+@dataclass(frozen=True)
+class Known:
+    chunks: tuple[Chunk, ...] = ()
+    """From the context's first token on."""
+    streams: Streams = field(default_factory=dict, repr=False)
+    """Those of the chunks that were looked up, not found on this host."""
+    is_late: bool = False
+    """Nobody answered in time: more may be known."""
+
+    @property
+    def end(self) -> int:
+        return self.chunks[-1].end if self.chunks else 0
+
+    def incoming(self, chunks: Sequence[Chunk]) -> list[Incoming]:
+        """The first of these chunks, as far as their streams are known."""
+        found: list[Incoming] = []
+        for chunk in chunks:
+            stream = self.streams.get(chunk.key)
+            if stream is None:
+                break
+            found.append(Incoming(len(found), chunk, stream.assembly, set(stream.lacking)))
+        return found
+
+    def are_found(self, chunks: Iterable[Chunk]) -> bool:
+        """Whether nobody need be asked for them: their streams are here, or nobody has them."""
+        mine = {chunk.key for chunk in self.chunks}
+        return all(chunk.key in self.streams or chunk.key not in mine for chunk in chunks)
+
+    def heads(self, chunks: Iterable[Chunk]) -> tuple[bytes, ...]:
+        """The verified beginnings of streams, for another process; empty where there is none."""
+        streams = (self.streams.get(chunk.key) for chunk in chunks)
+        return tuple(b"" if stream is None else stream.assembly.head for stream in streams)
+
+    @classmethod
+    def of_heads(cls, chunks: Sequence[Chunk], heads: Sequence[bytes], codec: Codec) -> Known:
+        """From another process. Heads are verified again: one that is not right is not known."""
+        streams: Streams = {}
+        for chunk, head in zip(chunks, heads, strict=True):
+            try:
+                if head:
+                    streams[chunk.key] = Stream(Assembly(verified_head(head, chunk, codec), head))
+            except KdnError:
+                continue
+        return cls(tuple(chunks), streams)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What of a context is of use to its reader."""
+
+    tokens: Tokens
+    namespace: Namespace
+    block_tokens: int = 1
+    """A tail that adds no whole block, the last token left aside, is not asked for."""
+    takes: Callable[[StreamInfo], bool] = lambda info: True
+    """Which streams it can use."""
+    is_held: Callable[[Chunk], bool] = lambda chunk: False
+    """What need not be asked for."""
+
+    def tails(self, after: Chunk | None) -> list[Chunk]:
+        """The longest first."""
+        blocks = (after.end if after else 0) // self.block_tokens
+        return [
+            tail
+            for tail in tails(self.tokens, self.namespace, after)
+            if min(tail.end, len(self.tokens) - 1) // self.block_tokens > blocks
+        ]
+
+
+async def longest_known(
+    wish: Wish, question: Question, endpoints: Endpoints, until_s: float
+) -> Known:
+    """`question` tells codec and clock; what to ask for follows from the wish. After `until_s`
+    nobody is asked, and only what is held is known."""
+    every = cut(wish.tokens, wish.namespace)
+    full = [chunk for chunk in every if chunk.num_tokens == CHUNK_TOKENS]
+    held = list(takewhile(wish.is_held, full))
+    search = _Search(wish, question, endpoints, until_s)
+    ends = [full[number - 1] if number else None for number in range(len(held), len(full) + 1)]
+    at_ends = [wish.tails(after) for after in ends]
+    if len(full) - len(held) + sum(map(len, at_ends)) > MAX_KEYS:
+        at_ends[:-1] = [[] for _ in at_ends[1:]]
+    best = full[len(held) :] + at_ends[-1][:1]
+    await search.ask([*full[len(held) :], *(tail for some in at_ends for tail in some)], best)
+    chunks = [*held, *takewhile(search.is_usable, full[len(held) :])]
+    late = len(chunks) == len(held) and search.is_late
+    options = wish.tails(chunks[-1] if chunks else None)
+    tail = [one for one in options if wish.is_held(one)][:1]
+    if not tail:
+        await search.ask(options, options[:1])
+        tail = [one for one in options if search.is_usable(one)][:1]
+    chunks += tail
+    found = {c.key: search.streams[c.key] for c in chunks if search.streams.get(c.key)}
+    return Known(tuple(chunks), found, late)
+
+
+class _Search:
+    """What was asked so far, each key once."""
+
+    def __init__(
+        self, wish: Wish, question: Question, endpoints: Endpoints, until_s: float
+    ) -> None:
+        self.streams: Streams = {}
+        self.is_late = False
+        self._wish, self._question, self._endpoints = wish, question, endpoints
+        self._until_s = until_s
+
+    async def ask(self, chunks: Sequence[Chunk], best: Sequence[Chunk]) -> None:
+        new = [chunk for chunk in chunks if chunk.key not in self.streams]
+        if new and self._question.clock() < self._until_s:
+            question = replace(self._question, chunks=new, best=best)
+            self.streams |= await look_up(question, self._endpoints, self._until_s)
+            self.is_late = self._question.clock() >= self._until_s
+
+    def is_usable(self, chunk: Chunk) -> bool:
+        stream = self.streams.get(chunk.key)
+        return stream is not None and self._wish.takes(stream.assembly.header.info)

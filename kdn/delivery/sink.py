@@ -1,0 +1,99 @@
+"""Where delivered values go. A delivery hands a sink streams to decode and values that a model
+computed; the sink writes them where its engine wants them: tensors in main memory (`HostSink`),
+the blocks of a paged cache, a GPU.
+
+One batch is decoded at a time, in a thread that others wait for; values of other chunks may be
+written meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from kdn.cache.keys import Chunk
+from kdn.cache.tensors import KVCache
+from kdn.codec.base import Codec
+from kdn.codec.format import Bitstream
+from kdn.codec.threads import parallel_map
+from kdn.errors import KdnError
+
+
+class Arrival(NamedTuple):
+    """The first `levels` levels of a chunk, verified, to be decoded."""
+
+    chunk: Chunk
+    stream: Bitstream
+    levels: int
+    improves: bool
+    """The sink holds the chunk already, coarser: if this fails, that must stay as it is."""
+
+
+class Sink(Protocol):
+    def decode(self, batch: Sequence[Arrival]) -> list[KdnError | None]:
+        """Write each chunk as a whole, or say why not."""
+        ...
+
+    def write(self, chunk: Chunk, values: KVCache) -> None:
+        """Values of a chunk that need no decoding; they may change afterwards."""
+        ...
+
+
+class HostSink:
+    """Tensors in main memory, each chunk at its own positions."""
+
+    def __init__(self, codec: Codec, cache: KVCache) -> None:
+        """`cache` holds at least the positions of all chunks that will come."""
+        self._codec, self._cache = codec, cache
+        self._valid_from: dict[int, tuple[int, ...]] = {}  # of each chunk, by where it starts
+
+    @classmethod
+    def of(cls, codec: Codec, chunks: Sequence[Chunk], dtype: torch.dtype) -> HostSink:
+        """In new memory for these chunks."""
+        spec, start = codec.spec, chunks[0].start
+        return cls(
+            codec,
+            KVCache.empty(
+                spec.num_layers, chunks[-1].end - start, spec.num_kv_heads, spec.head_dim,
+                dtype=dtype, start=start,
+            ),
+        )  # fmt: skip
+
+    @property
+    def cache(self) -> KVCache:
+        """With what layers lack, as the chunks say that were written: a layer with a sliding window
+        lacks the oldest tokens, be it in one chunk or in several."""
+        cache = self._cache
+        valid_from = list(cache.valid_from)
+        for start, positions in sorted(self._valid_from.items()):
+            for layer, position in enumerate(positions):
+                if position > start:
+                    valid_from[layer] = position
+        return KVCache(cache.keys, cache.values, cache.start, tuple(valid_from))
+
+    def decode(self, batch: Sequence[Arrival]) -> list[KdnError | None]:
+        """On all cores: a chunk for each of them, or all for one chunk."""
+        return parallel_map(self._decode, batch)
+
+    def _decode(self, one: Arrival) -> KdnError | None:
+        place = self._cache.slice(one.chunk.start, one.chunk.end)
+        try:
+            if one.improves:
+                values = self._codec.decode(
+                    one.stream, one.chunk, levels=one.levels, dtype=place.dtype
+                )
+                self.write(one.chunk, values)
+                return None
+            values = self._codec.decode(one.stream, one.chunk, levels=one.levels, out=place)
+        except KdnError as error:
+            return error
+        self._valid_from[one.chunk.start] = values.valid_from
+        return None
+
+    def write(self, chunk: Chunk, values: KVCache) -> None:
+        place, given = (cache.slice(chunk.start, chunk.end) for cache in (self._cache, values))
+        place.keys.copy_(given.keys)
+        place.values.copy_(given.values)
+        self._valid_from[chunk.start] = given.valid_from

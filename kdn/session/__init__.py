@@ -1,0 +1,1 @@
+"""The room between places and engines: `session.py` has its three verbs."""

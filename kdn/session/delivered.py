@@ -1,0 +1,87 @@
+"""What a delivery brought, chunk by chunk, and what may be published on top of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kdn.cache.keys import Chunk
+from kdn.delivery.request import Result, worst_kld
+
+
+class Quality(NamedTuple):
+    """Of a chunk's values in a sink."""
+
+    kld: float
+    """What is expected of going on from them, in nats; 0 if the model computed them."""
+    is_exact: bool
+    """Whether they are as the model itself would have them."""
+
+
+@dataclass(frozen=True)
+class Delivered:
+    chunks: tuple[Chunk, ...]
+    held: tuple[Quality, ...]
+    """Of the first chunks, which this host held decoded."""
+    result: Result | None
+    """Of the others; None if there were none."""
+    expected_kld: Sequence[float]
+
+    @property
+    def qualities(self) -> list[Quality | None]:
+        """Of each chunk; None where the sink does not hold it."""
+        if self.result is None:
+            return list(self.held)
+        levels, computed = self.result.levels, self.result.computed
+        return [*self.held, *map(self._quality, levels, computed)]
+
+    def _quality(self, levels: int, computed: bool) -> Quality | None:
+        if computed:
+            return Quality(0.0, True)
+        if not levels:
+            return None
+        return Quality(self.expected_kld[levels - 1], levels == len(self.expected_kld))
+
+    @property
+    def num_ready(self) -> int:
+        """So many chunks from the front need no reading."""
+        qualities = self.qualities
+        return qualities.index(None) if None in qualities else len(qualities)
+
+    @property
+    def ready_until(self) -> int:
+        """The tokens before this one need no reading."""
+        ready = self.num_ready
+        return self.chunks[ready].start if ready < len(self.chunks) else self.chunks[-1].end
+
+    def good_until(self, end: int, enough_kld: float) -> int:
+        """The same, of a context up to `end`, where coarser chunks than that do not count."""
+        for chunk, quality in zip(self.chunks, self.qualities, strict=True):
+            if quality is None or quality.kld > worst_kld(chunk, end, enough_kld):
+                return chunk.start
+        return self.chunks[-1].end
+
+    @property
+    def exact_until(self) -> int | None:
+        """Tokens from here on were loaded with losses, or will be computed on top of such; None:
+        nothing that was loaded has any."""
+        for chunk, quality in zip(self.chunks, self.qualities, strict=True):
+            if quality is not None and not quality.is_exact:
+                return chunk.start
+        return None
+
+    @property
+    def fetched_bytes(self) -> int:
+        return self.result.fetched_bytes if self.result else 0
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        return self.result.troubles if self.result else ()
+
+
+def may_be_published(chunk: Chunk, exact_until: int | None) -> bool:
+    """**No generation loss**: a chunk is published only if everything before it was computed by the
+    model or loaded without loss; its values would otherwise carry somebody's losses on to
+    everybody."""
+    return exact_until is None or chunk.end <= exact_until

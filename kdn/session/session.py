@@ -1,0 +1,203 @@
+"""What an engine needs of a knowledge delivery network, whatever engine it is.
+
+    async with Session(settings, spec, dtype) as session:
+        known = await session.know(tokens)                        # one lookup
+        got = await session.deliver(known.chunks, sink, known=known)
+        ...                                                       # the model reads the rest
+        session.publish(chunk, source, exact_until=got.exact_until)
+
+A session owns the places, the codec with its profile, the namespace of its chunks, what was learnt
+of the link, the publisher with its spool, and the host's shared memory. Engines bring sinks and
+sources (`kdn/delivery/sink.py`, `publish.py`): where values go, and where they are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from random import Random
+from types import TracebackType
+
+import torch
+
+from kdn.cache.keys import Chunk, Namespace, Tokens, seal_key
+from kdn.cache.spec import ModelSpec
+from kdn.cache.tensors import KVCache
+from kdn.codec.base import Codec
+from kdn.codec.header import StreamInfo
+from kdn.delivery.client import deliver
+from kdn.delivery.endpoints import Endpoint, Endpoints
+from kdn.delivery.estimate import Estimator
+from kdn.delivery.known import Known, Wish, longest_known
+from kdn.delivery.lookup import Question, look_up
+from kdn.delivery.plan import Speeds
+from kdn.delivery.publish import Admission, Publisher, Source
+from kdn.delivery.request import FAR_S, Compute, OnProgress, Request, worst_kld
+from kdn.delivery.sink import Sink
+from kdn.places import Places, open_places
+from kdn.session.delivered import Delivered, Quality, may_be_published
+from kdn.session.host_memory import HostMemory, Keeper, open_host_memory
+from kdn.session.profiles import codec_for
+from kdn.session.settings import SessionSettings
+from kdn.session.spooling import open_spool
+
+LOOKUP_S = 30.0
+LOOKUPS_AT_ONCE = 8
+"""More would take each other's time."""
+
+
+class Session:
+    """`async with Session(...)`. Its methods belong to the loop that it was entered in."""
+
+    places: Places
+    codec: Codec
+    namespace: Namespace
+    publisher: Publisher
+
+    def __init__(
+        self,
+        settings: SessionSettings,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`dtype`: of the cache that the engine computes with."""
+        self.settings, self.spec, self.dtype = settings, spec, dtype
+        self.estimator = Estimator()
+        self.host: HostMemory | None = None
+        self._keeper: Keeper | None = None
+        self._clock, self._rng = clock, Random()
+        self._asking = asyncio.Semaphore(LOOKUPS_AT_ONCE)
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Session:
+        try:
+            await self._open()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def _open(self) -> None:
+        settings = self.settings
+        own = settings.credentials
+        self.host = await asyncio.to_thread(open_host_memory, settings, self.spec, self.dtype)
+        if self.host is not None:
+            self._keeper = Keeper(self.host)
+            self._stack.callback(self._keeper.close)
+        places = open_places(
+            settings.where, token=own.token, client=settings.client, tls_ca=own.tls_ca
+        )
+        self.places = await self._stack.enter_async_context(places)
+        self.codec = await codec_for(
+            settings.codec, self.spec, self.places, seal_key(settings.secret), settings.profile
+        )
+        self.namespace = Namespace(
+            self.spec.fingerprint, self.codec.profile_id, secret=settings.secret
+        )
+        spool = await asyncio.to_thread(open_spool, settings, self.places, self.namespace)
+        self.publisher = Publisher(
+            self.places.publish_to, self.codec, spool=spool, max_queue_bytes=settings.queue_bytes
+        )
+        await self._stack.enter_async_context(self.publisher)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Finish publishing, as far as that takes no longer than a few seconds."""
+        await self._stack.aclose()
+
+    # what is known
+
+    async def know(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Namespace | None = None,
+        enough_kld: float = 0.0,
+        block_tokens: int = 1,
+        whole: bool = False,
+        limit_s: float = LOOKUP_S,
+    ) -> Known:
+        """The longest beginning of these tokens that this host or some place has.
+
+        `enough_kld`: what this host holds counts if it is that good. `block_tokens`: the reader
+        uses whole blocks of so many tokens. `whole`: it cannot use layers that lack tokens. With no
+        time, places are not asked.
+        """
+
+        def takes(info: StreamInfo) -> bool:
+            complete = not (whole and any(info.absences))
+            return complete and self.codec.decodes_to(info, self.dtype)
+
+        def is_held(chunk: Chunk) -> bool:
+            host = self.host
+            return host is not None and host.has(chunk, worst_kld(chunk, None, enough_kld))
+
+        wish = Wish(tokens, namespace or self.namespace, block_tokens, takes, is_held)
+        async with self._asking:
+            until_s = self._clock() + limit_s
+            return await longest_known(wish, self._question(()), self.places.endpoints, until_s)
+
+    async def know_chunks(self, chunks: Sequence[Chunk], at: Endpoint | None = None) -> Known:
+        """The first of these chunks, as far as places (or that one) know them."""
+        endpoints = self.places.endpoints if at is None else Endpoints([at])
+        until_s = self._clock() + LOOKUP_S
+        streams = await look_up(self._question(chunks), endpoints, until_s)
+        known = Known(streams=streams)
+        count = len(known.incoming(chunks))
+        return Known(tuple(chunks[:count]), streams, not count and self._clock() >= until_s)
+
+    def _question(self, chunks: Sequence[Chunk]) -> Question:
+        return Question(chunks, self.codec, self._clock, self._rng)
+
+    # delivering
+
+    async def deliver(
+        self,
+        chunks: Sequence[Chunk],
+        sink: Sink,
+        *,
+        known: Known | None = None,
+        enough_kld: float = 0.0,
+        end: int | None = None,
+        deadline_s: float = FAR_S,
+        speeds: Speeds | None = None,
+        compute: Compute | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Delivered:
+        """Consecutive chunks, as good as is enough, by the deadline, into the sink: those that this
+        host holds, then the others from places. They are looked up unless it is `known` where they
+        are. `end` of the context, if that is not the end of the chunks. `compute` lets the model
+        read along."""
+        until_s = self._clock() + deadline_s
+        last = chunks[-1].end if end is None else end
+        held = await asyncio.to_thread(self._write_held, chunks, sink, last, enough_kld)
+        rest = chunks[len(held) :]
+        left_s = until_s - self._clock()
+        if not rest or left_s <= 0:
+            return Delivered(tuple(chunks), held, None, self.codec.expected_kld)
+        request = Request(
+            rest,
+            self.codec,
+            self.codec.expected_kld,
+            sink,
+            deadline_s=left_s,
+            enough_kld=enough_kld,
+            speeds=speeds,
+            compute=None if held else compute,
+            shared=compute is not None and ...,
+        )
+        told = known if known is not None and known.are_found(rest) else None
+        result = await deliver(
+            request, self.places.endpoints, told, estimator=self.estimator, on_progress=on_progress
+        )
+        return Delivered(tuple(chunks), held, result, self.codec.expected_kld)

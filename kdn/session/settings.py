@@ -1,0 +1,44 @@
+"""What every engine sets: where knowledge lives, who asks, and how much memory and disk it takes.
+
+Each default is written here, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kdn.cache.keys import PUBLIC_SECRET
+from kdn.credentials import Credentials
+from kdn.places import Place
+
+CODEC = "klt"
+QUEUE_BYTES = 1 << 30
+SPOOL_BYTES = 1 << 30
+HOST_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    where: tuple[Place, ...]
+    """Folders and nodes: see `open_places`."""
+    credentials: Credentials = field(default_factory=Credentials, repr=False)
+    client: str | None = None
+    """Names this engine to nodes, for fair sharing."""
+    codec: str = CODEC
+    profile: Path | None = None
+    """A profile's file, if not the one that was shipped, calibrated here or shared."""
+    queue_bytes: int = QUEUE_BYTES
+    """Of chunks that wait to be encoded; what does not fit is not published."""
+    spool_bytes: int = SPOOL_BYTES
+    """Of encoded chunks that wait on disk for a node that is away; 0: they wait in memory."""
+    spool_folder: Path | None = None
+    """Where they wait, if not in the cache folder."""
+    host_bytes: int = HOST_BYTES
+    """Of decoded chunks, in memory that all engines of this host share; 0: none."""
+    host_folder: Path | None = None
+    """Where they are, if not in the system's shared memory."""
+
+    @property
+    def secret(self) -> bytes:
+        return self.credentials.secret or PUBLIC_SECRET
