@@ -17,7 +17,7 @@ from random import Random
 from kdn.cache.keys import Chunk
 from kdn.codec.base import Codec
 from kdn.codec.format import Bitstream
-from kdn.codec.header import STREAM_ID_BYTES, CodecId, Header, header_size
+from kdn.codec.header import STREAM_ID_BYTES, Header, header_size
 from kdn.delivery.assemble import Assembly
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.errors import ChecksumError, FormatError, KdnError, MismatchError, TruncatedError
@@ -225,7 +225,7 @@ def _begin(entry: Entry, chunk: Chunk, codec: Codec) -> Assembly:
     if header.stream_bytes != entry.size_bytes:
         raise ChecksumError("the store's entry is not of this stream")
     stream = Bitstream(header, {})
-    stream.check_for(chunk, codec.spec, codec.profile_id, CodecId[codec.name.upper()])
+    stream.check_for(chunk, codec.spec, codec.profile_id, codec.codec_id)
     if header.info.num_levels != codec.num_levels:
         raise MismatchError(f"expected {codec.num_levels} levels")
     return Assembly(header, entry.head)
