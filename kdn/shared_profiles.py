@@ -19,14 +19,13 @@ from kdn.cache.folder import write_private
 from kdn.cache.spec import ModelSpec
 from kdn.codec import open_codec
 from kdn.codec.base import Codec
-from kdn.codec.profiles import load_profile, local_profile
+from kdn.codec.profiles import find_profile, klt_codec, local_profile
 from kdn.errors import (
     ChecksumError,
     FormatError,
     KdnError,
     MismatchError,
     StoreError,
-    UnsupportedError,
 )
 from kdn.manifests import entry_of, with_entry
 from kdn.places import Places
@@ -39,20 +38,23 @@ logger = logging.getLogger(__name__)
 ID_BYTES = 16
 
 
-async def codec_for(name: str, spec: ModelSpec, places: Places, seal_key: bytes) -> Codec:
-    """`klt` looks for a profile on this machine first, then at the places, where a holder of the
-    secret must have named it."""
+async def codec_for(
+    name: str, spec: ModelSpec, places: Places, seal_key: bytes, profile: Path | None = None
+) -> Codec:
+    """`klt` takes the profile that was named, else one of this machine, else one at the places,
+    where a holder of the secret must have named it."""
     if name != "klt":
-        return await asyncio.to_thread(open_codec, name, spec)
-    from kdn.codec.klt import KltCodec
-
-    profile = await asyncio.to_thread(load_profile, spec) or await _fetch(spec, places, seal_key)
-    return await asyncio.to_thread(KltCodec, spec, profile)
+        return await asyncio.to_thread(open_codec, name, spec, profile)
+    found = await asyncio.to_thread(find_profile, spec, profile)
+    found = found or await _fetch(spec, places, seal_key)
+    return await asyncio.to_thread(klt_codec, spec, found)
 
 
 async def share_profile(codec: Codec, places: Places, seal_key: bytes) -> bool:
     """Put the profile in use where others find it; False if there is nothing to do, or if it is
     one that everybody has."""
+    if not codec.shares_profile:
+        return False
     spec, profile_id = codec.spec, codec.profile_id
     data = await asyncio.to_thread(_read, local_profile(spec))
     if _digest(data) != profile_id:
@@ -75,17 +77,14 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-async def _fetch(spec: ModelSpec, places: Places, seal_key: bytes) -> Profile:
-    """From the first place that has a good one."""
+async def _fetch(spec: ModelSpec, places: Places, seal_key: bytes) -> Profile | None:
+    """From the first place that has a good one; None if none has any."""
     from kdn.codec.klt.profile import MAX_BYTES
 
-    trouble: KdnError = UnsupportedError(
-        f"no klt profile for the model {spec.fingerprint.hex()}, neither here nor where you "
-        'connected to: make one with `kdn calibrate MODEL`, or use codec="exact"'
-    )
     profile_id = await _shared_id(spec, places, seal_key)
     if profile_id is None:
-        raise trouble
+        return None
+    trouble: KdnError | None = None
     for store in places.profiles:
         try:
             span = await store.get(profile_id, 0, MAX_BYTES + 1)
@@ -93,7 +92,9 @@ async def _fetch(spec: ModelSpec, places: Places, seal_key: bytes) -> Profile:
                 return await asyncio.to_thread(_kept, bytes(span.data), profile_id, spec)
         except KdnError as error:
             trouble = error
-    raise trouble
+    if trouble is not None:
+        raise trouble
+    return None
 
 
 async def _shared_id(spec: ModelSpec, places: Places, seal_key: bytes) -> bytes | None:

@@ -16,7 +16,7 @@ from kdn.bench.gpu_timing import cuda_event, cuda_ms, replayed
 from kdn.cache.keys import CHUNK_TOKENS
 from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream
-from kdn.codec.klt.decoder_triton import Decoder, Target
+from kdn.codec.klt.decoder_triton import GpuDecoder, Target
 from kdn.codec.klt.gpu_input import Slab
 
 
@@ -73,7 +73,7 @@ class DecodeBench:
         self._synthetic, self._ceilings = synthetic, ceilings
         self._streams = [Bitstream.parse(one) for one in data]
         self.spec = synthetic.codec.spec
-        self.decoder = Decoder(self.spec, synthetic.codec.profile, torch.device("cuda"))
+        self.decoder = GpuDecoder(self.spec, synthetic.codec.profile, torch.device("cuda"))
 
     def level_bytes(self, levels: int) -> float:
         """Of a chunk, header included, on average (not the first, which has sinks)."""
@@ -126,7 +126,7 @@ class DecodeBench:
 
     def encode_ms(self, num_tokens: int) -> float:
         """From a cache on the device to all sections there: a decoded one, and some noise."""
-        from kdn.codec.klt.encoder_triton import Encoder
+        from kdn.codec.klt.encoder_triton import GpuEncoder
 
         cache, chunks = self.cache(num_tokens), self._synthetic.context(num_tokens, 5)
         target = Target.of_cache(cache, chunks)
@@ -135,7 +135,7 @@ class DecodeBench:
             self.decoder.run(slab, target, levels, plan)
         for side in (cache.keys, cache.values):
             side += 0.1 * torch.randn_like(side)
-        encoder = Encoder(self.spec, self._synthetic.codec.profile, torch.device("cuda"))
+        encoder = GpuEncoder(self.spec, self._synthetic.codec.profile, torch.device("cuda"))
         return cuda_ms(lambda: encoder.encode(chunks, cache), repeat=3, warmup=1)
 
 

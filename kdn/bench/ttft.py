@@ -144,7 +144,6 @@ class Bench:
         from kdn.bench.ttft_codecs import cachegen_at, plain
         from kdn.codec import open_codec
         from kdn.codec.cachegen import CacheGenCodec
-        from kdn.codec.expected import expected_kld
         from kdn.delivery.planner import POLICIES
         from kdn.engines.growing import Rooms
         from kdn.engines.speeds import measured_speeds
@@ -158,8 +157,8 @@ class Bench:
             if name == "klt":
                 klt = open_codec("klt", spec)
                 self._speeds = measured_speeds(self._model, klt)
-                expected = expected_kld(klt)
-                ways.append(Way("klt", klt, POLICIES["default"], expected, kld, reads=True))
+                told = klt.expected_kld
+                ways.append(Way("klt", klt, POLICIES["default"], told, kld, reads=True))
             elif name == "cachegen":
                 texts = [(one, one.tokens(tokenizer)) for one in default_calibration()]
                 with self._told.status("fitting CacheGen's tables"):

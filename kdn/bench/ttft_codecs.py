@@ -35,7 +35,7 @@ Unpack = Callable[[bytes, Chunk], KVCache]
 class Packed(Codec):
     """One level of whatever `pack` makes of a chunk."""
 
-    name = "exact"  # the only codec without a profile in the format
+    name, codec_id = "exact", CodecId.EXACT  # the only codec without a profile in the format
 
     def __init__(self, label: str, spec: ModelSpec, pack: Pack, unpack: Unpack) -> None:
         self.label = label

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kdn.calibrate.run import Options
+    from kdn.calibrate.run import CalibrationOptions
 
 __all__ = ["make_profile"]
 
@@ -16,7 +16,7 @@ def make_profile(
     *,
     text: list[Path] | None = None,
     out: Path | None = None,
-    options: Options | None = None,
+    options: CalibrationOptions | None = None,
     num_windows: int = 48,
 ) -> Path:
     """Calibrate `model` on text files (or on what every Python carries), with a progress bar, and
@@ -26,14 +26,14 @@ def make_profile(
 
     from kdn.calibrate.corpus import default_calibration, load_text, windows_of
     from kdn.calibrate.progress import bar
-    from kdn.calibrate.run import Options, calibrate
+    from kdn.calibrate.run import CalibrationOptions, calibrate
     from kdn.checked import checked_output
     from kdn.codec.profiles import local_profile
     from kdn.engines.models import load_model
     from kdn.engines.transformers import spec_of
     from kdn.files import write_whole
 
-    chosen = options or Options()
+    chosen = options or CalibrationOptions()
     if out is not None:
         checked_output(out)
     given = [load_text(path) for path in text or ()]

@@ -43,7 +43,7 @@ TABLE_STRIDE = 3
 
 
 @dataclass(frozen=True)
-class Options:
+class CalibrationOptions:
     """What may be traded: quality against profile size, codec speed and calibration time."""
 
     context: int = 3072
@@ -69,7 +69,7 @@ class Options:
 def calibrate(
     model: Any,
     windows: Sequence[npt.NDArray[np.integer]],
-    options: Options,
+    options: CalibrationOptions,
     *,
     progress: Progress = lambda *_: None,
     checkpoint: Path | None = None,
@@ -90,7 +90,7 @@ class _Calibration:
         self,
         model: Any,
         windows: Sequence[npt.NDArray[np.integer]],
-        options: Options,
+        options: CalibrationOptions,
         progress: Progress,
         checkpoint: Path | None,
         source: dict[str, Any],

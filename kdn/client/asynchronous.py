@@ -158,8 +158,7 @@ class AsyncClient:
         computed = 0
         if known < len(chunks):
             computed = await self.learner.learn(tokens, chunks, known)
-        if self.engine.codec.name == "klt":
-            await share_profile(self.engine.codec, self.places, self.engine.namespace.seal_key)
+        await share_profile(self.engine.codec, self.places, self.engine.namespace.seal_key)
         await self.places.names.change(
             name, lambda old: self.learner.manifest(name, old, tokens, style, chunks)
         )

@@ -18,7 +18,6 @@ from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.checked import shown
 from kdn.codec.base import Codec
-from kdn.codec.expected import expected_kld
 from kdn.engines.batching import answer_all
 from kdn.engines.generating import Sampling, generate
 from kdn.engines.growing import Room, Rooms, growing_cache
@@ -68,7 +67,7 @@ class Engine:
 
     @property
     def expected_kld(self) -> tuple[float, ...]:
-        return expected_kld(self.codec)
+        return self.codec.expected_kld
 
     @property
     def config(self) -> Any:

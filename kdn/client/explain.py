@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from kdn.cache.keys import PUBLIC_SECRET, TAIL_MULTIPLE, Chunk, Namespace, Tokens, cut
 from kdn.client.asynchronous import AsyncClient
 from kdn.codec.exact import ExactCodec
-from kdn.codec.profiles import load_profile
+from kdn.codec.profiles import find_profile
 from kdn.manifests import Manifest
 
 MAX_NAMES = 500
@@ -103,7 +103,7 @@ def _own_profiles(client: AsyncClient) -> Mapping[str, bytes]:
     """Of the codecs this client could have used."""
     spec = client.engine.codec.spec
     profiles = {"exact": ExactCodec(spec).profile_id}
-    if (klt := load_profile(spec)) is not None:
+    if (klt := find_profile(spec)) is not None:
         profiles["klt"] = klt.profile_id
     return profiles
 

@@ -24,13 +24,9 @@ def open_codec(name: str, spec: ModelSpec, profile: Path | None = None) -> Codec
 
         return ExactCodec(spec)
     if name == "klt":
-        from kdn.codec.klt import KltCodec, Profile
-        from kdn.codec.profiles import load_profile, no_profile
+        from kdn.codec.profiles import find_profile, klt_codec
 
-        found = load_profile(spec) if profile is None else Profile.load(profile)
-        if found is None:
-            raise no_profile(spec)
-        return KltCodec(spec, found)
+        return klt_codec(spec, find_profile(spec, profile))
     if name == "cachegen":
         from kdn.codec.cachegen import CacheGenCodec
         from kdn.codec.cachegen_profile import CacheGenProfile

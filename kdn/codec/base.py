@@ -15,18 +15,39 @@ import torch
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
-from kdn.codec.format import Bitstream
+from kdn.codec.format import Bitstream, CodecId, StreamInfo
 from kdn.codec.threads import parallel_map
+from kdn.errors import UnsupportedError
 
 
 class Codec(ABC):
     """Encodes and decodes chunks of one model."""
 
     name: ClassVar[str]
+    codec_id: ClassVar[CodecId]
+    """What headers call it."""
+    is_lossless: ClassVar[bool] = False
+    """Whether every bit comes back."""
+    shares_profile: ClassVar[bool] = False
+    """Whether it needs a profile that may have been made here alone, and that others must get."""
     spec: ModelSpec
     num_levels: int
     profile_id: bytes
     """Content address of the codec's parameters: part of every key and header."""
+
+    @property
+    def expected_kld(self) -> tuple[float, ...]:
+        """By levels - 1: how far off a model's answers are expected to be, which a delivery plans
+        with. Measured on held-out text when the profile was made; zeros where nothing is lost."""
+        if self.is_lossless:
+            return (0.0,) * self.num_levels
+        raise UnsupportedError(
+            f"the profile of the codec {self.name!r} does not say what its levels are worth"
+        )
+
+    def decodes_to(self, info: StreamInfo, dtype: torch.dtype) -> bool:
+        """Whether such a stream decodes to values of `dtype`."""
+        return True
 
     @abstractmethod
     def encode(self, chunk: Chunk, cache: KVCache) -> bytes:

@@ -59,6 +59,7 @@ class CacheGenCodec(Codec):
     """The paper's codec, with a profile of the same model."""
 
     name: ClassVar[str] = "cachegen"
+    codec_id = CodecId.CACHEGEN
 
     def __init__(self, spec: ModelSpec, profile: CacheGenProfile) -> None:
         profile.check_for(spec)
@@ -72,7 +73,7 @@ class CacheGenCodec(Codec):
         info = StreamInfo.for_chunk(
             chunk,
             self.spec,
-            codec=CodecId.CACHEGEN,
+            codec=self.codec_id,
             dtype=DType.of(cache.dtype),
             num_levels=self.num_levels,
             valid_from=cache.valid_from,
@@ -92,7 +93,7 @@ class CacheGenCodec(Codec):
         dtype: torch.dtype = torch.float32,
     ) -> KVCache:
         """As the base says: with the anchors and the finest delta level below `levels` at hand."""
-        stream.check_for(chunk, self.spec, self.profile_id, CodecId.CACHEGEN)
+        stream.check_for(chunk, self.spec, self.profile_id, self.codec_id)
         if stream.info.num_levels != self.num_levels or stream.info.params:
             raise FormatError(f"expected {self.num_levels} levels and no parameters")
         level = _finest_level(stream, levels)

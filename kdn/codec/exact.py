@@ -65,18 +65,24 @@ class ExactCodec(Codec):
     """Lossless; needs no profile."""
 
     name: ClassVar[str] = "exact"
+    codec_id = CodecId.EXACT
+    is_lossless = True
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.num_levels = 1
         self.profile_id = NO_PROFILE
 
+    def decodes_to(self, info: StreamInfo, dtype: torch.dtype) -> bool:
+        """The source's only: anything else would not be exact."""
+        return _TORCH[info.dtype] == dtype
+
     def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
         check_input(self.spec, chunk, cache)
         info = StreamInfo.for_chunk(
             chunk,
             self.spec,
-            codec=CodecId.EXACT,
+            codec=self.codec_id,
             dtype=DType.of(cache.dtype),
             num_levels=1,
             valid_from=cache.valid_from,
@@ -95,10 +101,10 @@ class ExactCodec(Codec):
         out: KVCache | None = None,
         dtype: torch.dtype | None = None,
     ) -> KVCache:
-        """As the base says. Any dtype but the source's is refused: it would not be exact."""
-        stream.check_for(chunk, self.spec, NO_PROFILE, CodecId.EXACT)
+        stream.check_for(chunk, self.spec, NO_PROFILE, self.codec_id)
         source = _TORCH[stream.info.dtype]
-        if dtype not in (None, source) or (out is not None and out.dtype != source):
+        asked = {dtype or source, source if out is None else out.dtype}
+        if not all(self.decodes_to(stream.info, one) for one in asked):
             raise MismatchError(f"expected to decode to {source}, the dtype of the source")
         layers_per_group, lanes = _parse_params(stream.info.params)
         cache = output_cache(stream.info, out, source)

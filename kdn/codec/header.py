@@ -91,7 +91,7 @@ class DType(IntEnum):
 
 
 @dataclass(frozen=True)
-class Entry:
+class SectionEntry:
     """One line of the directory: where a section lies, counted from the stream's first byte."""
 
     level: int
@@ -175,7 +175,7 @@ class Header:
 
     info: StreamInfo
     stream_id: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[SectionEntry, ...]
     level_ends: tuple[int, ...]
     level_digests: tuple[bytes, ...]
     size_bytes: int
@@ -300,11 +300,11 @@ def _parse_header(view: memoryview) -> Header:
     )
 
 
-def _parse_directory(view: memoryview, first_offset: int) -> tuple[Entry, ...]:
+def _parse_directory(view: memoryview, first_offset: int) -> tuple[SectionEntry, ...]:
     entries = []
     offset = first_offset
     for level, kind, group, length in _ENTRY.iter_unpack(view):
-        entries.append(Entry(level, kind, group, offset, length))
+        entries.append(SectionEntry(level, kind, group, offset, length))
         offset += length
     return tuple(entries)
 
@@ -325,7 +325,7 @@ def _check_info(info: StreamInfo) -> None:
             raise FormatError(f"expected 0 to {info.num_tokens} absent tokens, found {absent}")
 
 
-def _check_directory(entries: Sequence[Entry], num_levels: int) -> None:
+def _check_directory(entries: Sequence[SectionEntry], num_levels: int) -> None:
     _check_range("sections", len(entries), 1, MAX_SECTIONS)
     order = [(entry.level, entry.group, entry.kind) for entry in entries]
     if any(a >= b for a, b in pairwise(order)):
@@ -355,7 +355,7 @@ def build_header(
     entries = []
     offset = _FIXED.unpack_from(front)[4]
     for level, kind, group, data in sections:
-        entries.append(Entry(level, kind, group, offset, len(data)))
+        entries.append(SectionEntry(level, kind, group, offset, len(data)))
         offset += len(data)
     _check_directory(entries, info.num_levels)
     directory = [_ENTRY.pack(one.level, one.kind, one.group, one.length) for one in entries]

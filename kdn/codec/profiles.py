@@ -1,4 +1,4 @@
-"""Where profiles lie: shipped with the package, or calibrated on this machine.
+"""Where profiles lie: shipped with the package, or calibrated on this machine; and klt with one.
 
 A file is named after the fingerprint of its model, so finding one needs no index and cannot pair a
 profile with another model by mistake; what a file says of itself is checked all the same.
@@ -15,7 +15,7 @@ from kdn.cache.spec import ModelSpec
 from kdn.errors import FormatError, MismatchError, UnsupportedError
 
 if TYPE_CHECKING:
-    from kdn.codec.klt import Profile
+    from kdn.codec.klt import KltCodec, Profile
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +31,14 @@ def local_profile(spec: ModelSpec) -> Path:
     return cache_folder() / "profiles" / profile_name(spec)
 
 
-def load_profile(spec: ModelSpec) -> Profile | None:
-    """The model's profile; one calibrated here is preferred to the one that was shipped. A file
-    that is no profile of this model is passed over with a warning: it must not keep the model
-    from being served."""
+def find_profile(spec: ModelSpec, named: Path | None = None) -> Profile | None:
+    """The model's profile: the named file, else one calibrated here, else the one that was shipped.
+    Of the last two, what is no profile of this model is passed over with a warning: it must not
+    keep the model from being served."""
     from kdn.codec.klt import Profile
 
+    if named is not None:
+        return Profile.load(named)
     for path in (local_profile(spec), SHIPPED / profile_name(spec)):
         if not path.exists():
             continue
@@ -50,8 +52,13 @@ def load_profile(spec: ModelSpec) -> Profile | None:
     return None
 
 
-def no_profile(spec: ModelSpec) -> UnsupportedError:
-    return UnsupportedError(
-        f"no klt profile for the model {spec.fingerprint.hex()}: "
-        "make one with `kdn calibrate MODEL`"
-    )
+def klt_codec(spec: ModelSpec, profile: Profile | None) -> KltCodec:
+    """With the profile that was found; if none was, the error says what to do."""
+    from kdn.codec.klt import KltCodec
+
+    if profile is None:
+        raise UnsupportedError(
+            f"no klt profile for the model {spec.fingerprint.hex()}: make one with "
+            '`kdn calibrate MODEL`, connect to where one is shared, or use codec="exact"'
+        )
+    return KltCodec(spec, profile)

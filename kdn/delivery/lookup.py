@@ -17,7 +17,7 @@ from random import Random
 from kdn.cache.keys import Chunk
 from kdn.codec.base import Codec
 from kdn.codec.format import Bitstream
-from kdn.codec.header import STREAM_ID_BYTES, CodecId, Header, header_size
+from kdn.codec.header import STREAM_ID_BYTES, Header, header_size
 from kdn.delivery.assemble import Assembly
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.errors import ChecksumError, FormatError, KdnError, MismatchError, TruncatedError
@@ -239,7 +239,7 @@ def verified_head(head: bytes, chunk: Chunk, codec: Codec) -> Header:
     The seal comes first: of what others wrote, nothing else is read."""
     header = Header.parse(head, chunk.seal_key)
     stream = Bitstream(header, {})
-    stream.check_for(chunk, codec.spec, codec.profile_id, CodecId[codec.name.upper()])
+    stream.check_for(chunk, codec.spec, codec.profile_id, codec.codec_id)
     if header.info.num_levels != codec.num_levels:
         raise MismatchError(f"expected {codec.num_levels} levels, found {header.info.num_levels}")
     return header

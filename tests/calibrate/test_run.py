@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from kdn.cache.keys import Namespace, cut
-from kdn.calibrate.run import Options, calibrate
+from kdn.calibrate.run import CalibrationOptions, calibrate
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec, Profile
 from kdn.engines.quality import QualityProbe
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
 
-OPTIONS = Options(
+OPTIONS = CalibrationOptions(
     context=384,
     group_layers=3,
     embedding_dims=24,

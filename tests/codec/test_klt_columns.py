@@ -13,9 +13,9 @@ from kdn.codec.klt.columns import (
     Restored,
     RopeTables,
     Scaled,
+    bands,
     read_columns,
-    slabs,
-    write_slab,
+    write_band,
 )
 from tests.codec.test_rope import MIXED
 
@@ -46,11 +46,11 @@ def test_reading_undoes_rope(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("with_error", [False, True])
-@pytest.mark.parametrize("slab_columns", [1, 96, 3072])
+@pytest.mark.parametrize("band_columns", [1, 96, 3072])
 def test_writing_sums_up_and_turns(
-    dtype: torch.dtype, with_error: bool, slab_columns: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, with_error: bool, band_columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(columns, "SLAB_COLUMNS", slab_columns)
+    monkeypatch.setattr(columns, "BAND_COLUMNS", band_columns)
     rng = np.random.default_rng(1)
     width = 2 * 4 * 48
     parts = [
@@ -71,8 +71,8 @@ def test_writing_sums_up_and_turns(
     out.keys.fill_(torch.nan)
     out.values.fill_(torch.nan)
     tables = RopeTables.of(MIXED, START, TOKENS, forward=True)
-    for slab in slabs(MIXED, LAYERS):
-        own = slab.columns
+    for band in bands(MIXED, LAYERS):
+        own = band.columns
         cut = [
             Scaled(np.ascontiguousarray(p.whole[:, own]), p.token_scale, p.column_scale[own])
             for p in parts
@@ -80,7 +80,7 @@ def test_writing_sums_up_and_turns(
         restored = Restored(
             np.ascontiguousarray(base[:, own]), bias[own], *cut[:2], cut[2] if with_error else None
         )
-        write_slab(slab, restored, tables, out)
+        write_band(band, restored, tables, out)
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
     for found, expected in ((out.keys, source.keys), (out.values, source.values)):
         inside = slice(*LAYERS)

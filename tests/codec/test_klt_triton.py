@@ -90,9 +90,9 @@ def error(found: KVCache, expected: KVCache) -> float:
 
 
 def decoder_of(case: Case, heads: range | None = None):  # type: ignore[no-untyped-def]
-    from kdn.codec.klt.decoder_triton import Decoder
+    from kdn.codec.klt.decoder_triton import GpuDecoder
 
-    return Decoder(case.spec, case.codec.profile, DEVICE, heads)
+    return GpuDecoder(case.spec, case.codec.profile, DEVICE, heads)
 
 
 def slots_of(chunks: list[Chunk]) -> list[np.ndarray]:
@@ -265,9 +265,9 @@ def test_damage_is_found_and_named() -> None:
 
 
 def encoder_of(case: Case):  # type: ignore[no-untyped-def]
-    from kdn.codec.klt.encoder_triton import Encoder
+    from kdn.codec.klt.encoder_triton import GpuEncoder
 
-    return Encoder(case.spec, case.codec.profile, DEVICE)
+    return GpuEncoder(case.spec, case.codec.profile, DEVICE)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="slow")

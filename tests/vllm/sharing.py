@@ -9,7 +9,6 @@ import torch
 from kdn.cache.keys import Namespace, cut
 from kdn.cache.tensors import KVCache
 from kdn.codec import open_codec
-from kdn.codec.expected import expected_kld
 from kdn.delivery.client import deliver
 from kdn.delivery.publish import Publisher
 from kdn.delivery.request import Request
@@ -25,7 +24,7 @@ async def load(
     codec = open_codec(codec_name, spec)
     chunks = cut(tokens, Namespace(spec.fingerprint, codec.profile_id))
     async with open_places(url) as places:
-        request = Request(chunks, codec, expected_kld(codec), deadline_s=60.0, enough_kld=0.0)
+        request = Request(chunks, codec, codec.expected_kld, deadline_s=60.0, enough_kld=0.0)
         result = await deliver(request, places.endpoints)
     assert not result.recompute, result.troubles
     return result.cache, result.levels

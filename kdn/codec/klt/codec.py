@@ -26,15 +26,15 @@ from kdn.codec.base import Codec
 from kdn.codec.format import Bitstream, CodecId, DType, Section, StreamInfo, write
 from kdn.codec.klt import symbols, symbols_numba
 from kdn.codec.klt.columns import (
+    Band,
     Floats,
     Ints,
     Restored,
     RopeTables,
     Scaled,
-    Slab,
+    bands,
     read_columns,
-    slabs,
-    write_slab,
+    write_band,
 )
 from kdn.codec.klt.device import GpuDecoding, GpuEncoding
 from kdn.codec.klt.profile import NUM_CLASSES, Group, Profile
@@ -43,7 +43,7 @@ from kdn.codec.klt.symbols import Model
 from kdn.codec.klt.transform import (
     GroupTransform,
     Latent,
-    Packed,
+    PackedComponents,
     Predictor,
     leftover,
     pack,
@@ -67,7 +67,7 @@ class GroupAnalysis:
 
 
 @dataclass(frozen=True)
-class Known:
+class FromTokens:
     """What the token ids and their positions tell of a chunk."""
 
     latent: Latent
@@ -88,6 +88,8 @@ class KltCodec(Codec):
     """Encodes and decodes chunks of the model a profile was calibrated for."""
 
     name = "klt"
+    codec_id = CodecId.KLT
+    shares_profile = True
 
     def __init__(self, spec: ModelSpec, profile: Profile) -> None:
         profile.check_for(spec)
@@ -101,6 +103,12 @@ class KltCodec(Codec):
         self._sinks = [SinkCoder(group, profile) for group in profile.groups]
         self._gpu = GpuDecoding(spec, profile)
         self._gpu_encoding = GpuEncoding(spec, profile)
+
+    @property
+    def expected_kld(self) -> tuple[float, ...]:
+        """As the profile says, if it does."""
+        told = [lv.expected["kld"] for lv in self.profile.levels if "kld" in lv.expected]
+        return tuple(map(float, told)) if len(told) == self.num_levels else super().expected_kld
 
     def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
         analysis = self.analyse(chunk, cache)
@@ -132,7 +140,7 @@ class KltCodec(Codec):
         info = StreamInfo.for_chunk(
             chunk,
             self.spec,
-            codec=CodecId.KLT,
+            codec=self.codec_id,
             dtype=DType.of(cache.dtype),
             num_levels=self.num_levels,
             profile=self.profile_id,
@@ -183,7 +191,7 @@ class KltCodec(Codec):
 
     def _checked_levels(self, stream: Bitstream, chunk: Chunk, levels: int | None) -> int:
         """How many levels to decode of what is this chunk's stream."""
-        stream.check_for(chunk, self.spec, self.profile_id, CodecId.KLT)
+        stream.check_for(chunk, self.spec, self.profile_id, self.codec_id)
         if stream.info.num_levels != self.num_levels:
             raise FormatError(f"expected {self.num_levels} levels, found {stream.info.num_levels}")
         wanted = stream.levels_available if levels is None else levels
@@ -196,7 +204,7 @@ class KltCodec(Codec):
         calibration, which has no tables yet."""
         analysis = self.analyse(chunk, cache)
         component_levels = min(levels, self.num_levels - 1)
-        coded: list[tuple[Packed, Ints | None]] = []
+        coded: list[tuple[PackedComponents, Ints | None]] = []
         for index, group in enumerate(analysis.groups):
             finest = self.round(group.exact)
             error = None
@@ -212,8 +220,8 @@ class KltCodec(Codec):
     def _assemble(
         self,
         chunk: Chunk,
-        known: Known,
-        coded: list[tuple[Packed, Ints | None]],
+        known: FromTokens,
+        coded: list[tuple[PackedComponents, Ints | None]],
         sinks: list[torch.Tensor],
         classes: npt.NDArray[np.uint8],
         cache: KVCache,
@@ -225,8 +233,8 @@ class KltCodec(Codec):
         for scale in (latent.unit, error_scale, *(packed.token_scale for packed, _ in coded)):
             scale[: self._num_sinks(chunk)] = 0
 
-        def restore(index: int, slab: Slab) -> None:
-            transform, (packed, error), own = self._transforms[index], coded[index], slab.columns
+        def restore(index: int, band: Band) -> None:
+            transform, (packed, error), own = self._transforms[index], coded[index], band.columns
             base = transform.sum_large(latent, packed.large, own).numpy()
             if sinks:
                 first = sinks[index][:, own].numpy()
@@ -240,21 +248,21 @@ class KltCodec(Codec):
                 Scaled(coarse, packed.token_scale, transform.column_scale[own]),
                 None if error is None else self._scaled_error(error, error_scale, index, own),
             )
-            write_slab(slab, restored, tables, cache)
+            write_band(band, restored, tables, cache)
 
         parallel_map(
             lambda job: restore(*job),
             [
-                (index, slab)
+                (index, band)
                 for index, group in enumerate(self.profile.groups)
-                for slab in slabs(self.spec, group.layers)
+                for band in bands(self.spec, group.layers)
             ],
         )
         clear_absent(cache)
 
-    def _known(self, chunk: Chunk) -> Known:
+    def _known(self, chunk: Chunk) -> FromTokens:
         turns = RopeTables.of(self.spec, chunk.start, chunk.num_tokens, forward=True)
-        return Known(self._predict(chunk), turns)
+        return FromTokens(self._predict(chunk), turns)
 
     def _scaled_error(self, error: Ints, token_scale: Floats, index: int, columns: slice) -> Scaled:
         whole = np.empty((error.shape[1], columns.stop - columns.start), np.int32)
@@ -397,7 +405,7 @@ class KltCodec(Codec):
 
     def _decode_levels(
         self, stream: Bitstream, index: int, levels: int, classes: npt.NDArray[np.uint8]
-    ) -> tuple[Packed, Ints | None]:
+    ) -> tuple[PackedComponents, Ints | None]:
         """What the first levels say of a group: its components, and the correction
         [columns, tokens] if the last level is among them."""
         values, error = np.zeros((0, len(classes)), dtype=np.int32), None
@@ -418,12 +426,12 @@ class KltCodec(Codec):
 
     def _pack(
         self, values: Ints, index: int, levels: int, classes: npt.NDArray[np.uint8]
-    ) -> Packed:
+    ) -> PackedComponents:
         """The components that integers of the first `levels` levels stand for."""
         group, count = self.profile.groups[index], self._coded(levels - 1, index)
         step = self.profile.finest_step * 3 ** (self.num_levels - 1 - levels)
         num_large, num_tokens = min(len(group.fine), count), len(classes)
-        packed = Packed(
+        packed = PackedComponents(
             np.empty((num_large, num_tokens), np.float32),
             np.empty((count - num_large, num_tokens), np.int8),
             np.empty(num_tokens, np.float32),

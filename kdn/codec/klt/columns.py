@@ -20,11 +20,11 @@ from kdn.codec import rope
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
-SLAB_COLUMNS = 1024
+BAND_COLUMNS = 1024
 
 
 @dataclass(frozen=True)
-class Slab:
+class Band:
     """The columns of a group that hold the keys or the values of layers [first, last)."""
 
     columns: slice
@@ -44,7 +44,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Restored:
-    """A slab's values [tokens, columns] as what is to be summed. Only the last level has errors."""
+    """A band's values [tokens, columns] as what is to be summed. Only the last level has errors."""
 
     base: Floats
     bias: Floats
@@ -56,18 +56,18 @@ class Restored:
 _NOTHING = Scaled(np.zeros((0, 0), np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32))
 
 
-def slabs(spec: ModelSpec, layers: tuple[int, int]) -> list[Slab]:
+def bands(spec: ModelSpec, layers: tuple[int, int]) -> list[Band]:
     """A group's keys and values in pieces of whole layers, as many as the cache of a core holds
     while they are summed and written."""
     first, last = layers
     width = spec.num_kv_heads * spec.head_dim
-    count = max(1, SLAB_COLUMNS // width)
+    count = max(1, BAND_COLUMNS // width)
     found = []
     for is_keys, begin in ((True, 0), (False, (last - first) * width)):
         for layer in range(first, last, count):
             end = min(layer + count, last)
             columns = slice(begin + (layer - first) * width, begin + (end - first) * width)
-            found.append(Slab(columns, is_keys, layer, end))
+            found.append(Band(columns, is_keys, layer, end))
     return found
 
 
@@ -87,15 +87,15 @@ def read_columns(
     return out
 
 
-def write_slab(slab: Slab, restored: Restored, tables: RopeTables, cache: KVCache) -> None:
+def write_band(band: Band, restored: Restored, tables: RopeTables, cache: KVCache) -> None:
     """Puts restored values where they belong; RoPE is applied to keys again."""
-    target = (cache.keys if slab.is_keys else cache.values)[slab.first : slab.last]
+    target = (cache.keys if band.is_keys else cache.values)[band.first : band.last]
     direct = target.dtype == torch.float32 and target.device.type == "cpu"
     direct = direct and _has_plain_rows(target)
     out = target if direct else torch.empty(tuple(target.shape))
     parts = (restored.predicted, restored.coarse, restored.error or _NOTHING)
     sums = tuple((part.whole, part.token_scale, part.column_scale) for part in parts)
-    turns = tables.arrays(slab.first, slab.last, turn=slab.is_keys)
+    turns = tables.arrays(band.first, band.last, turn=band.is_keys)
     heads, strides = tuple(out.shape[2:]), out.stride()[:2]
     _write(restored.base, restored.bias, sums, turns, heads, _flat(out), strides)
     if not direct:

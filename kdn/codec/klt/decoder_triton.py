@@ -31,7 +31,7 @@ from kdn.codec.klt.gpu_tables import (
     MAX_SINKS,
     WIDE_ROWS,
     Coding,
-    Part,
+    SectionTables,
     Synthesis,
     Tensor,
     put,
@@ -88,7 +88,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Batching:
     """How many chunks are decoded at a time, and how many groups; where their integers are."""
 
     num_chunks: int
@@ -115,14 +115,14 @@ class Tiling:
         return cls(programs, True, True, 8, 3)
 
 
-def _launch_order(part: Part) -> tuple[int, bool]:
+def _launch_order(part: SectionTables) -> tuple[int, bool]:
     """What enters at a level is decoded beside its digits, which take longer; at level 1, beside
     level 0, which is short."""
     is_main = part.is_digits or not part.level
     return (part.level if is_main or part.level > 1 else 0), is_main
 
 
-class Decoder:
+class GpuDecoder:
     """Decodes streams of one profile on one device; `heads` are those of this worker's share."""
 
     def __init__(
@@ -152,7 +152,7 @@ class Decoder:
         columns = max(g.columns.stop - g.columns.start for g in self.profile.groups)
         return 2 * int(max(CHUNK_TOKENS * self.coding.num_rows, MAX_SINKS * columns))
 
-    def plan(self, num_chunks: int, target: Target) -> Plan:
+    def plan(self, num_chunks: int, target: Target) -> Batching:
         """The most at a time that the memory allows. Integers may lie where the values of the last
         groups will be: these are written when the last integer has been read."""
         values = 2 * self.spec.num_layers * len(self.heads) * self.spec.head_dim
@@ -162,13 +162,13 @@ class Decoder:
         for count in (n for n in range(1, groups + 1) if groups % n == 0):
             planes = self._borrowed(target, num_chunks, count)
             if planes is not None and self._batch_bytes(num_chunks, count) <= budget:
-                return Plan(num_chunks, count, planes)
+                return Batching(num_chunks, count, planes)
         per_chunk = sum(4 * prod(shape) for shape in self._plane_shapes(1))
         most = max(1, int(SLAB_SHARE * budget) // per_chunk)
         size = -(-num_chunks // -(-num_chunks // most))
         left = budget - size * per_chunk
         fitting = [n for n in range(1, groups + 1) if self._batch_bytes(size, n) <= left]
-        return Plan(size, max(fitting, default=1))
+        return Batching(size, max(fitting, default=1))
 
     def _batch_bytes(self, num_chunks: int, num_groups: int) -> int:
         width = self.synthesis.num_latents + num_groups * self.coding.num_rows
@@ -240,7 +240,7 @@ class Decoder:
         slab: Slab,
         target: Target,
         levels: int,
-        plan: Plan,
+        plan: Batching,
         stage: Callable[[str], None] = lambda _: None,
     ) -> Tensor:
         """Decodes a slab; the result says of each chunk whether it failed. Nothing is waited for.
@@ -317,7 +317,7 @@ class Decoder:
         return low, high
 
     def _decode_part(
-        self, part: Part, slab: Slab, places: Tensor, classes: Tensor,
+        self, part: SectionTables, slab: Slab, places: Tensor, classes: Tensor,
         planes: tuple[Tensor, Tensor], status: Tensor,
     ) -> None:  # fmt: skip
         coding, grid = self.coding, (len(self.profile.groups), slab.num_chunks)

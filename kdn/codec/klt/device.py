@@ -27,8 +27,8 @@ from kdn.codec.outputs import output_cache
 from kdn.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from kdn.codec.klt.decoder_triton import Decoder
-    from kdn.codec.klt.encoder_triton import Encoded, Encoder
+    from kdn.codec.klt.decoder_triton import GpuDecoder
+    from kdn.codec.klt.encoder_triton import Encoded, GpuEncoder
 
 
 class GpuDecoding:
@@ -37,7 +37,7 @@ class GpuDecoding:
     def __init__(self, spec: ModelSpec, profile: Profile) -> None:
         self._spec, self._profile = spec, profile
         self._lock = threading.Lock()  # guards what follows, and the decoders' streams
-        self._decoders: dict[torch.device, Decoder] = {}
+        self._decoders: dict[torch.device, GpuDecoder] = {}
 
     def decode(
         self,
@@ -72,16 +72,16 @@ class GpuDecoding:
         few = self._profile.num_sinks <= MAX_SINKS
         return few and chunk.num_tokens <= CHUNK_TOKENS and levels < self._profile.num_levels
 
-    def _decoder(self, device: torch.device) -> Decoder:
-        from kdn.codec.klt.decoder_triton import Decoder
+    def _decoder(self, device: torch.device) -> GpuDecoder:
+        from kdn.codec.klt.decoder_triton import GpuDecoder
 
         if device not in self._decoders:
-            self._decoders[device] = Decoder(self._spec, self._profile, device)
+            self._decoders[device] = GpuDecoder(self._spec, self._profile, device)
         return self._decoders[device]
 
     @staticmethod
     def _run(
-        decoder: Decoder,
+        decoder: GpuDecoder,
         streams: Sequence[Bitstream],
         chunks: Sequence[Chunk],
         todo: Sequence[int],
@@ -104,7 +104,7 @@ class GpuEncoding:
     def __init__(self, spec: ModelSpec, profile: Profile) -> None:
         self._spec, self._profile = spec, profile
         self._lock = threading.Lock()  # guards what follows
-        self._encoders: dict[torch.device, Encoder] = {}
+        self._encoders: dict[torch.device, GpuEncoder] = {}
 
     def suits(self, chunks: Sequence[Chunk], cache: KVCache) -> bool:
         """Whether chunks follow one another in a whole cache, and layers and groups are alike."""
@@ -122,12 +122,12 @@ class GpuEncoding:
 
     def encode(self, chunks: Sequence[Chunk], cache: KVCache) -> list[Encoded]:
         """Of chunks and a cache that suit."""
-        from kdn.codec.klt.encoder_triton import Encoder
+        from kdn.codec.klt.encoder_triton import GpuEncoder
 
         device = cache.keys.device
         with self._lock:
             if device not in self._encoders:
-                self._encoders[device] = Encoder(self._spec, self._profile, device)
+                self._encoders[device] = GpuEncoder(self._spec, self._profile, device)
             found = self._encoders[device].encode(chunks, cache)
             for one in found:
                 if not np.isfinite(float(one.total)):

@@ -23,7 +23,7 @@ from kdn.codec.klt.columns_triton import take_columns
 from kdn.codec.klt.gpu_input import token_rows
 from kdn.codec.klt.gpu_tables import (
     Coding,
-    Part,
+    SectionTables,
     Tensor,
     base_bounds,
     base_intervals,
@@ -65,7 +65,7 @@ class Encoded:
     largest: Tensor
 
 
-class Encoder:
+class GpuEncoder:
     """Encodes caches of one profile on one device. All groups are alike: see `device.py`."""
 
     def __init__(self, spec: ModelSpec, profile: Profile, device: torch.device) -> None:
@@ -78,7 +78,7 @@ class Encoder:
         scales = [profile.tensors["fix.scale"][g.columns] for g in profile.groups]
         self._fix_scales = put(np.stack(scales), device)
         rows = [[0, g.columns.stop - g.columns.start] for g in profile.groups]
-        self._correction = Part(
+        self._correction = SectionTables(
             levels - 1, False, tuple(n for _, n in rows), put(np.array(rows, np.int32), device),
             put(padded_thresholds(last.entering.thresholds), device),
             put(base_bounds(last.entering.cdf), device),
@@ -140,7 +140,7 @@ class Encoder:
         return found, largest
 
     def _push(
-        self, part: Part, arrays: tuple[Tensor, Tensor, Tensor], classes: Tensor,
+        self, part: SectionTables, arrays: tuple[Tensor, Tensor, Tensor], classes: Tensor,
         tokens_of: Tensor, *, shifted: int,
     ) -> Pushed:  # fmt: skip
         values, coarse, scales = arrays

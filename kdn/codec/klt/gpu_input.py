@@ -12,7 +12,7 @@ import torch
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk
 from kdn.codec.format import Bitstream, Buffer
-from kdn.codec.klt.gpu_tables import Part, Tensor
+from kdn.codec.klt.gpu_tables import SectionTables, Tensor
 from kdn.codec.klt.profile import CONTEXT_TOKENS
 from kdn.errors import FormatError, MismatchError
 
@@ -82,7 +82,7 @@ def make_slab(
     streams: Sequence[Bitstream],
     chunks: Sequence[Chunk],
     slots: Sequence[npt.NDArray[np.int64]],
-    parts: Sequence[Part],
+    parts: Sequence[SectionTables],
     *,
     levels: int,
     num_groups: int,

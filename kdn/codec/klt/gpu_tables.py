@@ -16,7 +16,7 @@ import torch
 
 from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.codec.klt import symbols
-from kdn.codec.klt.profile import NUM_CLASSES, Group, Level, Profile, Tables
+from kdn.codec.klt.profile import NUM_CLASSES, Group, Level, LevelTables, Profile
 from kdn.errors import UnsupportedError
 
 BLOCK_K = 64
@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Part:
+class SectionTables:
     """One kind of section of all groups: first row and number of rows (also as `sizes`)
     [group, 2], thresholds [group, block, 8], and its tables' bounds (and intervals, where
     components enter)."""
@@ -49,7 +49,7 @@ class Coding:
     plane; `counts` [level][1 + group]: the number of groups, then each one's components."""
 
     scales: Tensor
-    parts: tuple[Part, ...]
+    parts: tuple[SectionTables, ...]
     num_rows: int
     token_bounds: Tensor
     counts: tuple[Tensor, ...]
@@ -81,7 +81,7 @@ class Coding:
         )
 
 
-def _parts(levels: Sequence[Level], index: int, device: torch.device) -> list[Part]:
+def _parts(levels: Sequence[Level], index: int, device: torch.device) -> list[SectionTables]:
     level, zero = levels[index], (0,) * len(levels[index].num_components)
     before = levels[index - 1].num_components if index else zero
     found = []
@@ -93,16 +93,16 @@ def _parts(levels: Sequence[Level], index: int, device: torch.device) -> list[Pa
 
 def _part(
     level: int,
-    tables: Tables,
+    tables: LevelTables,
     first: Sequence[int],
     last: Sequence[int],
     device: torch.device,
     *,
     is_digits: bool = False,
-) -> Part:
+) -> SectionTables:
     rows = np.array([[a, b - a] for a, b in zip(first, last, strict=True)], np.int32)
     bounds = digit_bounds(tables.cdf) if is_digits else base_bounds(tables.cdf)
-    return Part(
+    return SectionTables(
         level,
         is_digits,
         tuple(int(size) for size in rows[:, 1]),

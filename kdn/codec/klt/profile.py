@@ -75,7 +75,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Tables:
+class LevelTables:
     """Activity thresholds of each group, and cumulative frequencies (see symbols.py)."""
 
     thresholds: tuple[npt.NDArray[np.int32], ...]
@@ -89,12 +89,12 @@ class Level:
     [scale class, size 1 / 2 / more] is what to add to a size, in steps."""
 
     num_components: tuple[int, ...]
-    entering: Tables
-    digits: Tables | None
+    entering: LevelTables
+    digits: LevelTables | None
     centroids: npt.NDArray[np.float32]
     expected: Mapping[str, float]
 
-    def tables(self, are_digits: bool) -> Tables:
+    def tables(self, are_digits: bool) -> LevelTables:
         found = self.digits if are_digits else self.entering
         assert found is not None
         return found
@@ -174,10 +174,10 @@ class Profile:
             self.meta["expected"][index],
         )
 
-    def _tables(self, key: str) -> Tables:
+    def _tables(self, key: str) -> LevelTables:
         groups = range(len(self.meta["groups"]))
         thresholds = tuple(self.tensors[f"{key}.g{g}.thresholds"] for g in groups)
-        return Tables(thresholds, _cumulative(self.tensors[f"{key}.freqs"]))
+        return LevelTables(thresholds, _cumulative(self.tensors[f"{key}.freqs"]))
 
     @cached_property
     def sink_cdf(self) -> npt.NDArray[np.uint16]:

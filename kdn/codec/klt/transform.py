@@ -91,7 +91,7 @@ class Predictor:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedComponents:
     """Components ready to be summed: the large ones as they are, of the others
     `codes * token_scale` (their basis rows' scales included)."""
 

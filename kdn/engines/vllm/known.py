@@ -15,7 +15,6 @@ import torch
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut, tails
 from kdn.codec.base import Codec
-from kdn.codec.format import DType
 from kdn.delivery.assemble import Assembly
 from kdn.delivery.endpoints import Endpoints
 from kdn.delivery.lookup import Question, adopt, ask_again, look_up
@@ -49,7 +48,7 @@ async def longest_known(
     """What `is_held` on this host, and what the places know behind it. With no time they are not
     asked. `block_tokens`: a tail that adds no whole block is not asked for. `dtype`: of the engine,
     which is the only one that exact streams decode to."""
-    is_usable = partial(_is_usable, dtype=dtype if codec.name == "exact" else None)
+    is_usable = partial(_is_usable, codec=codec, dtype=dtype)
     until_s = clock() + limit_s
     full = [chunk for chunk in cut(tokens, namespace) if chunk.num_tokens == CHUNK_TOKENS]
     chunks = list(takewhile(is_held, full))
@@ -99,8 +98,8 @@ async def _known_tail(
     return []
 
 
-def _is_usable(assembly: Assembly, dtype: torch.dtype | None) -> bool:
+def _is_usable(assembly: Assembly, codec: Codec, dtype: torch.dtype) -> bool:
     """Whether every layer holds every token (vLLM's blocks have no way to say otherwise), as values
-    of `dtype`, unless it does not matter."""
+    that `dtype` can be made of."""
     info = assembly.header.info
-    return not any(info.absences) and (dtype is None or info.dtype == DType.of(dtype))
+    return not any(info.absences) and codec.decodes_to(info, dtype)

@@ -25,7 +25,6 @@ from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec import open_codec
 from kdn.codec.base import Codec
-from kdn.codec.expected import expected_kld
 from kdn.codec.format import Bitstream
 from kdn.delivery.estimate import Estimator
 from kdn.delivery.publish import Counts, Publisher
@@ -54,7 +53,7 @@ class Runtime:
 
     def __init__(self, settings: Settings, codec: Codec, dtype: torch.dtype) -> None:
         self.settings, self.codec = settings, codec
-        self.expected_kld = expected_kld(codec)
+        self.expected_kld = codec.expected_kld
         self.estimator = Estimator()
         self.host = open_host_tier(settings, codec.spec, dtype)
         self.asking = asyncio.Semaphore(LOOKUPS_AT_ONCE)
