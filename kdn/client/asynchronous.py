@@ -52,7 +52,7 @@ from kdn.errors import FormatError, MismatchError, StoreError, UnsupportedError
 from kdn.manifests import entry_of
 from kdn.names import checked_name
 from kdn.places import Places, Where, checked_places, open_places
-from kdn.shared_profiles import codec_for, share_profile
+from kdn.session.profiles import codec_for, share_profile
 
 
 class AsyncClient:

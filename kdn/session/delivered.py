@@ -32,7 +32,7 @@ class Delivered:
     def qualities(self) -> list[Quality | None]:
         """Of each chunk; None where the sink does not hold it."""
         if self.result is None:
-            return list(self.held)
+            return [*self.held, *[None] * (len(self.chunks) - len(self.held))]
         levels, computed = self.result.levels, self.result.computed
         return [*self.held, *map(self._quality, levels, computed)]
 

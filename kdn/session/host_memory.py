@@ -14,6 +14,7 @@ engines, not the machine.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import mmap
 import os
@@ -33,8 +34,11 @@ from xxhash import xxh3_64
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
+from kdn.errors import ChecksumError, FormatError, KdnError, UnsupportedError
 from kdn.session.host_folder import Here, HostFolder
-from kdn.errors import ChecksumError, FormatError, UnsupportedError
+from kdn.session.settings import SessionSettings
+
+logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 HEADER_BYTES = 512
@@ -196,9 +200,20 @@ class HostMemory:
         return True
 
 
-def default_place() -> Path | None:
-    """This system's shared memory, if it has any."""
-    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+def open_host_memory(
+    settings: SessionSettings, spec: ModelSpec, dtype: torch.dtype
+) -> HostMemory | None:
+    """A folder that was named must be good; without shared memory there is just no such thing."""
+    folder = settings.host_folder or SHARED_MEMORY
+    if settings.host_bytes == 0 or (settings.host_folder is None and not folder.is_dir()):
+        return None
+    try:
+        return HostMemory(folder, spec, dtype, settings.host_bytes)
+    except (KdnError, OSError) as error:
+        if settings.host_folder is not None:
+            raise
+        logger.warning("decoded chunks are not shared on this host: %s", error)
+        return None
 
 
 def _bytes_of(values: torch.Tensor) -> npt.NDArray[np.uint8]:

@@ -38,7 +38,8 @@ from kdn.delivery.request import FAR_S, Compute, OnProgress, Request, worst_kld
 from kdn.delivery.sink import Sink
 from kdn.places import Places, open_places
 from kdn.session.delivered import Delivered, Quality, may_be_published
-from kdn.session.host_memory import HostMemory, Keeper, open_host_memory
+from kdn.session.host_memory import HostMemory, open_host_memory
+from kdn.session.keeper import Keeper
 from kdn.session.profiles import codec_for
 from kdn.session.settings import SessionSettings
 from kdn.session.spooling import open_spool
@@ -97,7 +98,9 @@ class Session:
         self.namespace = Namespace(
             self.spec.fingerprint, self.codec.profile_id, secret=settings.secret
         )
-        spool = await asyncio.to_thread(open_spool, settings, self.places, self.namespace)
+        spool = await asyncio.to_thread(
+            open_spool, settings, self.places.publish_to, self.namespace
+        )
         self.publisher = Publisher(
             self.places.publish_to, self.codec, spool=spool, max_queue_bytes=settings.queue_bytes
         )
@@ -167,37 +170,68 @@ class Session:
         sink: Sink,
         *,
         known: Known | None = None,
-        enough_kld: float = 0.0,
         end: int | None = None,
+        enough_kld: float = 0.0,
         deadline_s: float = FAR_S,
         speeds: Speeds | None = None,
         compute: Compute | None = None,
+        shared: bool = False,
         on_progress: OnProgress | None = None,
     ) -> Delivered:
-        """Consecutive chunks, as good as is enough, by the deadline, into the sink: those that this
-        host holds, then the others from places. They are looked up unless it is `known` where they
-        are. `end` of the context, if that is not the end of the chunks. `compute` lets the model
-        read along."""
+        """Consecutive chunks, good enough for a context up to `end` (None: that of the chunks), by
+        the deadline, into the sink. Those that this host holds come first, the others from places,
+        which are asked for them unless it is `known` what they have. `compute` lets the model read
+        along, `shared` says that it and the decoder take each other's time."""
         until_s = self._clock() + deadline_s
         last = chunks[-1].end if end is None else end
-        held = await asyncio.to_thread(self._write_held, chunks, sink, last, enough_kld)
+        held = await self._write_held(chunks, sink, last, enough_kld)
         rest = chunks[len(held) :]
         left_s = until_s - self._clock()
         if not rest or left_s <= 0:
             return Delivered(tuple(chunks), held, None, self.codec.expected_kld)
         request = Request(
-            rest,
-            self.codec,
-            self.codec.expected_kld,
-            sink,
-            deadline_s=left_s,
-            enough_kld=enough_kld,
-            speeds=speeds,
-            compute=None if held else compute,
-            shared=compute is not None and ...,
-        )
+            rest, self.codec, self.codec.expected_kld, sink, left_s, enough_kld, speeds,
+            None if held else compute, shared,
+        )  # fmt: skip
         told = known if known is not None and known.are_found(rest) else None
         result = await deliver(
             request, self.places.endpoints, told, estimator=self.estimator, on_progress=on_progress
         )
         return Delivered(tuple(chunks), held, result, self.codec.expected_kld)
+
+    async def _write_held(
+        self, chunks: Sequence[Chunk], sink: Sink, end: int, enough_kld: float
+    ) -> tuple[Quality, ...]:
+        """From the host's shared memory, as far as it goes without a gap."""
+        host = self.host
+        if host is None:
+            return ()
+
+        def write() -> tuple[Quality, ...]:
+            written: list[Quality] = []
+            for chunk in chunks:
+                held = host.get(chunk, worst_kld(chunk, end, enough_kld))
+                if held is None:
+                    break
+                sink.write(chunk, held.cache)
+                written.append(Quality(held.kld, held.exact))
+            host.used(chunks[: len(written)])
+            return tuple(written)
+
+        return await asyncio.to_thread(write)
+
+    def keep(self, chunk: Chunk, values: KVCache, quality: Quality) -> None:
+        """For other engines of this host, later. From any thread; `values` must not change."""
+        if self._keeper is not None:
+            self._keeper.keep(chunk, values, quality.kld, quality.is_exact)
+
+    # publishing
+
+    def publish(
+        self, chunk: Chunk, source: Source, *, exact_until: int | None = None, saved_s: float = 0.0
+    ) -> Admission:
+        """What the model computed of a context whose tokens before `exact_until` have no losses
+        (None: all of them). `saved_s`: how long that took."""
+        if not may_be_published(chunk, exact_until):
+            return Admission.LOSSY
+        return self.publisher.publish(chunk, source, saved_s=saved_s)

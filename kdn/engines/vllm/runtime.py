@@ -32,7 +32,7 @@ from kdn.session.host_memory import HostMemory, default_place
 from kdn.engines.vllm.settings import Settings
 from kdn.errors import KdnError, StoreError
 from kdn.places import Places, open_places
-from kdn.shared_profiles import codec_for
+from kdn.session.profiles import codec_for
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

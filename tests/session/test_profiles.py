@@ -29,7 +29,7 @@ from kdn.errors import (
 )
 from kdn.manifests import with_entry
 from kdn.places import Places, open_places
-from kdn.shared_profiles import _name, codec_for, share_profile
+from kdn.session.profiles import _name, codec_for, share_profile
 from tests.client.letters import Letters
 from tests.client.test_asynchronous import TEXT
 from tests.codec.klt_profile import LEVELS, parts

@@ -1,0 +1,31 @@
+"""Where a session's spool lies: one for each place and secret, for all processes of a user."""
+
+from __future__ import annotations
+
+import logging
+from hashlib import blake2b
+
+from kdn.cache.folder import cache_folder
+from kdn.cache.keys import Namespace
+from kdn.delivery.endpoints import Endpoint
+from kdn.delivery.spool import Spool
+from kdn.errors import KdnError
+from kdn.session.settings import SessionSettings
+
+logger = logging.getLogger(__name__)
+
+
+def open_spool(settings: SessionSettings, place: Endpoint, namespace: Namespace) -> Spool | None:
+    """None if there is to be none, or for a folder, which is as near as a spool. What waits in it
+    was named with a secret and is meant for a place: others do not send it."""
+    if place.local or not settings.spool_bytes:
+        return None
+    digest = blake2b(place.name.encode(), digest_size=16, key=namespace.seal_key)
+    root = (settings.spool_folder or cache_folder() / "spool") / digest.hexdigest()
+    try:
+        return Spool.open(root, settings.spool_bytes)
+    except (KdnError, OSError) as error:
+        if settings.spool_folder is not None:
+            raise
+        logger.warning("chunks for a place that is away wait in memory, not on disk: %s", error)
+        return None
