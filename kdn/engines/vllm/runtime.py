@@ -28,7 +28,7 @@ from kdn.codec.base import Codec
 from kdn.codec.expected import expected_kld
 from kdn.codec.format import Bitstream
 from kdn.delivery.estimate import Estimator
-from kdn.delivery.publish import Counts, Publisher
+from kdn.delivery.publish import Counts, Publisher, Values
 from kdn.engines.host_tier import HostTier, default_place
 from kdn.engines.vllm.settings import Settings
 from kdn.errors import KdnError, StoreError
@@ -130,7 +130,7 @@ class Runtime:
 
         def publish() -> None:
             try:
-                publisher.publish(chunk, cache, prefix_exact=True, saved_s=saved_s)
+                publisher.publish(chunk, Values(cache, final=True), saved_s=saved_s)
             except Exception as error:
                 fault("publishing", error)
 
