@@ -192,7 +192,7 @@ class Bench:
         from kdn.bench.node_servers import start_kdn
         from kdn.delivery.client import deliver
         from kdn.delivery.endpoints import Endpoint
-        from kdn.delivery.publish import Publisher
+        from kdn.delivery.publish import Publisher, Values
         from kdn.store.http import HttpStore
 
         with start_kdn(folder) as node, self._told.status("publishing"):
@@ -201,8 +201,7 @@ class Bench:
             for way in ways:
                 async with Publisher(Endpoint(store), way.codec) as publisher:
                     for chunk in self._chunks(way.codec):
-                        part = self._probe.cache.slice(chunk.start, chunk.end)
-                        publisher.publish(chunk, part, prefix_exact=True)
+                        publisher.publish(chunk, Values(self._probe.cache, final=True))
                     if not await publisher.flush(120.0):
                         raise UnsupportedError(f"{way.name} was not published within 120 s")
                 # A first delivery, untimed, over the open link: kernels are compiled on first use.

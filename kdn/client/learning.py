@@ -13,7 +13,7 @@ from kdn.cache.tensors import KVCache
 from kdn.client.engine import Context, Engine
 from kdn.client.loading import Loader
 from kdn.delivery.lookup import Question, ask
-from kdn.delivery.publish import Answer, Publisher
+from kdn.delivery.publish import Admission, Publisher, Values
 from kdn.engines.reading import pieces
 from kdn.errors import StoreError
 from kdn.manifests import Manifest, with_entry
@@ -86,9 +86,7 @@ class Learner:
         await self.engine.names()  # the model that read it was the one that the chunk names
         values = self.engine.values_of(context, chunk)
         until_s = self.clock() + wait_s
-        while self.publisher.publish(chunk, values, prefix_exact=True, saved_s=saved_s) is (
-            Answer.FULL
-        ):
+        while self.publisher.publish(chunk, Values(values), saved_s=saved_s) is Admission.FULL:
             if self.clock() >= until_s:
                 return False
             await asyncio.sleep(WAIT_S)
@@ -96,9 +94,11 @@ class Learner:
 
     def publish_given(self, chunks: Sequence[Chunk], values: KVCache, exact: bool) -> int:
         """Those of `chunks` that `values` holds: how many are on their way."""
+        if not exact:
+            return 0
         held = [chunk for chunk in chunks if chunk.end <= values.end and self._holds(values, chunk)]
-        said = [self.publisher.publish(chunk, values, prefix_exact=exact) for chunk in held]
-        return said.count(Answer.QUEUED)
+        said = [self.publisher.publish(chunk, Values(values)) for chunk in held]
+        return said.count(Admission.QUEUED)
 
     def _holds(self, values: KVCache, chunk: Chunk) -> bool:
         """Whether a continuation from the chunk's end would find all it needs."""

@@ -1,12 +1,11 @@
 """Publishing what a model had to compute, in the background, so that nobody computes it again.
 
-A chunk is copied, encoded in a thread, put, and looked up again. One encodes while one is sent;
-both wait in bounded queues. A node that goes away is tried again, with growing pauses; meanwhile
-chunks go to a spool on disk, if there is one, and are sent from there later. Whatever goes wrong
-with one chunk is its own affair: it is counted, and the next one gets its turn.
+A chunk is read from its source, encoded in a thread, and put: one request. One encodes while one
+is sent; both wait in bounded queues. A node that goes away is tried again, with growing pauses;
+meanwhile chunks go to a spool on disk, if there is one, and are sent from there later. Whatever
+goes wrong with one chunk is its own affair: it is counted, and the next one gets its turn.
 
-**No generation loss**: a chunk is published only if everything before it was computed by the model
-or loaded at the top level; its values would otherwise carry somebody's losses on to everybody.
+Callers decide what is worth publishing: what nobody has yet, and whose values carry no losses.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from enum import Enum
 from itertools import count
 from random import Random
 from types import TracebackType
+from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
 
@@ -40,12 +40,34 @@ PARCELS = 2
 QUEUE_BYTES = 1 << 30
 
 
-class Answer(Enum):
+class Source(Protocol):
+    """Where the values of chunks are: an engine's memory, or tensors at hand."""
+
+    def read(self, chunk: Chunk) -> KVCache:
+        """The chunk's values, in memory that nobody else writes to."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values at hand. Each chunk is copied out of them, unless they are `final`: then nobody writes
+    to them any more."""
+
+    cache: KVCache
+    final: bool = False
+
+    def read(self, chunk: Chunk) -> KVCache:
+        part = self.cache.slice(chunk.start, chunk.end)
+        if self.final:
+            return part
+        return KVCache(part.keys.clone(), part.values.clone(), part.start, part.valid_from)
+
+
+class Admission(Enum):
     """What becomes of a chunk that was given to `publish`."""
 
     QUEUED = "queued"
     ALREADY = "already on its way"
-    LOSSY = "computed on a prefix with losses: refused"
+    LOSSY = "computed on top of losses: refused"
     FULL = "too much is waiting: refused"
 
 
@@ -55,7 +77,7 @@ class Counts:
 
     published: int = 0
     known: int = 0
-    """The store had them already, or another publisher was first."""
+    """Another publisher was first: the place keeps what it has."""
     replaced: int = 0
     """Of the published ones, those in the place of a stream that was forged or does not decode."""
     refused: int = 0
@@ -120,26 +142,21 @@ class Publisher:
 
     @property
     def queued_bytes(self) -> int:
-        """Of values that were copied and are not encoded yet."""
+        """Of values that were read and are not encoded yet."""
         return self._queued_bytes
 
-    def publish(
-        self, chunk: Chunk, cache: KVCache, *, prefix_exact: bool, saved_s: float = 0.0
-    ) -> Answer:
-        """Take a copy of the chunk's values out of `cache` and publish it later."""
-        if not prefix_exact:
-            return Answer.LOSSY
+    def publish(self, chunk: Chunk, source: Source, *, saved_s: float = 0.0) -> Admission:
+        """Read the chunk's values, now, and publish them later. What is not wanted is not read."""
         if chunk.key in self._under_way or (self._spool is not None and chunk.key in self._spool):
-            return Answer.ALREADY
-        part = cache.slice(chunk.start, chunk.end)
-        if self._queued_bytes + part.size_bytes > self._max_queue_bytes:
-            return Answer.FULL
-        copy = KVCache(part.keys.clone(), part.values.clone(), part.start, part.valid_from)
-        self._queued_bytes += copy.size_bytes
+            return Admission.ALREADY
+        if self._queued_bytes >= self._max_queue_bytes:
+            return Admission.FULL
+        cache = source.read(chunk)
+        self._queued_bytes += cache.size_bytes
         self._under_way.add(chunk.key)
-        self._jobs.append(Job(chunk, copy, saved_s))
+        self._jobs.append(Job(chunk, cache, saved_s))
         self._moved.set()
-        return Answer.QUEUED
+        return Admission.QUEUED
 
     async def flush(self, deadline_s: float) -> bool:
         """Wait until everything is stored or spooled; False if that took too long."""
@@ -202,10 +219,6 @@ class Publisher:
 
     async def _encode(self, job: Job) -> None:
         chunk = job.chunk
-        if await self._is_known(chunk.key):
-            self.counts.known += 1
-            self._done(chunk.key)
-            return
         try:
             data = await asyncio.to_thread(self._codec.encode, chunk, job.cache)
         except KdnError:
@@ -215,19 +228,6 @@ class Publisher:
         hints = Hints(parent, job.saved_s)
         self._parcels.append(Parcel(chunk.key, Header.parse(data).stream_id, data, hints))
         self._moved.set()
-
-    async def _is_known(self, key: bytes) -> bool:
-        """Spares the encoding. If nobody answers, it is encoded."""
-        if not self._endpoint.is_ready(self._clock()):
-            return False
-        began_s = self._clock()
-        try:
-            async with asyncio.timeout(PUT_S):
-                [found] = await (await self._endpoint.store()).lookup([key])
-                return found is not None and found.etag != self._endpoint.rejected(key)
-        except (KdnError, OSError):
-            self._failed(began_s)
-            return False
 
     # sending
 
@@ -294,7 +294,7 @@ class Publisher:
             self._done(parcel.key)
 
     async def _try(self, parcel: Parcel) -> bool:
-        """Put it, and see that it is there. False if it is worth trying again."""
+        """Put it. False if it is worth trying again."""
         began_s = self._clock()
         try:
             async with asyncio.timeout(PUT_S):
@@ -312,15 +312,12 @@ class Publisher:
         return True
 
     async def _put(self, store: Store, parcel: Parcel) -> bool:
-        """True if these bytes are what the store now has, False if another's are."""
+        """True if the store has these bytes, False if it keeps another's."""
         key, data = parcel.key, parcel.data
         checksum, bad = xxh3_64_intdigest(data), self._endpoint.rejected(key)
         entry = await store.put(
             key, data, etag=parcel.etag, checksum=checksum, hints=parcel.hints, replacing=bad
         )
-        [seen] = await store.lookup([key])
-        if seen is None or (seen.etag, seen.size_bytes) != (entry.etag, entry.size_bytes):
-            raise StoreError("the store does not have what it acknowledged")
         if bad is not None and entry.etag == parcel.etag:
             self._endpoint.accept(key)
             self.counts.replaced += 1

@@ -10,7 +10,7 @@ from kdn.cache.keys import Namespace, cut
 from kdn.cache.tensors import KVCache
 from kdn.codec import open_codec
 from kdn.delivery.client import deliver
-from kdn.delivery.publish import Publisher
+from kdn.delivery.publish import Publisher, Values
 from kdn.delivery.request import Request
 from kdn.engines.transformers import from_dynamic_cache, spec_of, to_dynamic_cache
 from kdn.places import open_places
@@ -42,7 +42,7 @@ async def learn(url: str, codec_name: str, model: Any, tokens: list[int]) -> int
         Publisher(places.publish_to, codec) as publisher,
     ):
         for chunk in cut(tokens, Namespace(spec.fingerprint, codec.profile_id)):
-            publisher.publish(chunk, cache, prefix_exact=True)
+            publisher.publish(chunk, Values(cache, final=True))
         assert await publisher.flush(120.0)
         return publisher.counts.published
 

@@ -27,8 +27,8 @@ from kdn.codec import open_codec
 from kdn.codec.base import Codec
 from kdn.codec.format import Bitstream
 from kdn.delivery.estimate import Estimator
-from kdn.delivery.publish import Counts, Publisher
-from kdn.session.host_memory import HostMemory, default_place
+from kdn.delivery.publish import Counts, Publisher, Values
+from kdn.session.host_memory import HostMemory
 from kdn.engines.vllm.settings import Settings
 from kdn.errors import KdnError, StoreError
 from kdn.places import Places, open_places
@@ -129,7 +129,7 @@ class Runtime:
 
         def publish() -> None:
             try:
-                publisher.publish(chunk, cache, prefix_exact=True, saved_s=saved_s)
+                publisher.publish(chunk, Values(cache, final=True), saved_s=saved_s)
             except Exception as error:
                 fault("publishing", error)
 
