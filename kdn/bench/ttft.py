@@ -140,12 +140,13 @@ class Bench:
 
     def open_ways(self, names: Sequence[str], tokenizer: Any, kld: float) -> list[Way]:
         from kdn.bench.calibration import Calibration
+        from kdn.bench.delivery.policies import fixed
         from kdn.bench.rivals.plain import Half, Int8
         from kdn.bench.ttft_codecs import cachegen_at, plain
         from kdn.codec import open_codec
         from kdn.codec.cachegen import CacheGenCodec
         from kdn.codec.expected import expected_kld
-        from kdn.delivery.planner import POLICIES
+        from kdn.delivery.planner import default
         from kdn.engines.growing import Rooms
         from kdn.engines.speeds import measured_speeds
         from kdn.engines.transformers import spec_of
@@ -159,7 +160,7 @@ class Bench:
                 klt = open_codec("klt", spec)
                 self._speeds = measured_speeds(self._model, klt)
                 expected = expected_kld(klt)
-                ways.append(Way("klt", klt, POLICIES["default"], expected, kld, reads=True))
+                ways.append(Way("klt", klt, default, expected, kld, reads=True))
             elif name == "cachegen":
                 texts = [(one, one.tokens(tokenizer)) for one in default_calibration()]
                 with self._told.status("fitting CacheGen's tables"):
@@ -168,10 +169,10 @@ class Bench:
                         num_tokens=CALIBRATION_TOKENS, seed=0,
                     ).cachegen()  # fmt: skip
                 codec = cachegen_at(CacheGenCodec(spec, profile), CACHEGEN_LEVEL)
-                ways.append(Way("cachegen", codec, POLICIES["fixed"], (0.0,)))
+                ways.append(Way("cachegen", codec, fixed, (0.0,)))
             else:
                 codec = plain(Half(spec) if name == "fp16" else Int8(spec))
-                ways.append(Way(name, codec, POLICIES["fixed"], (0.0,)))
+                ways.append(Way(name, codec, fixed, (0.0,)))
         return ways
 
     async def measure(

@@ -12,13 +12,13 @@ import sys
 import numpy as np
 import torch
 
+from kdn.bench.delivery.policies import fixed
 from kdn.cache.keys import Chunk, Namespace, cut
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.exact import ExactCodec
 from kdn.delivery.client import deliver
-from kdn.delivery.planner import POLICIES
 from kdn.delivery.request import Request
 from kdn.store.http import HttpStore
 from tests.codec.conftest import seeded_bytes
@@ -56,7 +56,7 @@ async def fetch(url: str, num_chunks: int) -> dict[str, object]:
     codec, chunks = context(num_chunks)
     store = HttpStore(url)
     request = Request(chunks, codec, (0.0,), deadline_s=90.0, dtype=torch.float16)
-    result = await deliver(request, [store], policy=POLICIES["fixed"])
+    result = await deliver(request, [store], policy=fixed)
     await store.close()
     right = all(
         torch.equal(result.cache.slice(chunk.start, chunk.end).keys, values(chunk).keys)
