@@ -140,11 +140,12 @@ class Bench:
 
     def open_ways(self, names: Sequence[str], tokenizer: Any, kld: float) -> list[Way]:
         from kdn.bench.calibration import Calibration
+        from kdn.bench.delivery.policies import fixed
         from kdn.bench.rivals.plain import Half, Int8
         from kdn.bench.ttft_codecs import cachegen_at, plain
         from kdn.codec import open_codec
         from kdn.codec.cachegen import CacheGenCodec
-        from kdn.delivery.planner import POLICIES
+        from kdn.delivery.planner import default
         from kdn.engines.growing import Rooms
         from kdn.engines.speeds import measured_speeds
         from kdn.engines.transformers import spec_of
@@ -158,7 +159,7 @@ class Bench:
                 klt = open_codec("klt", spec)
                 self._speeds = measured_speeds(self._model, klt)
                 told = klt.expected_kld
-                ways.append(Way("klt", klt, POLICIES["default"], told, kld, reads=True))
+                ways.append(Way("klt", klt, default, told, kld, reads=True))
             elif name == "cachegen":
                 texts = [(one, one.tokens(tokenizer)) for one in default_calibration()]
                 with self._told.status("fitting CacheGen's tables"):
@@ -167,10 +168,10 @@ class Bench:
                         num_tokens=CALIBRATION_TOKENS, seed=0,
                     ).cachegen()  # fmt: skip
                 codec = cachegen_at(CacheGenCodec(spec, profile), CACHEGEN_LEVEL)
-                ways.append(Way("cachegen", codec, POLICIES["fixed"], (0.0,)))
+                ways.append(Way("cachegen", codec, fixed, (0.0,)))
             else:
                 codec = plain(Half(spec) if name == "fp16" else Int8(spec))
-                ways.append(Way(name, codec, POLICIES["fixed"], (0.0,)))
+                ways.append(Way(name, codec, fixed, (0.0,)))
         return ways
 
     async def measure(

@@ -91,6 +91,7 @@ def learn(door: Door, name: str, path: Path) -> None:
 
 
 def ask(door: Door, name: str, question: str, deadline_s: float | None, max_tokens: int) -> None:
+    from kdn.cli.progress import bar
     from kdn.names import checked_name
 
     checked_name(name)
@@ -99,7 +100,16 @@ def ask(door: Door, name: str, question: str, deadline_s: float | None, max_toke
 
     async def work(client: AsyncClient) -> None:
         console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
-        answer = client.ask(name, question, deadline_s=deadline_s, max_new_tokens=max_tokens)
+        with bar(notes) as report:
+            answer = client.ask(
+                name,
+                question,
+                deadline_s=deadline_s,
+                max_new_tokens=max_tokens,
+                on_progress=report,
+            )
+            first = await anext(answer, "")
+        console.print(first, end="", markup=False, soft_wrap=True)
         async for piece in answer:
             console.print(piece, end="", markup=False, soft_wrap=True)
         console.print()

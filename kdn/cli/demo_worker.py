@@ -20,13 +20,13 @@ import numpy.typing as npt
 import uvloop
 
 from kdn.cache.keys import cut
+from kdn.cli.progress import share
 from kdn.client.answers import Stats
 from kdn.client.asynchronous import AsyncClient
 from kdn.client.audit import kld
 from kdn.client.engine import Context
 from kdn.client.options import Options
 from kdn.codec.format import Bitstream
-from kdn.delivery.progress import share
 from kdn.delivery.request import Snapshot
 from kdn.engines.generating import Sampling, TextPieces
 from kdn.engines.growing import MAX_SPARE

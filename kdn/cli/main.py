@@ -30,7 +30,7 @@ bench = lazy_group(
         "cache": ("kdn.bench.cache:run", "Hit ratio of eviction policies on recorded requests."),
         "node": ("kdn.bench.node:run", "A node beside nginx and Redis, and how fairly it sends."),
         "delivery": (
-            "kdn.bench.delivery:run",
+            "kdn.bench.delivery.command:run",
             "Planning policies on recorded links, beside an oracle.",
         ),
         "ttft": ("kdn.bench.ttft:run", "Time to first token over shaped links, with a real model."),

@@ -23,6 +23,7 @@ from kdn.delivery.known import Known
 from kdn.delivery.lookup import HEAD_BYTES, Incoming, Question, look_up, read_local, reject_spoilt
 from kdn.delivery.outcome import result_of
 from kdn.delivery.plan import Fetch, Offer, Plan, Policy, Progress, Reading, Situation
+from kdn.delivery.planner import default
 from kdn.delivery.request import FAR_S, OnProgress, Request, Result, Snapshot
 from kdn.delivery.speeds import Gauge
 from kdn.delivery.transfer import Transfer
@@ -70,18 +71,12 @@ async def deliver(
         question,
         endpoints,
         known,
-        policy or _default_policy(),
+        policy or default,
         estimator or _default_estimator(),
         on_progress or (lambda snapshot: None),
         limits or Limits(),
     )
     return await delivery.run()
-
-
-def _default_policy() -> Policy:
-    from kdn.delivery.planner import POLICIES
-
-    return POLICIES["default"]
 
 
 def _default_estimator() -> ThroughputEstimator:

@@ -11,7 +11,6 @@ below their mean.
 from __future__ import annotations
 
 import math
-from collections import deque
 
 from kdn.delivery.plan import Link
 
@@ -107,40 +106,3 @@ class Estimator:
         self._rate2 = fading * self._rate2 + self._slot_s * rate**2
         self._slot_bytes = 0
         self._slot_s = 0.0
-
-
-class LastBytes:
-    """The mean rate of the latest bytes, as many as a chunk has: what the CacheGen paper assumes to
-    hold for the next chunk. No uncertainty."""
-
-    def __init__(self, num_bytes: int, prior: Link = UNKNOWN) -> None:
-        self._want = num_bytes
-        self._prior = prior
-        self._last_s: float | None = None
-        self._samples: deque[tuple[int, float]] = deque()
-        self._sum_bytes = 0
-        self._sum_s = 0.0
-
-    def started(self, t_s: float) -> None:
-        self._last_s = None
-
-    def idle(self, t_s: float) -> None:
-        self._last_s = None
-
-    def add(self, num_bytes: int, t_s: float) -> None:
-        if self._last_s is not None:
-            sample = (num_bytes, max(0.0, t_s - self._last_s))
-            self._samples.append(sample)
-            self._sum_bytes += sample[0]
-            self._sum_s += sample[1]
-            while self._sum_bytes - self._samples[0][0] >= self._want:
-                gone = self._samples.popleft()
-                self._sum_bytes -= gone[0]
-                self._sum_s -= gone[1]
-        self._last_s = t_s
-
-    def link(self) -> Link:
-        if self._sum_s <= 0 or self._sum_bytes <= 0:
-            return self._prior
-        rate = self._sum_bytes / self._sum_s
-        return Link(rate, rate, self._prior.latency_s)

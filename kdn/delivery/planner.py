@@ -26,8 +26,7 @@ from collections import deque
 import numpy as np
 
 from kdn.delivery.outlook import Ints, Outlook
-from kdn.delivery.plan import Fetch, Plan, Policy, Situation
-from kdn.delivery.policies import cachegen, fixed, mpc
+from kdn.delivery.plan import Fetch, Plan, Situation
 from kdn.delivery.steps import Steps
 
 SAFETY = 3
@@ -176,11 +175,3 @@ def _further(outlook: Outlook, sure: Ints, steps: Steps, count: int) -> list[Fet
         fetches[chunk][level - 1]
         for chunk, level in zip(chunks.tolist(), levels.tolist(), strict=True)
     ]
-
-
-POLICIES: dict[str, Policy] = {
-    "fixed": fixed,
-    "cachegen": cachegen,
-    "mpc": mpc,
-    "default": default,
-}

@@ -25,8 +25,8 @@ def model(tiny_model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> A
     return made
 
 
-def kdn(*arguments: str) -> Any:
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "150"})
+def kdn(*arguments: str, **env: str) -> Any:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "150", **env})
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output
@@ -53,6 +53,17 @@ def test_learn_ask_explain(model: Any, tmp_path: Path) -> None:
     assert "704 of 709 tokens need no reading" in explained
     raw = kdn("explain", str(path), "--raw", "--codec", "exact").stdout
     assert "0 of 701 tokens" in raw  # without the template it is another prompt
+
+
+def test_a_terminal_shows_the_delivery_until_the_answer_comes(model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    kdn("learn", "notes", str(path), "--codec", "exact")
+    arguments = ("ask", "notes", QUESTION, "--codec", "exact", "--max-tokens", "9")
+    plain, drawn = kdn(*arguments), kdn(*arguments, FORCE_COLOR="1")
+    assert drawn.stdout == plain.stdout
+    assert "s left" in drawn.stderr
+    assert "s left" not in plain.stderr
 
 
 def printable(text: str) -> str:

@@ -12,13 +12,13 @@ import sys
 import numpy as np
 import torch
 
+from kdn.bench.delivery.policies import fixed
 from kdn.cache.keys import Chunk, Namespace, cut
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.exact import ExactCodec
 from kdn.delivery.client import deliver
-from kdn.delivery.planner import POLICIES
 from kdn.delivery.request import Request
 from kdn.delivery.sink import HostSink
 from kdn.store.http import HttpStore
@@ -58,7 +58,7 @@ async def fetch(url: str, num_chunks: int) -> dict[str, object]:
     store = HttpStore(url)
     sink = HostSink.of(codec, chunks, torch.float16)
     request = Request(chunks, codec, (0.0,), sink, deadline_s=90.0)
-    result = await deliver(request, [store], policy=POLICIES["fixed"])
+    result = await deliver(request, [store], policy=fixed)
     await store.close()
     right = all(
         torch.equal(sink.cache.slice(chunk.start, chunk.end).keys, values(chunk).keys)

@@ -21,7 +21,7 @@ from kdn.delivery.assemble import Assembly
 from kdn.delivery.client import deliver
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.delivery.flight import Limits
-from kdn.delivery.planner import POLICIES
+from kdn.delivery.planner import default
 from kdn.delivery.request import Result
 from kdn.store.base import Store
 from kdn.store.http import HttpLimits, HttpStore
@@ -71,7 +71,7 @@ async def one_delivery(world: World, gateways: list[Gateway], rng: Random) -> tu
         enough_kld=rng.choice((0.0, world.expected_kld[1])),
     )
     limits = Limits(hedge_s=0.1, silence_s=rng.choice((0.3, 1.0)))
-    policy = rng.choice((level_major, POLICIES["default"]))
+    policy = rng.choice((level_major, default))
     async with Endpoints(map(endpoint, chosen)) as endpoints:
         began_s = time.monotonic()
         result = await deliver(request, endpoints, policy=policy, limits=limits, rng=rng)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from kdn.bench.delivery.policies import cachegen, mpc
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream
@@ -18,7 +19,7 @@ from kdn.delivery.client import deliver
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.delivery.flight import Limits
 from kdn.delivery.plan import Plan, Situation
-from kdn.delivery.planner import POLICIES
+from kdn.delivery.planner import default
 from kdn.delivery.request import Snapshot
 from kdn.errors import MismatchError
 from kdn.store.base import Entry, Store
@@ -52,7 +53,7 @@ def complete(world: World) -> tuple[int, ...]:
 # what works
 
 
-@pytest.mark.parametrize("policy", [level_major, POLICIES["default"], POLICIES["mpc"]])
+@pytest.mark.parametrize("policy", [level_major, default, mpc])
 def test_everything_arrives(world: World, policy: Any) -> None:
     async def places() -> list[Store]:
         return [await world.store()]
@@ -74,7 +75,7 @@ def test_enough_is_enough(name: str) -> None:
     async def places() -> list[Store]:
         return [await world.store()]
 
-    for policy in (level_major, POLICIES["default"]):
+    for policy in (level_major, default):
         kld = world.expected_kld[1]
         result = deliver_from(world, places, enough_kld=kld, policy=policy)
         assert result.levels == (2,) * 3
@@ -384,7 +385,7 @@ def test_the_deadline_ends_a_slow_delivery(world: World) -> None:
         stores[:] = [Flaky(await world.store(), Random(1), rate=60_000)]
         return stores
 
-    for policy in (level_major, POLICIES["default"]):
+    for policy in (level_major, default):
         result = deliver_from(world, places, deadline_s=0.8, policy=policy)
         assert any(result.levels)
         assert result.levels != complete(world)
@@ -455,7 +456,7 @@ def test_everything_at_once(world: World, seed: int) -> None:
             Flaky(await world.store(mixed), rng, rate=rng.choice([1e5, 1e6]), **odds),
         ]
 
-    policy = rng.choice([level_major, POLICIES["default"], POLICIES["cachegen"]])
+    policy = rng.choice([level_major, default, cachegen])
     deliver_from(world, places, deadline_s=rng.choice([0.1, 0.4, 0.8]), policy=policy, rng=rng)
 
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kdn.delivery.estimate import UNKNOWN, Estimator, LastBytes
-from kdn.delivery.trace import Trace
-
-
-def fed(estimator: Estimator | LastBytes, rate: float, start_s: float, end_s: float) -> None:
-    for t_s in np.arange(start_s, end_s, 0.01):
-        estimator.add(int(rate * 0.01), float(t_s))
+from kdn.bench.delivery.trace import LinkTrace
+from kdn.delivery.estimate import UNKNOWN, Estimator
+from tests.delivery.deliveries import fed
 
 
 def test_before_anything_arrives_the_prior_holds_and_wanes() -> None:
@@ -86,7 +82,7 @@ def test_low_rate_is_exceeded_about_nine_times_of_ten() -> None:
     for _ in range(200):
         # Rates that wander, each held for a second.
         walk = np.exp(np.cumsum(rng.normal(0, 0.25, 60)) * 0.5)
-        trace = Trace(np.arange(60.0), 1e6 * walk, 60.0)
+        trace = LinkTrace(np.arange(60.0), 1e6 * walk, 60.0)
         estimator = Estimator()
         estimator.started(0.0)
         for t_s in np.arange(0.0, 20.0, 0.1):
@@ -94,16 +90,3 @@ def test_low_rate_is_exceeded_about_nine_times_of_ten() -> None:
         future = (trace.bytes_by(25.0) - trace.bytes_by(20.0)) / 5
         above.append(future > estimator.link().low_rate)
     assert 0.8 < np.mean(above) < 0.99
-
-
-def test_the_papers_rule_looks_at_one_chunk_only() -> None:
-    last = LastBytes(100_000)
-    assert last.link() == UNKNOWN
-    last.started(0.0)
-    fed(last, 1e6, 0.05, 1.0)
-    fed(last, 5e6, 1.0, 1.1)
-    assert last.link().rate == pytest.approx(5e6, rel=0.01)
-    last.idle(1.1)
-    last.started(9.0)
-    fed(last, 5e6, 9.1, 9.3)
-    assert last.link().rate == pytest.approx(5e6, rel=0.01)

@@ -12,7 +12,7 @@ import torch
 
 from kdn.cache.tensors import KVCache
 from kdn.delivery.plan import Fetch, Plan, Situation
-from kdn.delivery.planner import POLICIES
+from kdn.delivery.planner import default
 from kdn.store.base import Entry, Store
 from tests.delivery.checked import deliver_from
 from tests.delivery.deliveries import Steady
@@ -65,7 +65,7 @@ def test_over_a_dead_link_the_model_reads_everything(world: World) -> None:
         return [Flaky(await world.store(), Random(1), stall=1.0, stall_s=30.0)]
 
     result = deliver_from(
-        world, places, compute=compute, policy=POLICIES["default"], enough_kld=0.01,
+        world, places, compute=compute, policy=default, enough_kld=0.01,
         speeds=Steady(tokens_per_s=256 / 0.05, level_s=1e-3), deadline_s=2.0,
     )  # fmt: skip
     assert result.computed == (True,) * 6
@@ -101,7 +101,7 @@ def test_a_model_does_not_wait_for_a_lookup(world: World, wait_s: float) -> None
         return [mute]
 
     result = deliver_from(
-        world, places, compute=compute, policy=POLICIES["default"], enough_kld=0.01,
+        world, places, compute=compute, policy=default, enough_kld=0.01,
         speeds=Steady(tokens_per_s=256 / 0.1, level_s=1e-3),
     )  # fmt: skip
     if wait_s > 1:

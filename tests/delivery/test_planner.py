@@ -7,21 +7,23 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kdn.delivery.outlook import Outlook
-from kdn.delivery.plan import Fetch, Link, Plan, Progress, Reading, Situation
-from kdn.delivery.planner import POLICIES, default
-from tests.delivery.deliveries import ENDS, KLD, Steady, offers, situation
+from kdn.delivery.plan import Fetch, Progress, Reading, Situation
+from kdn.delivery.planner import default
+from tests.delivery.deliveries import (
+    ALL_THERE,
+    ENDS,
+    KLD,
+    Steady,
+    check_plan,
+    levels_of,
+    offers,
+    situation,
+    situations,
+)
 
 HERE = {level: Progress(arrived_bytes=ENDS[level - 1]) for level in (1, 2, 3)}
-
-
-def levels_of(plan: Plan, count: int) -> list[int]:
-    levels = [0] * count
-    for fetch in plan.fetches:
-        levels[fetch.chunk] = max(levels[fetch.chunk], fetch.levels)
-    return levels
 
 
 def test_the_model_reads_what_it_can_in_time_and_the_rest_comes_from_the_back() -> None:
@@ -55,10 +57,9 @@ def test_levels_that_may_arrive_are_fetched_level_by_level() -> None:
 
 
 def test_with_a_hopeless_link_the_model_reads_everything() -> None:
-    for name in ("mpc", "default"):
-        plan = POLICIES[name](situation(10, deadline_s=4.0, rate=1.0))
-        assert plan.recompute == 10, name
-        assert plan.done_s == pytest.approx(10, rel=0.05)
+    plan = default(situation(10, deadline_s=4.0, rate=1.0))
+    assert plan.recompute == 10
+    assert plan.done_s == pytest.approx(10, rel=0.05)
 
 
 def test_a_link_too_slow_for_the_deadline_meets_the_model_in_the_middle() -> None:
@@ -146,85 +147,16 @@ def test_what_arrived_is_decoded_no_finer_than_there_is_time_for() -> None:
 
 
 def test_nothing_is_left_to_do_when_all_is_there() -> None:
-    done = {i: Progress(900, 3) for i in range(2, 10)}
-    done |= {0: Progress(computed=True), 1: Progress(computed=True)}
-    for name, policy in POLICIES.items():
-        plan = policy(situation(10, now_s=2.2, deadline_s=2.5, progress=done))
-        assert plan.fetches == (), name
-        assert plan.kld == pytest.approx(0.8 * KLD[2])
-
-
-def test_fixed_never_changes() -> None:
-    for rate in (1.0, 1e9):
-        plan = POLICIES["fixed"](situation(4, rate=rate))
-        assert plan.fetches == tuple(Fetch(i, 2) for i in range(4))
-        assert plan.recompute == 0
-
-
-def test_the_papers_rule() -> None:
-    cachegen = POLICIES["cachegen"]
-    # text if the model can read it all in time
-    assert cachegen(situation(4, deadline_s=4.5)).recompute == 4
-    # one chunk at a middle level while no throughput is known
-    assert cachegen(situation(4, deadline_s=3.0)).fetches == (Fetch(0, 2),)
-    # then the finest that fits for all the rest: 3 chunks in 2 s
-    begun = {0: Progress(300, 0)}
-    at = situation(4, now_s=1.0, deadline_s=3.0, progress=begun)
-    for rate, level in ((1400, 3), (500, 2), (200, 1), (10, 1)):
-        told = cachegen(replace(at, link=Link(rate, rate, 0.0)))
-        assert levels_of(told, 4) == [2, level, level, level], rate
-        assert [f.chunk for f in told.fetches] == [0, 1, 2, 3]
-
-
-def test_mpc_trusts_the_low_rate_only() -> None:
-    plan = POLICIES["mpc"](situation(10, deadline_s=2.5, rate=1e6, low_rate=900))
-    assert plan.recompute == 2
-    assert sorted(levels_of(plan, 10)[2:]) == [1, 2, 2, 2, 2, 2, 2, 2]
-
-
-situations = st.builds(
-    lambda now, left, rate, low, level_s, speed, states, enough: Situation(
-        now_s=now,
-        deadline_s=now + left,
-        enough_kld=enough,
-        offers=offers(len(states)),
-        progress=tuple(
-            Progress(ENDS[max(a, d) - 1] + part if max(a, d) else part, d) for a, d, part in states
-        ),
-        link=Link(rate, rate * low, 0.01),
-        speeds=Steady(speed, level_s),
-    ),
-    st.floats(0, 10), st.floats(-1, 20), st.floats(1, 1e6), st.floats(0.01, 1),
-    st.floats(0, 0.5), st.floats(0.1, 1000),
-    st.lists(
-        st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 50)), min_size=1, max_size=9
-    ),
-    st.sampled_from([0.0, 0.01]),
-)  # fmt: skip
+    plan = default(ALL_THERE)
+    assert plan.fetches == ()
+    assert plan.kld == pytest.approx(0.8 * KLD[2])
 
 
 @settings(max_examples=300, deadline=None)
-@given(situations, st.sampled_from(sorted(POLICIES)))
-def test_every_plan_makes_sense(at: Situation, name: str) -> None:
-    plan = POLICIES[name](at)
-    count = len(at.offers)
-    assert 0 <= plan.recompute <= count
-    assert len(set(plan.fetches)) == len(plan.fetches)
-    seen: dict[int, int] = {}
-    for fetch in plan.fetches:
-        assert fetch.levels > at.progress[fetch.chunk].decoded
-        assert fetch.levels > seen.get(fetch.chunk, 0) or fetch.levels <= 3
-        seen[fetch.chunk] = fetch.levels
-    if name == "cachegen" and not any(one.arrived_bytes for one in at.progress):
-        return  # begins with one chunk
-    # whatever is neither the model's nor in the cache is on the list
-    absent = {i for i in range(plan.recompute, count) if not at.progress[i].decoded}
-    whole = {
-        i for i in absent if at.progress[i].arrived_bytes >= ENDS[0]
-    }  # waits for more levels, or its turn
-    assert absent - whole <= seen.keys()
-    assert math.isfinite(plan.done_s)
-    assert 0 <= plan.kld <= KLD[0]
-    if name == "default" and at.now_s == 0:
-        alone_s = at.speeds.prefill_s(0, 10 * count) * 1.03
+@given(situations)
+def test_every_plan_makes_sense(at: Situation) -> None:
+    plan = default(at)
+    check_plan(plan, at)
+    if at.now_s == 0:
+        alone_s = at.speeds.prefill_s(0, 10 * len(at.offers)) * 1.03
         assert plan.done_s <= max(alone_s, at.deadline_s) + 1e-9

@@ -23,9 +23,9 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 
+from kdn.bench.delivery.simulate import Scenario
 from kdn.delivery.outlook import Floats
 from kdn.delivery.plan import shares
-from kdn.delivery.simulate import Scenario
 
 _SHARES = (0.2, 0.4, 0.6, 0.8)
 _BISECTIONS = 30

@@ -6,24 +6,23 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
 from kdn.delivery.request import OnProgress, Snapshot
 
 
 @contextmanager
-def bar(description: str = "delivery") -> Iterator[OnProgress]:
-    """A rich line: give what it yields to `deliver(on_progress=...)`."""
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[state]}"),
-    )
-    with Progress(*columns) as shown:
-        task = shown.add_task(description, total=1.0, state="")
+def bar(console: Console) -> Iterator[OnProgress]:
+    """Draws what it is told, on a terminal only, and is gone afterwards."""
+    columns = BarColumn(), TextColumn("{task.fields[state]}")
+    disable = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=disable) as shown:
+        task = shown.add_task("", total=1.0, visible=False, state="")
 
         def report(snapshot: Snapshot) -> None:
-            shown.update(task, completed=share(snapshot), state=describe(snapshot))
+            told = describe(snapshot)
+            shown.update(task, completed=share(snapshot), state=told, visible=True)
 
         yield report
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kdn.bench import delivery
-from kdn.bench.delivery_models import MACHINES, offers_of, profile_levels
-from kdn.bench.delivery_report import Row, summary
+from kdn.bench.delivery import command
+from kdn.bench.delivery.machines import MACHINES, offers_of, profile_levels
+from kdn.bench.delivery.report import PolicyRun, summary
 from kdn.cli.main import app
 
 
@@ -32,8 +32,8 @@ def test_sizes_are_the_profiles() -> None:
     assert mean == pytest.approx(np.array(bits) / 8 * 11_520 * 256, rel=0.03)
 
 
-def row(met: bool, kld: float, ttft_s: float, oracle: float = 0.01) -> Row:
-    return Row("t", "8b", 2048, 1.0, 2.0, "default", 1.0, met, ttft_s, kld, oracle, 100, 1)
+def row(met: bool, kld: float, ttft_s: float, oracle: float = 0.01) -> PolicyRun:
+    return PolicyRun("t", "8b", 2048, 1.0, 2.0, "default", 1.0, met, ttft_s, kld, oracle, 100, 1)
 
 
 def test_figures_by_hand() -> None:
@@ -54,7 +54,7 @@ def test_figures_by_hand() -> None:
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(delivery, "RATES_GBIT", (0.05, 5.0))
+    monkeypatch.setattr(command, "RATES_GBIT", (0.05, 5.0))
     rng = np.random.default_rng(1)
     for name in ("a", "b"):
         lines = [f"{t},{rate:.3f}" for t, rate in enumerate(rng.uniform(1, 40, 90))]

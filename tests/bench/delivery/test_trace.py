@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdn.delivery.trace import Trace, load_trace
+from kdn.bench.delivery.trace import LinkTrace, load_trace
 from kdn.errors import FormatError
 
-THREE = Trace(np.array([0.0, 1.0, 3.0]), np.array([10.0, 0.0, 20.0]), 4.0)
+THREE = LinkTrace(np.array([0.0, 1.0, 3.0]), np.array([10.0, 0.0, 20.0]), 4.0)
 
 
 def test_bytes_by_time_over_several_rounds() -> None:
@@ -38,7 +38,7 @@ def test_a_start_within_the_recording() -> None:
     st.floats(0, 1e4),
 )
 def test_inverse(rates: list[float], start_s: float, num_bytes: float) -> None:
-    trace = Trace(np.arange(len(rates)) * 1.5, np.array([*rates[:-1], 3.0]), len(rates) * 1.5)
+    trace = LinkTrace(np.arange(len(rates)) * 1.5, np.array([*rates[:-1], 3.0]), len(rates) * 1.5)
     trace = trace.scaled(11.0, 0.5, start_s)
     at_s = trace.time_of(num_bytes)
     assert trace.bytes_by(at_s) == pytest.approx(num_bytes, abs=1e-6, rel=1e-9)

@@ -16,7 +16,7 @@ from rich.table import Table
 from kdn.bench.report import commit
 
 if TYPE_CHECKING:
-    from kdn.delivery.simulate import Outcome, Scenario
+    from kdn.bench.delivery.simulate import Scenario, SimulatedResult
 
 _COLOURS = {"fixed": "#6c757d", "cachegen": "#3f7d20", "mpc": "#2e6f95", "default": "#d1495b"}
 _LEVEL_COLOURS = ("#f4b6a6", "#e07a5f", "#c0392b", "#6d1a1a")
@@ -32,7 +32,7 @@ _NOTES = (
 
 
 @dataclass(frozen=True)
-class Row:
+class PolicyRun:
     """One run of one policy."""
 
     trace: str
@@ -51,7 +51,7 @@ class Row:
     plans: int
 
 
-def summary(rows: Sequence[Row]) -> dict[str, float]:
+def summary(rows: Sequence[PolicyRun]) -> dict[str, float]:
     """One policy's figures over some runs."""
     possible = [row for row in rows if np.isfinite(row.kld_oracle)]
     both = [row for row in possible if row.met]
@@ -68,7 +68,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def document(
-    rows: Sequence[Row], policies: Sequence[str], settings: dict[str, Any]
+    rows: Sequence[PolicyRun], policies: Sequence[str], settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Everything, as it goes to JSON."""
     buckets = dict.fromkeys((row.model, row.rate_gbit, row.factor) for row in rows)
@@ -88,7 +88,7 @@ def document(
     }
 
 
-def _select(rows: Sequence[Row], name: str, *bucket: object) -> list[Row]:
+def _select(rows: Sequence[PolicyRun], name: str, *bucket: object) -> list[PolicyRun]:
     return [
         row
         for row in rows
@@ -168,7 +168,7 @@ def _bucket_table(results: dict[str, Any]) -> Table:
     return table
 
 
-def plot(path: Path, results: dict[str, Any], scenario: Scenario, outcome: Outcome) -> None:
+def plot(path: Path, results: dict[str, Any], scenario: Scenario, outcome: SimulatedResult) -> None:
     """Left one run: the link, and what became of each chunk. Right all runs."""
     import matplotlib
 
@@ -188,7 +188,7 @@ def plot(path: Path, results: dict[str, Any], scenario: Scenario, outcome: Outco
     pyplot.close(figure)
 
 
-def _draw_link(panel: Any, scenario: Scenario, outcome: Outcome) -> None:
+def _draw_link(panel: Any, scenario: Scenario, outcome: SimulatedResult) -> None:
     end_s = max(scenario.deadline_s, outcome.ttft_s)
     times_s = np.linspace(0, end_s, 600)
     rates = [8 * scenario.trace.rate_at(t) / 1e9 for t in times_s]
@@ -202,7 +202,7 @@ def _draw_link(panel: Any, scenario: Scenario, outcome: Outcome) -> None:
     panel.set_title(f"One delivery: {told}", fontsize=10, loc="left")
 
 
-def _draw_chunks(panel: Any, scenario: Scenario, outcome: Outcome) -> None:
+def _draw_chunks(panel: Any, scenario: Scenario, outcome: SimulatedResult) -> None:
     """Loading above, decoding below within a chunk's line; a level's colour once it is decoded."""
     labels: set[str] = set()
     for event in outcome.events:
@@ -252,6 +252,8 @@ def _draw_summary(met: Any, kld: Any, results: dict[str, Any]) -> None:
 
 def _at_factor(results: dict[str, Any], name: str, factor: float) -> dict[str, float]:
     rows = [
-        Row(**row) for row in results["rows"] if row["policy"] == name and row["factor"] == factor
+        PolicyRun(**row)
+        for row in results["rows"]
+        if row["policy"] == name and row["factor"] == factor
     ]
     return summary(rows)

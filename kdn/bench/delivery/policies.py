@@ -1,16 +1,20 @@
-"""Simple policies, to compare with: a fixed level, the CacheGen paper's rule, robust MPC.
+"""The policies by name: the default beside simple ones, and how the CacheGen paper sees a link.
 
-They choose once per chunk and fetch chunk by chunk, as with streams that are stored once per level.
+The simple ones (a fixed level, the paper's rule, robust MPC) choose once per chunk and fetch chunk
+by chunk, as with streams that are stored once per level.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
 
+from kdn.delivery.estimate import UNKNOWN
 from kdn.delivery.outlook import Ints, Outlook
-from kdn.delivery.plan import Fetch, Plan, Situation
+from kdn.delivery.plan import Fetch, Link, Plan, Policy, Situation
+from kdn.delivery.planner import default
 from kdn.delivery.steps import Steps
 
 FIXED_LEVELS = 2
@@ -82,3 +86,48 @@ def _plan(outlook: Outlook, fetches: list[Fetch], levels: Ints, recompute: int) 
     done_s = max(done_s, outlook.computed_s()[recompute])
     kld = outlook.kld_with(np.maximum(levels, outlook.decoded), first)
     return Plan(todo, recompute, float(done_s), kld)
+
+
+POLICIES: dict[str, Policy] = {
+    "fixed": fixed,
+    "cachegen": cachegen,
+    "mpc": mpc,
+    "default": default,
+}
+
+
+class LastBytes:
+    """The mean rate of the latest bytes, as many as a chunk has: what the CacheGen paper assumes to
+    hold for the next chunk. No uncertainty."""
+
+    def __init__(self, num_bytes: int, prior: Link = UNKNOWN) -> None:
+        self._want = num_bytes
+        self._prior = prior
+        self._last_s: float | None = None
+        self._samples: deque[tuple[int, float]] = deque()
+        self._sum_bytes = 0
+        self._sum_s = 0.0
+
+    def started(self, t_s: float) -> None:
+        self._last_s = None
+
+    def idle(self, t_s: float) -> None:
+        self._last_s = None
+
+    def add(self, num_bytes: int, t_s: float) -> None:
+        if self._last_s is not None:
+            sample = (num_bytes, max(0.0, t_s - self._last_s))
+            self._samples.append(sample)
+            self._sum_bytes += sample[0]
+            self._sum_s += sample[1]
+            while self._sum_bytes - self._samples[0][0] >= self._want:
+                gone = self._samples.popleft()
+                self._sum_bytes -= gone[0]
+                self._sum_s -= gone[1]
+        self._last_s = t_s
+
+    def link(self) -> Link:
+        if self._sum_s <= 0 or self._sum_bytes <= 0:
+            return self._prior
+        rate = self._sum_bytes / self._sum_s
+        return Link(rate, rate, self._prior.latency_s)

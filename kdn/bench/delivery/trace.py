@@ -19,7 +19,7 @@ Array = npt.NDArray[np.float64]
 _MAX_SAMPLES = 1_000_000
 
 
-class Trace:
+class LinkTrace:
     """`rates[i]` bytes a second from `times_s[i]` to the next time, the last until `end_s`; then
     from the beginning. Time 0 of a transfer is `start_s` of the recording."""
 
@@ -47,11 +47,11 @@ class Trace:
         """The standard deviation of its samples over its mean."""
         return float(self.rates.std()) / self.mean_rate
 
-    def scaled(self, rate: float, second_s: float, start_s: float = 0.0) -> Trace:
+    def scaled(self, rate: float, second_s: float, start_s: float = 0.0) -> LinkTrace:
         """With this mean rate, each second lasting `second_s`, and begun at `start_s` of it."""
         factor = rate / self.mean_rate
         times_s = self.times_s * second_s
-        return Trace(times_s[:-1], self.rates * factor, float(times_s[-1]), start_s)
+        return LinkTrace(times_s[:-1], self.rates * factor, float(times_s[-1]), start_s)
 
     def bytes_by(self, t_s: float) -> float:
         """Bytes that a link always in use has brought by then."""
@@ -88,11 +88,11 @@ class Trace:
         return float(self.rates[i])
 
     @classmethod
-    def steady(cls, rate: float) -> Trace:
+    def steady(cls, rate: float) -> LinkTrace:
         return cls(np.zeros(1), np.full(1, rate), 1.0)
 
 
-def load_trace(path: Path) -> Trace:
+def load_trace(path: Path) -> LinkTrace:
     """A file of `t_s,mbps` lines; a value holds from its time to the next."""
     try:
         with path.open(newline="") as file:
@@ -105,6 +105,6 @@ def load_trace(path: Path) -> Trace:
         table = np.array([[float(cell) for cell in row] for row in rows[1:]]).reshape(-1, 2)
         times_s = table[:, 0] - table[0, 0]
         end_s = float(times_s[-1] + np.median(np.diff(times_s)))
-        return Trace(times_s, table[:, 1] * 1e6 / 8, end_s)
+        return LinkTrace(times_s, table[:, 1] * 1e6 / 8, end_s)
     except (ValueError, FormatError) as error:
         raise FormatError(f"{path.name}: {error}") from error

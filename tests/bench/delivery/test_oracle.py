@@ -10,12 +10,12 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 
+from kdn.bench.delivery.oracle import Oracle
+from kdn.bench.delivery.policies import POLICIES
+from kdn.bench.delivery.simulate import Scenario, simulate
+from kdn.bench.delivery.trace import LinkTrace
 from kdn.delivery.estimate import Estimator
-from kdn.delivery.oracle import Oracle
 from kdn.delivery.plan import Link, Offer
-from kdn.delivery.planner import POLICIES
-from kdn.delivery.simulate import Scenario, simulate
-from kdn.delivery.trace import Trace
 from tests.delivery.deliveries import Steady, offers
 
 
@@ -55,7 +55,7 @@ def random_scenario(seed: int) -> Scenario:
     return Scenario(
         offers=tuple(offers),
         speeds=Steady(float(rng.uniform(3, 30)), float(rng.uniform(0.01, 0.4))),
-        trace=Trace(np.arange(8) * 0.5, rates, 4.0, float(rng.uniform(0, 4))),
+        trace=LinkTrace(np.arange(8) * 0.5, rates, 4.0, float(rng.uniform(0, 4))),
         latency_s=0.05,
         deadline_s=0.0,
         decode_slow=tuple(rng.uniform(0.9, 1.1, 4).tolist()),
@@ -91,7 +91,7 @@ def test_no_time_no_delivery() -> None:
 
 def test_by_hand() -> None:
     # 5 chunks of 100, 300 or 900 bytes, 1,000 bytes a second, no decoding, a slow model
-    scenario = Scenario(offers(5), Steady(1.0), Trace.steady(1000.0), 0.1, 0.0)
+    scenario = Scenario(offers(5), Steady(1.0), LinkTrace.steady(1000.0), 0.1, 0.0)
     oracle = Oracle(scenario)
     assert oracle.least_s() == pytest.approx(0.6)
     assert oracle.best_kld(0.6) == pytest.approx(0.04)

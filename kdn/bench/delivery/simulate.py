@@ -16,11 +16,11 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING
 
+from kdn.bench.delivery.trace import LinkTrace
 from kdn.delivery.plan import (
     Fetch,
-    Link,
     Offer,
     Plan,
     Policy,
@@ -30,7 +30,9 @@ from kdn.delivery.plan import (
     Speeds,
     shares,
 )
-from kdn.delivery.trace import Trace
+
+if TYPE_CHECKING:
+    from kdn.delivery.flight import ThroughputEstimator
 
 MIN_WINDOW_BYTES = 48 << 10
 MAX_WINDOW_BYTES = 32 << 20
@@ -45,15 +47,6 @@ _MAX_EVENTS = 100_000
 _NO_PLAN = Plan((), 0, 0.0, 0.0)
 
 
-class Meter(Protocol):
-    """An estimator; see `estimate`."""
-
-    def started(self, t_s: float) -> None: ...
-    def add(self, num_bytes: int, t_s: float) -> None: ...
-    def idle(self, t_s: float) -> None: ...
-    def link(self) -> Link: ...
-
-
 @dataclass(frozen=True)
 class Scenario:
     """A request. `decode_slow` and `prefill_slow` are per chunk, how many times longer than
@@ -61,7 +54,7 @@ class Scenario:
 
     offers: tuple[Offer, ...]
     speeds: Speeds
-    trace: Trace
+    trace: LinkTrace
     latency_s: float
     deadline_s: float
     enough_kld: float = 0.0
@@ -103,7 +96,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulatedResult:
     """`levels` of each chunk when the first token could be computed, 0 where the model read it."""
 
     met: bool
@@ -130,7 +123,7 @@ class _Run:
 
     scenario: Scenario
     policy: Policy
-    meter: Meter
+    meter: ThroughputEstimator
     progress: list[Progress]
     now_s: float = 0.0
     plan: Plan = _NO_PLAN
@@ -144,7 +137,7 @@ class _Run:
     events: list[Event] = field(default_factory=list)
 
 
-def simulate(scenario: Scenario, policy: Policy, meter: Meter) -> Outcome:
+def simulate(scenario: Scenario, policy: Policy, meter: ThroughputEstimator) -> SimulatedResult:
     run = _Run(scenario, policy, meter, [Progress() for _ in scenario.offers])
     run.asked = [0] * len(scenario.offers)
     check_s = scenario.deadline_s / CHECKS_PER_DEADLINE
@@ -294,7 +287,7 @@ def _finished(run: _Run) -> bool:
     return not run.plan.fetches and run.decoding is None and computed >= run.plan.recompute
 
 
-def _outcome(run: _Run) -> Outcome:
+def _outcome(run: _Run) -> SimulatedResult:
     scenario, progress = run.scenario, run.progress
     parts = zip(scenario.offers, shares(scenario.offers), progress, strict=True)
     kld = math.fsum(
@@ -302,7 +295,7 @@ def _outcome(run: _Run) -> Outcome:
         for offer, share, one in parts
         if not one.computed
     )
-    return Outcome(
+    return SimulatedResult(
         met=run.now_s <= scenario.deadline_s,
         ttft_s=run.now_s,
         kld=kld,

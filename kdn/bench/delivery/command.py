@@ -26,17 +26,17 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from kdn.bench import options
-from kdn.bench.delivery_models import CHUNK_TOKENS, MACHINES, Machine, offers_of
-from kdn.bench.delivery_report import Row, document, plot, print_report, write_json
+from kdn.bench.delivery.machines import CHUNK_TOKENS, MACHINES, Machine, offers_of
+from kdn.bench.delivery.oracle import Oracle
+from kdn.bench.delivery.policies import POLICIES, LastBytes
+from kdn.bench.delivery.report import PolicyRun, document, plot, print_report, write_json
+from kdn.bench.delivery.simulate import Scenario, SimulatedResult, simulate
+from kdn.bench.delivery.trace import LinkTrace, load_trace
 from kdn.bench.options import JsonFile, PlotFile
 from kdn.bench.report import report_console
 from kdn.checked import shown
-from kdn.delivery.estimate import UNKNOWN, Estimator, LastBytes
-from kdn.delivery.oracle import Oracle
+from kdn.delivery.estimate import UNKNOWN, Estimator
 from kdn.delivery.plan import Link
-from kdn.delivery.planner import POLICIES
-from kdn.delivery.simulate import Meter, Outcome, Scenario, simulate
-from kdn.delivery.trace import Trace, load_trace
 from kdn.errors import UnsupportedError
 
 GBIT = 1e9 / 8
@@ -49,7 +49,7 @@ TRACE_SECONDS = 20
 SPEED_SPREAD = 0.03
 """Standard deviation of the logarithm of how long a chunk's decoding or prefill takes."""
 
-Job = tuple[Path, int, int, tuple[str, ...]]
+TraceJob = tuple[Path, int, int, tuple[str, ...]]
 
 
 def run(
@@ -91,7 +91,7 @@ def _traces(folder: Path) -> list[Path]:
     return paths
 
 
-def _run_all(todo: Sequence[Job], jobs: int) -> Iterator[list[Row]]:
+def _run_all(todo: Sequence[TraceJob], jobs: int) -> Iterator[list[PolicyRun]]:
     workers = min(jobs or os.cpu_count() or 1, len(todo))
     if workers == 1:
         yield from map(run_job, todo)
@@ -100,7 +100,7 @@ def _run_all(todo: Sequence[Job], jobs: int) -> Iterator[list[Row]]:
         yield from pool.map(run_job, todo)
 
 
-def run_job(job: Job) -> list[Row]:
+def run_job(job: TraceJob) -> list[PolicyRun]:
     """All models, rates, deadlines and policies over one trace and context length."""
     path, num_tokens, seed, names = job
     return [
@@ -112,7 +112,7 @@ def run_job(job: Job) -> list[Row]:
 
 def _run_bucket(
     path: Path, machine: Machine, num_tokens: int, rate: float, seed: int, names: Sequence[str]
-) -> Iterator[Row]:
+) -> Iterator[PolicyRun]:
     scenario = scenario_of(path, machine, num_tokens, rate, seed)
     oracle = Oracle(scenario)
     least_s = oracle.least_s()
@@ -129,11 +129,11 @@ def _row(
     bucket: tuple[str, str, int, float, float],
     policy: str,
     scenario: Scenario,
-    outcome: Outcome,
+    outcome: SimulatedResult,
     best: float,
-) -> Row:
+) -> PolicyRun:
     trace, model, num_tokens, rate, factor = bucket
-    return Row(
+    return PolicyRun(
         trace=trace,
         model=model,
         num_tokens=num_tokens,
@@ -159,7 +159,7 @@ def scenario_of(path: Path, machine: Machine, num_tokens: int, rate: float, seed
     steady = Scenario(
         offers=offers,
         speeds=machine,
-        trace=Trace.steady(rate * GBIT),
+        trace=LinkTrace.steady(rate * GBIT),
         latency_s=LATENCY_S,
         deadline_s=0.0,
         decode_slow=tuple(slow[0].tolist()),
@@ -172,11 +172,11 @@ def scenario_of(path: Path, machine: Machine, num_tokens: int, rate: float, seed
 
 
 @lru_cache(maxsize=2)
-def _recorded(path: Path) -> Trace:
+def _recorded(path: Path) -> LinkTrace:
     return load_trace(path)
 
 
-def meter_of(policy: str, scenario: Scenario) -> Meter:
+def meter_of(policy: str, scenario: Scenario) -> Estimator | LastBytes:
     """The round trip is known from the look-up, the rate is not."""
     prior = Link(UNKNOWN.rate, UNKNOWN.low_rate, scenario.latency_s)
     if policy == "cachegen":
@@ -185,7 +185,7 @@ def meter_of(policy: str, scenario: Scenario) -> Meter:
     return Estimator(prior)
 
 
-def example(paths: Sequence[Path], seed: int) -> tuple[Scenario, Outcome]:
+def example(paths: Sequence[Path], seed: int) -> tuple[Scenario, SimulatedResult]:
     """One run for the timeline, over the trace that varies most."""
     path = max(
         paths, key=lambda one: float(np.std(_recorded(one).rates) / _recorded(one).mean_rate)

@@ -11,22 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kdn.delivery.estimate import Estimator, LastBytes
+from kdn.bench.delivery.policies import POLICIES, LastBytes
+from kdn.bench.delivery.simulate import Scenario, SimulatedResult, simulate
+from kdn.bench.delivery.trace import LinkTrace
+from kdn.delivery.estimate import Estimator
 from kdn.delivery.plan import Fetch, Link, Plan, Situation
-from kdn.delivery.planner import POLICIES
-from kdn.delivery.simulate import Outcome, Scenario, simulate
-from kdn.delivery.trace import Trace
 from tests.delivery.deliveries import ENDS, KLD, Steady, offers
 
 PRIOR = Link(1000.0, 100.0, 0.1)
 
 
 def steady(count: int = 4, rate: float = 1000.0, **changes: object) -> Scenario:
-    base = Scenario(offers(count), Steady(0.1, 0.05), Trace.steady(rate), 0.1, 5.0)
+    base = Scenario(offers(count), Steady(0.1, 0.05), LinkTrace.steady(rate), 0.1, 5.0)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def run(scenario: Scenario, name: str) -> Outcome:
+def run(scenario: Scenario, name: str) -> SimulatedResult:
     meter = LastBytes(100, PRIOR) if name == "cachegen" else Estimator(PRIOR)
     return simulate(scenario, POLICIES[name], meter)
 
@@ -71,11 +71,11 @@ def test_default_ends_by_the_deadline_with_what_it_has() -> None:
 
 
 def test_default_survives_a_link_that_dies() -> None:
-    trace = Trace(np.array([0.0, 0.8, 60.0]), np.array([1000.0, 0.0, 1000.0]), 61.0)
+    trace = LinkTrace(np.array([0.0, 0.8, 60.0]), np.array([1000.0, 0.0, 1000.0]), 61.0)
     scenario = steady(4, deadline_s=3.0, trace=trace)
     assert run(scenario, "default").met  # every coarsest level came first
     assert not run(scenario, "fixed").met
-    dead = Trace(np.array([0.0, 0.2, 1e6]), np.array([1000.0, 0.0, 1000.0]), 1e6 + 1)
+    dead = LinkTrace(np.array([0.0, 0.2, 1e6]), np.array([1000.0, 0.0, 1000.0]), 1e6 + 1)
     late = run(steady(4, deadline_s=3.0, trace=dead, speeds=Steady(10.0)), "default")
     assert late.ttft_s <= 4.0 + 1e-6  # the model alone takes 4 s
 
@@ -89,7 +89,7 @@ def test_default_survives_a_link_that_dies() -> None:
 def test_every_run_ends_complete(
     rates: list[float], deadline_s: float, level_s: float, speed: float, count: int, name: str
 ) -> None:
-    trace = Trace(np.arange(len(rates)) / 2, np.array([*rates[:-1], 500.0]), len(rates) / 2)
+    trace = LinkTrace(np.arange(len(rates)) / 2, np.array([*rates[:-1], 500.0]), len(rates) / 2)
     scenario = Scenario(offers(count), Steady(speed, level_s), trace, 0.05, deadline_s)
     outcome = run(scenario, name)
     assert outcome == run(scenario, name)
