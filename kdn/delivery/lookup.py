@@ -112,14 +112,10 @@ def _adopted(question: Question, endpoints: Endpoints, answers: Answers) -> Stre
     for number, chunk in enumerate(question.chunks):
         offers = {e: answers[e][number] for e in endpoints if e in answers}
         chosen = next((offer for offer in offers.values() if offer is not None), None)
-        streams[chunk.key] = chosen and Stream(
-            chosen,
-            frozenset(
-                endpoint
-                for endpoint, offer in offers.items()
-                if offer is None or offer.stream_id != chosen.stream_id
-            ),
-        )
+        streams[chunk.key] = None
+        if chosen is not None:
+            others = (e for e, o in offers.items() if o is None or o.stream_id != chosen.stream_id)
+            streams[chunk.key] = Stream(chosen, frozenset(others))
     return streams
 
 
