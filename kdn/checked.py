@@ -89,6 +89,12 @@ def checked_choice(name: str, value: Any, known: Sequence[str]) -> str:
     return value
 
 
+def checked_function(name: str, value: Any) -> None:
+    """Or none."""
+    if value is not None and not callable(value):
+        raise UnsupportedError(f"{name}: expected a function, found {shown(value)}")
+
+
 def checked_client(value: Any) -> str | None:
     """How a client calls itself at nodes, for fair sharing."""
     if value is None or (isinstance(value, str) and _CLIENT.fullmatch(value)):

@@ -32,9 +32,9 @@ from kdn.bench.ttft_report import Row, plot, print_report, write_json
 from kdn.cache.keys import Namespace, TokenIds, cut
 from kdn.cache.tensors import KVCache
 from kdn.calibrate.corpus import default_calibration, default_texts, load_text
-from kdn.session.quality import enough_kld
 from kdn.errors import UnsupportedError
 from kdn.node.traces import TraceRate
+from kdn.session.quality import enough_kld
 
 if TYPE_CHECKING:
     from kdn.codec.base import Codec
@@ -265,7 +265,7 @@ class Bench:
             if result.recompute and way.reads:
                 self._read_text()
             elif not result.recompute:
-                int(forward(self._model, self._question, self._past(result.cache, room)).argmax())
+                int(forward(self._model, self._question, self._past(_cache(result), room)).argmax())
             took_s = time.perf_counter() - begin_s
             await store.close()
         self._rooms.give(room)
@@ -273,13 +273,14 @@ class Bench:
 
     def _request(self, way: Way, chunks: Any, reader: Any, limit_s: float, room: Any) -> Request:
         from kdn.delivery.request import FAR_S, Request
+        from kdn.delivery.sink import HostSink
 
-        cache = room.canonical(chunks[-1].end)
+        sink = HostSink(way.codec, room.canonical(chunks[-1].end))
         if reader is None:
-            return Request(chunks, way.codec, way.expected_kld, deadline_s=limit_s, cache=cache)
+            return Request(chunks, way.codec, way.expected_kld, sink, deadline_s=limit_s)
         return Request(
-            chunks, way.codec, way.expected_kld, deadline_s=FAR_S, enough_kld=way.enough_kld,
-            cache=cache, speeds=self._speeds, compute=reader,
+            chunks, way.codec, way.expected_kld, sink, deadline_s=FAR_S,
+            enough_kld=way.enough_kld, speeds=self._speeds, compute=reader,
             shared=self._model.device.type == "cpu",
         )  # fmt: skip
 
@@ -315,7 +316,15 @@ class Bench:
         """KLD, recall KLD, and whether the answer is the exact cache's. Once for each outcome."""
         outcome = (way.name, result.levels, result.computed)
         if outcome not in self._graded:
-            quality = self._probe.measure(result.cache)
-            same = self._answer_from(result.cache) == self.answer
+            quality = self._probe.measure(_cache(result))
+            same = self._answer_from(_cache(result)) == self.answer
             self._graded[outcome] = (quality.kld, quality.recall_kld, same)
         return self._graded[outcome]
+
+
+def _cache(result: Result) -> KVCache:
+    """What was delivered into main memory."""
+    from kdn.delivery.sink import HostSink
+
+    assert isinstance(result.sink, HostSink)
+    return result.sink.cache

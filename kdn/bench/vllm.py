@@ -41,8 +41,8 @@ from kdn.bench.vllm_engine import (
 from kdn.bench.vllm_report import Row, document, plot, print_report, read_rows, write_json
 from kdn.bench.vllm_systems import LINKS, LOOPBACK, Example, Kdn, LMCache, NoCache, Route, System
 from kdn.calibrate.corpus import Text, default_texts, load_text, window_starts
-from kdn.session.quality import enough_kld
 from kdn.errors import FormatError, ModelUnavailableError, UnsupportedError
+from kdn.session.quality import enough_kld
 
 INSTALL_LMCACHE = "pip install --no-deps lmcache==0.5.6, and the packages it asks for"
 SYSTEMS = ("none", "example", "lmcache", "kdn", "kdn-decoding")

@@ -25,8 +25,8 @@ from rich.console import Console
 from kdn.checked import checked_number, checked_plot
 from kdn.cli.client import as_quality, read_text
 from kdn.cli.demo_show import Screen, Side, report
-from kdn.session.quality import enough_kld
 from kdn.errors import KdnError
+from kdn.session.quality import enough_kld
 
 START_S = 60.0
 SILENCE_S = 300.0

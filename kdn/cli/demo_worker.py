@@ -24,7 +24,7 @@ from kdn.cli.progress import share
 from kdn.client.answers import Stats
 from kdn.client.asynchronous import AsyncClient
 from kdn.client.audit import kld
-from kdn.client.engine import Context
+from kdn.client.engine import Context, ContextSource
 from kdn.client.options import Options
 from kdn.codec.format import Bitstream
 from kdn.delivery.request import Snapshot
@@ -59,10 +59,10 @@ async def learn(task: dict[str, Any]) -> None:
         teller.began_s = perf_counter()
         learned = await client.learn(NAME, task["text"])
         stored = 0
-        store = await client.places.publish_to.store()
+        store = await client.session.places.publish_to.store()
         async for entry in store.list():
             stored += entry.size_bytes
-        values = client.engine.codec.spec.values_per_token * learned.num_tokens
+        values = client.engine.spec.values_per_token * learned.num_tokens
         teller.tell("learned", **asdict(learned), stored_bytes=stored, fp16_bytes=2 * values)
 
 
@@ -87,16 +87,16 @@ async def answer(task: dict[str, Any]) -> None:
 def warm_up(client: AsyncClient, num_tokens: int) -> None:
     """Kernels are compiled and memory is first touched: a server does that once, when it starts.
     Both ways have the same of it."""
-    engine = client.engine
-    tokens = np.random.default_rng(0).integers(3, engine.codec.spec.vocab_size, WARM_TOKENS)
+    engine, codec = client.engine, client.session.codec
+    tokens = np.random.default_rng(0).integers(3, engine.spec.vocab_size, WARM_TOKENS)
     context = engine.new_context()
     engine.rooms.prepare(num_tokens, MAX_SPARE)
     for start, end in pieces(0, WARM_TOKENS):
         forward(engine.model, tokens[start:end], context.past)
         chunk = cut(tokens[:end], engine.namespace)[-1]
-        stream = Bitstream.parse(engine.codec.encode(chunk, engine.values_of(context, chunk)))
-        for levels in range(1, engine.codec.num_levels + 1):
-            engine.codec.decode(stream, chunk, levels=levels)
+        stream = Bitstream.parse(codec.encode(chunk, ContextSource(context).read(chunk)))
+        for levels in range(1, codec.num_levels + 1):
+            codec.decode(stream, chunk, levels=levels)
 
 
 async def with_kdn(client: AsyncClient, number: int, question: str, sampling: Sampling) -> Context:
@@ -108,7 +108,7 @@ async def with_kdn(client: AsyncClient, number: int, question: str, sampling: Sa
     options = Options(sampling=sampling, on_progress=progress)
     began_s = client.now_s()
     tokens, style = await client.named(NAME)
-    context = await client.context_of(tokens, options, stats)
+    context = await client.contexts.load(tokens, options, stats)
     teller.tell("delivered")
     prompt = [*tokens, *client.engine.prompts.ask(question, style)]
     async for piece in client.turn(context, prompt, options, stats, began_s):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kdn.cache.tensors import KVCache
-from kdn.delivery.request import Result
+from kdn.session.delivered import Delivered
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedConfig
@@ -32,7 +32,7 @@ class Loaded:
 
     cache: KVCache | None
     num_tokens: int
-    result: Result | None = field(repr=False)
+    delivered: Delivered | None = field(repr=False)
     _config: PreTrainedConfig = field(repr=False)
 
     @property
@@ -59,7 +59,9 @@ class Stats:
     ttft_s: float = 0.0
     """From the question to the first token of the answer."""
     levels: tuple[int, ...] = ()
-    """Of each chunk that was asked for; 0: computed."""
+    """Of each chunk that was asked for, by now; 0: computed."""
+    refined_chunks: int = 0
+    """Chunks that became finer while the answer was being given."""
     troubles: tuple[str, ...] = ()
 
 

@@ -3,7 +3,8 @@
 A context is learned once: the model reads it, its cache is cut into chunks, encoded and published,
 and a name points to its token ids. Whoever asks about that name later loads the chunks, as good as
 the request wants them by its deadline, and the model reads only what is missing and the question.
-Values computed on top of lossy ones are never published.
+What the deadline left coarser than asked for becomes finer while the answer goes on. Values
+computed on top of lossy ones are never published.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from random import Random
 from types import TracebackType
 from typing import Any
 
-from kdn.cache.keys import CHUNK_TOKENS, PUBLIC_SECRET, Chunk, Namespace, Tokens, cut, seal_key
+from kdn.cache.keys import Chunk, Tokens, cut
 from kdn.checked import (
     MAX_WAIT_S,
     checked_choice,
     checked_client,
+    checked_count,
     checked_deadline,
+    checked_function,
     checked_number,
     checked_text,
     checked_texts,
@@ -31,40 +34,51 @@ from kdn.checked import (
 )
 from kdn.client.answers import Answer, Learned, Loaded, Metrics, Stats
 from kdn.client.audit import Audit
+from kdn.client.contexts import Contexts
 from kdn.client.conversation import Conversation
 from kdn.client.engine import Context, Engine, ModelSource, check_source, load_pair, values_of_cache
-from kdn.client.learning import FLUSH_S, Learner
-from kdn.client.loading import Loader, usable_chunks
+from kdn.client.naming import find_name, give_name
 from kdn.client.options import Options
-from kdn.session.quality import Quality, enough_kld
 from kdn.codec import CODECS
 from kdn.config import find_credentials
-from kdn.delivery.publish import Publisher
-from kdn.delivery.request import OnProgress, Result
+from kdn.defaults import CODEC, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
+from kdn.delivery.request import OnProgress
 from kdn.engines.generating import Sampling, TextPieces
-from kdn.engines.growing import Room, Rooms
-from kdn.engines.prompts import PLAIN, Knowledge, Prompts
+from kdn.engines.growing import Rooms
+from kdn.engines.prompts import Knowledge, Prompts
 from kdn.engines.reading import pieces
 from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import spec_of
 from kdn.engines.unchanged import Unchanged
-from kdn.errors import FormatError, MismatchError, StoreError, UnsupportedError
-from kdn.manifests import entry_of
+from kdn.errors import StoreError, UnsupportedError
 from kdn.names import checked_name
-from kdn.places import Places, Where, checked_places, open_places
-from kdn.session.profiles import codec_for, share_profile
+from kdn.places import Where, checked_places
+from kdn.session.profiles import share_profile
+from kdn.session.quality import Quality, enough_kld
+from kdn.session.session import Session
+from kdn.session.settings import SessionSettings
+
+FLUSH_S = 600.0
+MAX_BYTES = 1 << 50
+
+OnRead = Callable[[int, int], None]
+"""How many tokens the model has read, and how many there are."""
 
 
 class AsyncClient:
     """`async with AsyncClient(where, model=...) as client`. `connect` tells the parameters."""
 
+    session: Session
+    engine: Engine
+    contexts: Contexts
+
     def __init__(
         self,
         where: Where,
         *,
-        model: ModelSource = "smollm2",
-        codec: str = "klt",
-        quality: Quality = "default",
+        model: ModelSource = MODEL,
+        codec: str = CODEC,
+        quality: Quality = QUALITY,
         deadline_s: float | None = None,
         token: str | None = None,
         token_file: str | Path | None = None,
@@ -74,32 +88,32 @@ class AsyncClient:
         client: str | None = None,
         recompute: bool = True,
         audit_share: float = 0.0,
+        spool_bytes: int = SPOOL_BYTES,
         rng: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        checked_places(where)
+        places = checked_places(where)
         check_source(model)
         checked_choice("codec", codec, CODECS)
         enough_kld(quality)
         checked_deadline(deadline_s)
         checked_client(client)
         checked_number("audit_share", audit_share, 0, 1)
+        checked_count("spool_bytes", spool_bytes, 0, MAX_BYTES)
         self.metrics = Metrics()
         self.now_s = clock
-        self._where, self._client = where, client
-        self._credentials = find_credentials(
+        credentials = find_credentials(
             token=token, token_file=token_file, secret=secret, secret_file=secret_file,
             tls_ca=tls_ca,
         )  # fmt: skip
-        self._source, self._codec_name = model, codec
+        self._settings = SessionSettings(
+            tuple(places), credentials, client, codec, spool_bytes=spool_bytes, host_bytes=0
+        )
+        self._source = model
         self._quality, self._deadline_s = quality, deadline_s
         self._recompute = recompute
         self._audit = Audit(audit_share, rng or Random(), self.metrics)
         self._stack = AsyncExitStack()
-        self.places: Places
-        self.engine: Engine
-        self.loader: Loader
-        self.learner: Learner
 
     async def __aenter__(self) -> AsyncClient:
         try:
@@ -110,27 +124,22 @@ class AsyncClient:
         return self
 
     async def _open(self) -> None:
-        own = self._credentials
-        places = open_places(self._where, token=own.token, client=self._client, tls_ca=own.tls_ca)
-        self.places = await self._stack.enter_async_context(places)
         model, tokenizer = await asyncio.to_thread(load_pair, self._source)
         unchanged = Unchanged(model)  # first: what changes while it is being named counts, too
         spec = await asyncio.to_thread(spec_of, model)
-        secret = own.secret or PUBLIC_SECRET
-        codec = await codec_for(self._codec_name, spec, self.places, seal_key(secret))
-        namespace = Namespace(spec.fingerprint, codec.profile_id, secret=secret)
+        session = Session(self._settings, spec, model.dtype)
+        self.session = await self._stack.enter_async_context(session)
+        self._stack.push_async_callback(self._audit.close)
         rooms = Rooms(spec, model.dtype)
         self.engine = Engine(
-            model, tokenizer, codec, namespace, Prompts(tokenizer), rooms, unchanged
+            model, tokenizer, spec, session.namespace, Prompts(tokenizer), rooms, unchanged
         )
         speeds = None
         if self._recompute:
-            speeds = await asyncio.to_thread(measured_speeds, model, codec)
-        publisher = Publisher(self.places.publish_to, codec)
-        await self._stack.enter_async_context(publisher)
-        self._stack.push_async_callback(self._audit.close)
-        self.loader = Loader(self.engine, self.places, self._quality, self._deadline_s, speeds)
-        self.learner = Learner(self.engine, self.places, self.loader, publisher, self.now_s)
+            speeds = await asyncio.to_thread(measured_speeds, model, session.codec)
+        self.contexts = Contexts(
+            self.engine, session, self._quality, self._deadline_s, speeds, self.now_s
+        )
 
     async def __aexit__(
         self,
@@ -144,26 +153,48 @@ class AsyncClient:
         """Finish publishing, as far as that takes no longer than a few seconds."""
         await self._stack.aclose()
 
-    async def learn(self, name: str, what: Knowledge) -> Learned:
+    async def learn(self, name: str, what: Knowledge, *, on_read: OnRead | None = None) -> Learned:
         """Let the model read a text, token ids or messages, publish what nobody has yet, and give
-        it a name. Returns when it is stored."""
+        it a name. Returns when it is stored. `on_read` is told how many of how many tokens the
+        model has read."""
         began_s = self.now_s()
         checked_name(name)
+        checked_function("on_read", on_read)
         if isinstance(what, str):
             checked_text("what", what)
         tokens, style = self.engine.prompts.learn(what)
-        checked_tokens("what", tokens, self.engine.codec.spec.vocab_size)
-        chunks = cut(tokens, await self.engine.names())
-        known = await self.learner.num_known(chunks)
+        checked_tokens("what", tokens, self.engine.spec.vocab_size)
+        session, chunks = self.session, cut(tokens, await self.engine.names())
+        known = await session.know_chunks(chunks, at=session.places.publish_to)
         computed = 0
-        if known < len(chunks):
-            computed = await self.learner.learn(tokens, chunks, known)
-        await share_profile(self.engine.codec, self.places, self.engine.namespace.seal_key)
-        await self.places.names.change(
-            name, lambda old: self.learner.manifest(name, old, tokens, style, chunks)
+        if len(known.chunks) < len(chunks):
+            context = await self.contexts.exact(known, tokens)
+            computed = chunks[-1].end - context.num_tokens
+            await self._read_all(context, tokens, chunks, on_read)
+        await share_profile(session.codec, session.places, session.namespace.seal_key)
+        await give_name(session, name, tokens, style, chunks)
+        new = len(chunks) - len(known.chunks)
+        seconds = self.now_s() - began_s
+        return Learned(name, len(tokens), len(known.chunks), new, computed, seconds)
+
+    async def _read_all(
+        self,
+        context: Context,
+        tokens: Sequence[int],
+        chunks: Sequence[Chunk],
+        on_read: OnRead | None,
+    ) -> None:
+        """And store it: StoreError if that takes too long, or if the place refuses a chunk."""
+        publisher, place = self.session.publisher, self.session.places.publish_to.name
+        refused = publisher.counts.refused
+        told = on_read or (lambda num_read, num_tokens: None)
+        published = await self.contexts.read(
+            context, tokens, chunks, FLUSH_S, lambda count: told(count, len(tokens))
         )
-        new = len(chunks) - known
-        return Learned(name, len(tokens), known, new, computed, self.now_s() - began_s)
+        if not published or not await publisher.flush(FLUSH_S):
+            raise StoreError(f"{place} takes too long to store what is new")
+        if lost := publisher.counts.refused - refused:
+            raise StoreError(f"{place} refused {lost} chunks: is it full?")
 
     async def load(
         self,
@@ -175,16 +206,16 @@ class AsyncClient:
     ) -> Loaded:
         """The cache of the longest beginning of these tokens that is known."""
         options = Options(quality, deadline_s, on_progress=on_progress)
-        checked_tokens("tokens", tokens, self.engine.codec.spec.vocab_size)
-        chunks = await self.loader.known_chunks(tokens)
-        if not chunks:
+        checked_tokens("tokens", tokens, self.engine.spec.vocab_size)
+        await self.engine.names()
+        known = await self.session.know(tokens)
+        if not known.chunks:
             return Loaded(None, 0, None, self.engine.config)
-        result = await self.loader.deliver(chunks, options)
-        usable = usable_chunks(result)
-        if not usable or (usable < len(chunks) and not result.cache.is_complete):
-            return Loaded(None, 0, result, self.engine.config)
-        end = chunks[usable - 1].end
-        return Loaded(result.cache.slice(0, end), end, result, self.engine.config)
+        got, sink = await self.contexts.deliver(known.chunks, options, known)
+        if not got.num_ready or (got.num_ready < len(got.chunks) and not sink.cache.is_complete):
+            return Loaded(None, 0, got, self.engine.config)
+        end = got.ready_until
+        return Loaded(sink.cache.slice(0, end), end, got, self.engine.config)
 
     def ask(
         self,
@@ -193,7 +224,7 @@ class AsyncClient:
         *,
         quality: Quality | None = None,
         deadline_s: float | None = None,
-        max_new_tokens: int = 256,
+        max_new_tokens: int = MAX_NEW_TOKENS,
         temperature: float = 0.0,
         seed: int = 0,
         on_progress: OnProgress | None = None,
@@ -211,7 +242,7 @@ class AsyncClient:
     ) -> AsyncGenerator[str, None]:
         began_s = self.now_s()
         tokens, style = await self.named(name)
-        context = await self.context_of(tokens, options, stats)
+        context = await self.contexts.load(tokens, options, stats)
         prompt = [*tokens, *self.engine.prompts.ask(question, style)]
         async for piece in self.turn(context, prompt, options, stats, began_s):
             yield piece
@@ -225,14 +256,14 @@ class AsyncClient:
         *,
         quality: Quality | None = None,
         deadline_s: float | None = None,
-        max_new_tokens: int = 256,
+        max_new_tokens: int = MAX_NEW_TOKENS,
     ) -> list[str]:
         """Answers to several questions about one thing: delivered once, answered as a batch."""
         stats, options = Stats(), Options(quality, deadline_s)
         sampling = Sampling(max_new_tokens)
         questions = checked_texts("questions", questions)
         tokens, style = await self.named(name)
-        context = await self.context_of(tokens, options, stats)
+        context = await self.contexts.load(tokens, options, stats)
         rest = tokens[context.num_tokens :]
         rows = [[*rest, *self.engine.prompts.ask(question, style)] for question in questions]
         stats.computed_tokens += sum(map(len, rows))
@@ -247,7 +278,7 @@ class AsyncClient:
         *,
         quality: Quality | None = None,
         deadline_s: float | None = None,
-        max_new_tokens: int = 256,
+        max_new_tokens: int = MAX_NEW_TOKENS,
         temperature: float = 0.0,
         seed: int = 0,
     ) -> Conversation:
@@ -263,82 +294,31 @@ class AsyncClient:
         `after` is what it went on from, if that was loaded: what was computed on top of losses is
         not published. Returns how many chunks are on their way; `flush` waits for them.
         """
-        spec = self.engine.codec.spec
-        checked_tokens("tokens", tokens, spec.vocab_size)
+        checked_tokens("tokens", tokens, self.engine.spec.vocab_size)
         if after is not None and not isinstance(after, Loaded):
             raise UnsupportedError(f"after: expected what was loaded, found {shown(after)}")
-        values = values_of_cache(cache, spec)
-        known, exact = 0, True
-        if after is not None and after.result is not None:
-            known = after.num_tokens
-            exact = after.result.exact_chunks >= usable_chunks(after.result)
+        values = values_of_cache(cache, self.engine.spec)
+        known, exact_until = 0, None
+        if after is not None and after.delivered is not None:
+            known, exact_until = after.num_tokens, after.delivered.exact_until
         chunks = [c for c in cut(tokens, await self.engine.names()) if c.end > known]
-        return self.learner.publish_given(chunks, values, exact)
+        return self.contexts.publish_given(chunks, values, exact_until)
 
     async def flush(self, deadline_s: float = FLUSH_S) -> bool:
         """Wait until all that was published is stored; False if that took too long."""
-        return await self.learner.publisher.flush(
+        return await self.session.publisher.flush(
             checked_number("deadline_s", deadline_s, 0, MAX_WAIT_S)
         )
 
     async def forget(self, name: str) -> bool:
         """Forget a name, and the chunks that only it used. False if there is none."""
-        return await self.places.names.delete(checked_name(name)) is not None
+        return await self.session.places.names.delete(checked_name(name)) is not None
 
     # for conversations, too
 
     async def named(self, name: str) -> tuple[list[int], str]:
         """Token ids that a name points to, and how to ask about them."""
-        found = await self.places.names.get(name)
-        if found is None:
-            raise StoreError(f"there is no name {name!r} at {self.places.publish_to.name}")
-        model, seal_key = self.engine.codec.spec.fingerprint, self.engine.namespace.seal_key
-        entry = entry_of(found.manifest, name, model, seal_key)
-        if entry is None:
-            raise MismatchError(f"{name!r} was learned with another model: learn it with this one")
-        try:
-            return [int(token) for token in entry["tokens"]], str(entry.get("style", PLAIN))
-        except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"the manifest of {name!r} has no token ids") from error
-
-    async def context_of(self, tokens: Sequence[int], options: Options, stats: Stats) -> Context:
-        """All whole chunks of `tokens`: delivered, or read where nothing was to be had."""
-        chunks = cut(tokens, await self.engine.names())
-        if not chunks:
-            return self.engine.new_context()
-        room = self.engine.room_for(chunks[-1].end)
-        result = await self.loader.deliver(chunks, options, room)
-        stats.fetched_bytes, stats.delivery_s = result.fetched_bytes, result.done_s
-        stats.levels, stats.troubles = result.levels, result.troubles
-        context = await self._joined(result, tokens, chunks, room)
-        if context.delivered:
-            both = zip(chunks, result.levels, strict=True)
-            stats.known_tokens = sum(chunk.num_tokens for chunk, levels in both if levels)
-        stats.computed_tokens = context.num_tokens - stats.known_tokens
-        return context
-
-    async def _joined(
-        self, result: Result, tokens: Sequence[int], chunks: Sequence[Chunk], room: Room | None
-    ) -> Context:
-        """Of what was delivered and what the model must read, in order."""
-        engine, usable = self.engine, usable_chunks(result)
-        context = engine.new_context(room)
-        if usable < len(chunks) and not result.cache.is_complete:
-            # Layers with windows: only of the whole is it known what they hold.
-            await self.learner.read(context, tokens, chunks)
-            return context
-        if usable:
-            part = result.cache.slice(0, chunks[usable - 1].end)
-            context = engine.context_of(part, tokens, result.exact_chunks >= usable, room)
-        context.delivered = True
-        for chunk, levels in list(zip(chunks, result.levels, strict=True))[usable:]:
-            if levels:
-                part = result.cache.slice(chunk.start, chunk.end)
-                engine.append(context, part, tokens[chunk.start : chunk.end])
-                context.exact = context.exact and levels == result.num_levels
-            else:
-                await self.learner.read(context, tokens, [chunk])
-        return context
+        return await find_name(self.session, name)
 
     async def turn(
         self,
@@ -356,30 +336,25 @@ class AsyncClient:
         stats.computed_tokens += len(prompt) - held
         for start, end in pieces(held, len(prompt)):
             await self.engine.read(context, prompt[start:end])
-            await self._publish_end(context, publish)
+            if publish:
+                await self.contexts.publish_end(context)
         text = TextPieces(self.engine.tokenizer)
-        async for token in self.engine.answer(context, options.sampling):
-            if not stats.new_tokens:
-                stats.ttft_s = self.now_s() - began_s
-            stats.new_tokens += 1
-            await self._publish_end(context, publish)
-            if piece := text.add(token):
-                yield piece
+        async with AsyncExitStack() as stack:
+            better = self.contexts.refinement(context, options)
+            async for token in self.engine.answer(context, options.sampling):
+                if not stats.new_tokens:
+                    stats.ttft_s = self.now_s() - began_s
+                    if better is not None:
+                        await stack.enter_async_context(better)
+                stats.new_tokens += 1
+                if publish:
+                    await self.contexts.publish_end(context)
+                if piece := text.add(token):
+                    yield piece
+                if better is not None:
+                    await self.contexts.refine(context, better, stats)
         if piece := text.rest():
             yield piece
         self.metrics.count(stats)
         if publish:
-            await self._publish_tail(context)
-
-    async def _publish_end(self, context: Context, publish: bool) -> None:
-        """The chunk that has just become whole, before any layer drops a part of it."""
-        count = context.num_tokens
-        if publish and context.exact and count and count % CHUNK_TOKENS == 0:
-            chunks = cut(context.tokens[:count], await self.engine.names())
-            await self.learner.publish(context, chunks[-1])
-
-    async def _publish_tail(self, context: Context) -> None:
-        chunks = cut(context.tokens[: context.num_tokens], await self.engine.names())
-        if chunks and context.exact and chunks[-1].num_tokens < CHUNK_TOKENS:
-            values = self.engine.values_of(context, chunks[-1])
-            self.learner.publish_given(chunks[-1:], values, True)
+            await self.contexts.publish_end(context, tail=True)

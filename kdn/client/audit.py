@@ -27,7 +27,7 @@ class Audit:
 
     def maybe(self, engine: Engine, context: Context, num_answer: int) -> bool:
         """Of an answer whose context nobody else needs any more; whether it is audited."""
-        windows = any(window is not None for window in engine.codec.spec.windows)
+        windows = any(window is not None for window in engine.spec.windows)
         if windows or not num_answer or self._rng.random() >= self._share:
             return False  # a window cannot be wound back to where the answer began
         task = asyncio.create_task(self._run(engine, context, num_answer))

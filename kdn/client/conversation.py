@@ -45,7 +45,7 @@ class Conversation:
         prompts = client.engine.prompts
         if self._context is None:
             tokens, self._style = await self._beginning()
-            self._context = await client.context_of(tokens, self._options, stats)
+            self._context = await client.contexts.load(tokens, self._options, stats)
             asked = prompts.ask(question, self._style)
         else:
             tokens = list(self._context.tokens)

@@ -17,7 +17,6 @@ from kdn.cache.keys import Chunk, Namespace
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.checked import shown
-from kdn.codec.base import Codec
 from kdn.engines.batching import answer_all
 from kdn.engines.generating import Sampling, generate
 from kdn.engines.growing import Room, Rooms, growing_cache
@@ -26,6 +25,7 @@ from kdn.engines.reading import forward, last_tokens
 from kdn.engines.transformers import from_dynamic_cache, to_dynamic_cache
 from kdn.engines.unchanged import Unchanged
 from kdn.errors import MismatchError, UnsupportedError
+from kdn.session.delivered import Delivered
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -40,10 +40,8 @@ class Context:
 
     past: DynamicCache
     tokens: list[int] = field(default_factory=list)
-    exact: bool = True
-    """Whether all of it is as the model itself would have it."""
-    delivered: bool = False
-    """Whether any of it came from a delivery."""
+    delivered: Delivered | None = None
+    """What of it came from a delivery."""
     room: Room | None = None
     """Where its values lie."""
     logits: torch.Tensor | None = None
@@ -53,21 +51,32 @@ class Context:
     def num_tokens(self) -> int:
         return int(self.past.get_seq_length())
 
+    @property
+    def exact_until(self) -> int | None:
+        """See `Delivered`."""
+        return None if self.delivered is None else self.delivered.exact_until
+
+
+@dataclass(frozen=True)
+class ContextSource:
+    """Reads chunks among the last tokens of a context: a copy, as the context goes on."""
+
+    context: Context
+
+    def read(self, chunk: Chunk) -> KVCache:
+        return last_tokens(self.context.past, chunk.start).slice(chunk.start, chunk.end)
+
 
 @dataclass(frozen=True)
 class Engine:
     model: PreTrainedModel
     tokenizer: Any
-    codec: Codec
+    spec: ModelSpec
     namespace: Namespace
     prompts: Prompts
     rooms: Rooms
     unchanged: Unchanged
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def expected_kld(self) -> tuple[float, ...]:
-        return self.codec.expected_kld
 
     @property
     def config(self) -> Any:
@@ -92,11 +101,22 @@ class Engine:
         context.room = None
 
     def context_of(
-        self, cache: KVCache, tokens: Sequence[int], exact: bool, room: Room | None = None
+        self, cache: KVCache, tokens: Sequence[int], room: Room | None = None
     ) -> Context:
         """That goes on from a delivered cache, in the room where it lies."""
         past = to_dynamic_cache(self.to_model(cache), self.config, room)
-        return Context(past, list(tokens[: cache.end]), exact, room=room)
+        return Context(past, list(tokens[: cache.end]), room=room)
+
+    def lies_in_room(self, context: Context) -> bool:
+        """Whether every layer reads the memory that was delivered into: none has a window, and none
+        has grown out of it."""
+        room = context.room
+        return room is not None and all(
+            window is None and layer.keys.data_ptr() == room.keys[index].data_ptr()
+            for index, (layer, window) in enumerate(
+                zip(context.past.layers, self.spec.windows, strict=True)
+            )
+        )
 
     def to_model(self, cache: KVCache) -> KVCache:
         """In the model's dtype, on its device."""
@@ -123,10 +143,6 @@ class Engine:
                 keys, values = (t[layer].transpose(0, 1)[None] for t in (part.keys, part.values))
                 context.past.update(keys, values, layer)
         context.tokens += tokens
-
-    def values_of(self, context: Context, chunk: Chunk) -> KVCache:
-        """Of a chunk among the last tokens of a context."""
-        return last_tokens(context.past, chunk.start).slice(chunk.start, chunk.end)
 
     async def answer(self, context: Context, sampling: Sampling) -> AsyncGenerator[int, None]:
         """Token by token. Afterwards the context's cache may lack the last one."""

@@ -10,10 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kdn.cache.keys import PUBLIC_SECRET, TAIL_MULTIPLE, Chunk, Namespace, Tokens, cut
+from kdn.cache.spec import ModelSpec
 from kdn.client.asynchronous import AsyncClient
 from kdn.codec.exact import ExactCodec
 from kdn.codec.profiles import find_profile
+from kdn.delivery.endpoints import Endpoints
+from kdn.errors import KdnError
 from kdn.manifests import Manifest
+from kdn.session.session import Session
 
 MAX_NAMES = 500
 
@@ -46,14 +50,14 @@ class Suspects:
 
 
 async def explain(client: AsyncClient, tokens: Tokens) -> list[Finding]:
-    known = await client.loader.known_chunks(tokens)
-    findings = [Finding(chunk.start, chunk.end, True, KNOWN) for chunk in known]
-    reach = known[-1].end if known else 0
-    chunks = cut(tokens, client.engine.namespace)
+    known = await client.session.know(tokens)
+    findings = [Finding(chunk.start, chunk.end, True, KNOWN) for chunk in known.chunks]
+    reach = known.end
+    chunks = cut(tokens, client.session.namespace)
     rest = [number for number, chunk in enumerate(chunks) if chunk.end > reach]
     if rest:
-        suspects = await _suspects(client)
-        reasons = await _reasons(client, tokens, chunks, suspects)
+        suspects = await _suspects(client.session)
+        reasons = await _reasons(client.session.places.endpoints, tokens, chunks, suspects)
         for number in rest:
             chunk, why = chunks[number], reasons[number]
             findings.append(Finding(max(reach, chunk.start), chunk.end, False, why))
@@ -64,33 +68,44 @@ async def explain(client: AsyncClient, tokens: Tokens) -> list[Finding]:
 
 
 async def _reasons(
-    client: AsyncClient, tokens: Tokens, chunks: Sequence[Chunk], suspects: Suspects
+    endpoints: Endpoints, tokens: Tokens, chunks: Sequence[Chunk], suspects: Suspects
 ) -> list[str]:
     """One for each chunk, as if it were missing."""
-    here = await client.loader.stored(chunks)
+    here = await _stored(endpoints, chunks)
     reasons = [ORPHAN if found else UNKNOWN for found in here]
     for number, chunk in enumerate(chunks):
         if not here[number] and chunk.key in suspects.named:
             reasons[number] = EVICTED.format(suspects.named[chunk.key])
     for why, namespace in suspects.namespaces.items():
-        there = await client.loader.stored(cut(tokens, namespace))
+        there = await _stored(endpoints, cut(tokens, namespace))
         for number, found in enumerate(there):
             if found and reasons[number] == UNKNOWN:
                 reasons[number] = why
     return reasons
 
 
-async def _suspects(client: AsyncClient) -> Suspects:
-    engine, suspects = client.engine, Suspects()
-    own = engine.namespace
-    for name, profile in _own_profiles(client).items():
+async def _stored(endpoints: Endpoints, chunks: Sequence[Chunk]) -> list[bool]:
+    """Which of them some place has, of whatever model or profile; one that fails has none."""
+    found = [False] * len(chunks)
+    for endpoint in endpoints if chunks else ():
+        try:
+            entries = await (await endpoint.store()).lookup([chunk.key for chunk in chunks])
+        except (KdnError, OSError):
+            continue
+        found = [a or b is not None for a, b in zip(found, entries, strict=True)]
+    return found
+
+
+async def _suspects(session: Session) -> Suspects:
+    own, suspects = session.namespace, Suspects()
+    for name, profile in _own_profiles(session.spec).items():
         suspects.namespaces[OTHER_PROFILE.format(name)] = replace(own, profile=profile)
     count = 0
-    async for name in client.places.names.list():
+    async for name in session.places.names.list():
         count += 1
         if count > MAX_NAMES:
             break
-        found = await client.places.names.get(name)
+        found = await session.places.names.get(name)
         if found is not None:
             _note(suspects, name, found.manifest, own)
     if own.secret != PUBLIC_SECRET:
@@ -99,9 +114,8 @@ async def _suspects(client: AsyncClient) -> Suspects:
     return suspects
 
 
-def _own_profiles(client: AsyncClient) -> Mapping[str, bytes]:
+def _own_profiles(spec: ModelSpec) -> Mapping[str, bytes]:
     """Of the codecs this client could have used."""
-    spec = client.engine.codec.spec
     profiles = {"exact": ExactCodec(spec).profile_id}
     if (klt := find_profile(spec)) is not None:
         profiles["klt"] = klt.profile_id

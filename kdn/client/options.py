@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kdn.checked import checked_deadline
-from kdn.session.quality import Quality, enough_kld
+from kdn.checked import checked_deadline, checked_function
 from kdn.delivery.request import OnProgress
 from kdn.engines.generating import Sampling
-from kdn.errors import UnsupportedError
+from kdn.session.quality import Quality, enough_kld
 
 
 @dataclass(frozen=True)
@@ -22,5 +21,4 @@ class Options:
         if self.quality is not None:
             enough_kld(self.quality)
         checked_deadline(self.deadline_s)
-        if self.on_progress is not None and not callable(self.on_progress):
-            raise UnsupportedError(f"on_progress: expected a function, found {self.on_progress!r}")
+        checked_function("on_progress", self.on_progress)

@@ -2,90 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
-
-import uvloop
+from typing import Any
 
 from kdn.cache.keys import Tokens
 from kdn.client.answers import Answer as AsyncAnswer
 from kdn.client.answers import Learned, Loaded, Metrics, Stats
-from kdn.client.asynchronous import AsyncClient
+from kdn.client.asynchronous import FLUSH_S, AsyncClient, OnRead
 from kdn.client.conversation import Conversation as AsyncConversation
+from kdn.client.engine import ModelSource
+from kdn.defaults import CODEC, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
+from kdn.delivery.request import OnProgress
 from kdn.engines.prompts import Knowledge
 from kdn.places import Where
-
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
-
-
-def connect(where: Where, **settings: Any) -> Client:
-    """Open a client: `with kdn.connect("http://node:8470", model="smollm2") as client`.
-
-    `where` is a folder, the URL of a node, or several of them: all are read, the first node (or
-    else the first folder) is written to. Settings:
-
-    - `model`: smollm2, a local folder, a name on the hub, or (model, tokenizer) of transformers;
-    - `codec`: "klt", or "exact" without any loss;
-    - `quality`: "draft", "default", "high", "exact", or the KL divergence that is good enough;
-    - `deadline_s`: what has not arrived by then, the model reads itself;
-    - `token` or `token_file`: of the tenant, for nodes that have tenants;
-    - `secret` (bytes) or `secret_file`: only your engines know it; who lacks it cannot find your
-      chunks. Where none of them is given, KDN_CLIENT_TOKEN, KDN_CLIENT_TOKEN_FILE,
-      KDN_CLIENT_SECRET and KDN_CLIENT_SECRET_FILE are asked;
-    - `tls_ca`: a PEM file, if a private authority signed the node's certificate;
-    - `client`: a name for fair sharing;
-    - `recompute`: whether the model may read along while chunks load (True);
-    - `audit_share`: what part of all answers is held against the model's own, in `metrics`.
-    """
-    return Client(where, **settings)
-
-
-class Loop:
-    """An event loop in a thread."""
-
-    def __init__(self) -> None:
-        self._loop = uvloop.new_event_loop()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kdn", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        """An exit or interrupt that somebody's code raises in here reaches who waits for it; the
-        loop must go on for that, and for all others."""
-        while not self._closing and not self._loop.is_closed():
-            try:
-                self._loop.run_forever()
-            except BaseException as error:
-                logger.warning("the event loop was interrupted and goes on: %r", error)
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for it. An interrupt (Ctrl-C) cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        if self._thread.is_alive():
-            self.run(self._loop.shutdown_asyncgens())
-            self.run(self._loop.shutdown_default_executor())
-            self._closing = True
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+from kdn.session.loop import LoopThread
+from kdn.session.quality import Quality
 
 
 class Answer:
     """Text as it is made: `for piece in answer`, or all of it with `answer.read()`."""
 
-    def __init__(self, loop: Loop, answer: AsyncAnswer) -> None:
+    def __init__(self, loop: LoopThread, answer: AsyncAnswer) -> None:
         self._loop = loop
         self._answer = answer
 
@@ -122,7 +61,7 @@ async def _next(answer: AsyncAnswer) -> str | None:
 class Conversation:
     """See `kdn/client/conversation.py`."""
 
-    def __init__(self, loop: Loop, conversation: AsyncConversation) -> None:
+    def __init__(self, loop: LoopThread, conversation: AsyncConversation) -> None:
         self._loop = loop
         self._conversation = conversation
 
@@ -137,9 +76,9 @@ class Conversation:
 class Client:
     """Made by `connect`. Methods and parameters are those of `AsyncClient`."""
 
-    def __init__(self, where: Where, **settings: Any) -> None:
-        self._client = AsyncClient(where, **settings)
-        self._loop = Loop()
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._loop = LoopThread()
         try:
             self._loop.run(self._client.__aenter__())
         except BaseException:
@@ -158,25 +97,74 @@ class Client:
     def tokenizer(self) -> Any:
         return self._client.engine.tokenizer
 
-    def learn(self, name: str, what: Knowledge) -> Learned:
-        return self._loop.run(self._client.learn(name, what))
+    def learn(self, name: str, what: Knowledge, *, on_read: OnRead | None = None) -> Learned:
+        return self._loop.run(self._client.learn(name, what, on_read=on_read))
 
-    def load(self, tokens: Tokens, **options: Any) -> Loaded:
-        return self._loop.run(self._client.load(tokens, **options))
+    def load(
+        self,
+        tokens: Tokens,
+        *,
+        quality: Quality | None = None,
+        deadline_s: float | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Loaded:
+        loading = self._client.load(
+            tokens, quality=quality, deadline_s=deadline_s, on_progress=on_progress
+        )
+        return self._loop.run(loading)
 
-    def ask(self, name: str, question: str, **options: Any) -> Answer:
-        return Answer(self._loop, self._client.ask(name, question, **options))
+    def ask(
+        self,
+        name: str,
+        question: str,
+        *,
+        quality: Quality | None = None,
+        deadline_s: float | None = None,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        seed: int = 0,
+        on_progress: OnProgress | None = None,
+    ) -> Answer:
+        answer = self._client.ask(
+            name, question, quality=quality, deadline_s=deadline_s, max_new_tokens=max_new_tokens,
+            temperature=temperature, seed=seed, on_progress=on_progress,
+        )  # fmt: skip
+        return Answer(self._loop, answer)
 
-    def ask_all(self, name: str, questions: Sequence[str], **options: Any) -> list[str]:
-        return self._loop.run(self._client.ask_all(name, questions, **options))
+    def ask_all(
+        self,
+        name: str,
+        questions: Sequence[str],
+        *,
+        quality: Quality | None = None,
+        deadline_s: float | None = None,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+    ) -> list[str]:
+        answering = self._client.ask_all(
+            name, questions, quality=quality, deadline_s=deadline_s, max_new_tokens=max_new_tokens
+        )
+        return self._loop.run(answering)
 
-    def converse(self, name: str | None = None, **options: Any) -> Conversation:
-        return Conversation(self._loop, self._client.converse(name, **options))
+    def converse(
+        self,
+        name: str | None = None,
+        *,
+        quality: Quality | None = None,
+        deadline_s: float | None = None,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> Conversation:
+        conversation = self._client.converse(
+            name, quality=quality, deadline_s=deadline_s, max_new_tokens=max_new_tokens,
+            temperature=temperature, seed=seed,
+        )  # fmt: skip
+        return Conversation(self._loop, conversation)
 
     def publish(self, tokens: Tokens, cache: Any, *, after: Loaded | None = None) -> int:
         return self._loop.run(self._client.publish(tokens, cache, after=after))
 
-    def flush(self, deadline_s: float = 600.0) -> bool:
+    def flush(self, deadline_s: float = FLUSH_S) -> bool:
         return self._loop.run(self._client.flush(deadline_s))
 
     def forget(self, name: str) -> bool:
@@ -198,3 +186,48 @@ class Client:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def connect(
+    where: Where,
+    *,
+    model: ModelSource = MODEL,
+    codec: str = CODEC,
+    quality: Quality = QUALITY,
+    deadline_s: float | None = None,
+    token: str | None = None,
+    token_file: str | Path | None = None,
+    secret: bytes | None = None,
+    secret_file: str | Path | None = None,
+    tls_ca: str | Path | None = None,
+    client: str | None = None,
+    recompute: bool = True,
+    audit_share: float = 0.0,
+    spool_bytes: int = SPOOL_BYTES,
+) -> Client:
+    """Open a client: `with kdn.connect("http://node:8470", model="smollm2") as client`.
+
+    - `where`: a folder, the URL of a node, or several of them. All are read; the first node (or
+      else the first folder) is written to;
+    - `model`: smollm2, a local folder, a name on the hub, or (model, tokenizer) of transformers;
+    - `codec`: "klt", or "exact" without any loss;
+    - `quality`: "draft", "default", "high", "exact", or the KL divergence that is good enough;
+    - `deadline_s`: what has not arrived by then, the model reads itself; what arrived coarser than
+      `quality` becomes finer while the answer goes on;
+    - `token` or `token_file`: of the tenant, for nodes that have tenants;
+    - `secret` (bytes) or `secret_file`: only your engines know it; who lacks it cannot find your
+      chunks. Where none of them is given, KDN_CLIENT_TOKEN, KDN_CLIENT_TOKEN_FILE,
+      KDN_CLIENT_SECRET and KDN_CLIENT_SECRET_FILE are asked;
+    - `tls_ca`: a PEM file, if a private authority signed the node's certificate;
+    - `client`: a name for fair sharing;
+    - `recompute`: whether the model may read along while chunks load;
+    - `audit_share`: what part of all answers is held against the model's own, in `metrics`;
+    - `spool_bytes`: how much may wait on disk for a node that is away; 0: nothing.
+    """
+    return Client(
+        AsyncClient(
+            where, model=model, codec=codec, quality=quality, deadline_s=deadline_s, token=token,
+            token_file=token_file, secret=secret, secret_file=secret_file, tls_ca=tls_ca,
+            client=client, recompute=recompute, audit_share=audit_share, spool_bytes=spool_bytes,
+        )
+    )  # fmt: skip

@@ -177,17 +177,13 @@ class Delivery:
         self.lookup_s = self.now_s()
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, until_s - self.question.clock())):
-                await read_local(self.known, self.endpoints, self._enough_levels())
+                enough = self.request.enough_levels(self.request.enough_kld)
+                await read_local(self.known, self.endpoints, enough)
 
     async def _find(self, until_s: float) -> Known:
         if self._told is not None:
             return self._told
         return Known(streams=await look_up(self.question, self.endpoints, until_s))
-
-    def _enough_levels(self) -> int:
-        expected = self.request.expected_kld
-        good = (i + 1 for i, kld in enumerate(expected) if kld <= self.request.enough_kld)
-        return next(good, len(expected))
 
     # the loop
 

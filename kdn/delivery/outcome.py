@@ -16,10 +16,11 @@ def result_of(delivery: Delivery) -> Result:
     rest = len(delivery.request.chunks) - len(known)
     first_s = transfer.first_byte_s
 
-    def refine() -> Refinement:
+    def refine(enough_kld: float) -> Refinement:
+        levels = delivery.request.enough_levels(enough_kld)
         return Refinement(
-            known, delivery.question, delivery.endpoints, delivery.estimator, delivery.limits,
-            delivery.request.sink, delivery.gauge,
+            known, levels, delivery.question, delivery.endpoints, delivery.estimator,
+            delivery.limits, delivery.request.sink, delivery.gauge,
         )  # fmt: skip
 
     return Result(
@@ -35,5 +36,14 @@ def result_of(delivery: Delivery) -> Result:
         done_s=delivery.now_s(),
         failures=transfer.failures,
         troubles=(*transfer.troubles, *delivery.decoder.troubles),
+        kld=_expected_kld(delivery),
         _refine=refine,
     )
+
+
+def _expected_kld(delivery: Delivery) -> float:
+    request = delivery.request
+    tokens = [chunk.num_tokens for chunk in request.chunks]
+    parts = [count * weight for count, weight in zip(tokens, request.weights(), strict=True)]
+    loaded = [(part, one.decoded) for part, one in zip(parts, delivery.known, strict=False)]
+    return sum(part * request.expected_kld[n - 1] for part, n in loaded if n) / sum(parts)

@@ -35,6 +35,7 @@ class Refinement:
     def __init__(
         self,
         known: Sequence[Incoming],
+        levels: int,
         question: Question,
         endpoints: Endpoints,
         estimator: ThroughputEstimator,
@@ -46,7 +47,7 @@ class Refinement:
         self._until_s = self._clock() + REFINE_S
         self._known, self._endpoints = known, endpoints
         self._chunks = [one for one in known if one.decoded]
-        self._num_levels = question.codec.num_levels
+        self._num_levels = levels
         self._transfer = Transfer(known, question, endpoints, estimator, limits, self._until_s)
         self._decoder = Decoder(sink, gauge, asyncio.Event(), self._clock)
         self._news = asyncio.Event()  # a level has arrived, or nothing more will
@@ -59,8 +60,8 @@ class Refinement:
 
     @property
     def ready(self) -> tuple[int, ...]:
-        """Chunks that `apply` would improve now."""
-        return tuple(one.number for one in self._chunks if is_waiting(one))
+        """Chunks that `apply` would improve now: each is decoded once, when all of it is here."""
+        return tuple(one.number for one in self._chunks if is_waiting(one) and self._is_here(one))
 
     @property
     def is_complete(self) -> bool:
@@ -84,9 +85,7 @@ class Refinement:
         return tuple(improved)
 
     def _next(self, left_s: float) -> list[Fetch]:
-        waiting = [
-            Fetch(one.number, one.assembly.levels) for one in self._chunks if is_waiting(one)
-        ]
+        waiting = [Fetch(number, self._known[number].assembly.levels) for number in self.ready]
         return self._decoder.pick(self._known, waiting, left_s, False)
 
     async def wait(self, limit_s: float) -> bool:
@@ -103,19 +102,19 @@ class Refinement:
         return True
 
     def _all_fetched(self) -> bool:
-        over = self._task is not None and self._task.done()
-        return over or all(one.lost or self._has_all(one) for one in self._chunks)
+        return all(map(self._is_here, self._chunks))
 
-    def _has_all(self, one: Incoming) -> bool:
-        return one.assembly.levels == self._num_levels
+    def _is_here(self, one: Incoming) -> bool:
+        """All of it that will come."""
+        over = self._task is not None and self._task.done()
+        return over or one.lost or one.assembly.levels >= self._num_levels
 
     async def _fetch(self) -> None:
-        """Level by level, so that all chunks become better alike."""
+        """From the back: what goes on from a context depends most on its end."""
         fetches = [
-            Fetch(one.number, level + 1)
-            for level in range(self._num_levels)
-            for one in self._chunks
-            if one.decoded <= level
+            Fetch(one.number, self._num_levels)
+            for one in reversed(self._chunks)
+            if one.decoded < self._num_levels
         ]
         changed = self._transfer.changed
         while not self._all_fetched() and self._clock() < self._until_s:

@@ -52,6 +52,11 @@ class Request:
         assert self.deadline_s > 0
         assert self.enough_kld >= 0
 
+    def enough_levels(self, enough_kld: float) -> int:
+        """With which any chunk is good enough; all if none are."""
+        good = (i + 1 for i, kld in enumerate(self.expected_kld) if kld <= enough_kld)
+        return next(good, len(self.expected_kld))
+
     def weights(self) -> list[float]:
         """How much a token of each chunk counts: those of the end as much as all before them."""
         start, end = self.chunks[0].start, self.chunks[-1].end
@@ -106,7 +111,9 @@ class Result:
     """Requests that failed and were made good, or not."""
     troubles: tuple[str, ...] = ()
     """What went wrong, for people."""
-    _refine: Callable[[], Refinement] | None = field(default=None, repr=False)
+    kld: float = 0.0
+    """The mean divergence that is expected, what is left to the model counting 0."""
+    _refine: Callable[[float], Refinement] | None = field(default=None, repr=False)
 
     @property
     def recompute(self) -> tuple[int, ...]:
@@ -122,7 +129,8 @@ class Result:
         lossy = (i for i, (levels, own) in both if not own and levels < self.num_levels)
         return next(lossy, len(self.levels))
 
-    def refine(self) -> Refinement:
-        """The levels that were left out, in the background: see `refine.py`."""
-        assert self._refine is not None, "nothing was known of this context"
-        return self._refine()
+    def refine(self, enough_kld: float = 0.0) -> Refinement:
+        """The levels that were left out and that it takes to be that good, in the background: see
+        `refine.py`."""
+        assert self._refine is not None, "only a delivery can be refined"
+        return self._refine(enough_kld)

@@ -10,6 +10,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from kdn.checked import MAX_SEED, checked_count, checked_number
+from kdn.defaults import MAX_NEW_TOKENS
 from kdn.engines.reading import forward
 
 MAX_TEMPERATURE = 100.0
@@ -20,7 +21,7 @@ REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True)
 class Sampling:
-    max_new_tokens: int = 256
+    max_new_tokens: int = MAX_NEW_TOKENS
     temperature: float = 0.0
     """0: always the most likely token."""
     seed: int = 0

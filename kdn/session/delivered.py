@@ -10,7 +10,7 @@ from kdn.cache.keys import Chunk
 from kdn.delivery.request import Result, worst_kld
 
 
-class Quality(NamedTuple):
+class Grade(NamedTuple):
     """Of a chunk's values in a sink."""
 
     kld: float
@@ -22,32 +22,32 @@ class Quality(NamedTuple):
 @dataclass(frozen=True)
 class Delivered:
     chunks: tuple[Chunk, ...]
-    held: tuple[Quality, ...]
+    held: tuple[Grade, ...]
     """Of the first chunks, which this host held decoded."""
     result: Result | None
     """Of the others; None if there were none."""
     expected_kld: Sequence[float]
 
     @property
-    def qualities(self) -> list[Quality | None]:
+    def grades(self) -> list[Grade | None]:
         """Of each chunk; None where the sink does not hold it."""
         if self.result is None:
             return [*self.held, *[None] * (len(self.chunks) - len(self.held))]
         levels, computed = self.result.levels, self.result.computed
-        return [*self.held, *map(self._quality, levels, computed)]
+        return [*self.held, *map(self._grade, levels, computed)]
 
-    def _quality(self, levels: int, computed: bool) -> Quality | None:
+    def _grade(self, levels: int, computed: bool) -> Grade | None:
         if computed:
-            return Quality(0.0, True)
+            return Grade(0.0, True)
         if not levels:
             return None
-        return Quality(self.expected_kld[levels - 1], levels == len(self.expected_kld))
+        return Grade(self.expected_kld[levels - 1], levels == len(self.expected_kld))
 
     @property
     def num_ready(self) -> int:
         """So many chunks from the front need no reading."""
-        qualities = self.qualities
-        return qualities.index(None) if None in qualities else len(qualities)
+        grades = self.grades
+        return grades.index(None) if None in grades else len(grades)
 
     @property
     def ready_until(self) -> int:
@@ -57,8 +57,8 @@ class Delivered:
 
     def good_until(self, end: int, enough_kld: float) -> int:
         """The same, of a context up to `end`, where coarser chunks than that do not count."""
-        for chunk, quality in zip(self.chunks, self.qualities, strict=True):
-            if quality is None or quality.kld > worst_kld(chunk, end, enough_kld):
+        for chunk, grade in zip(self.chunks, self.grades, strict=True):
+            if grade is None or grade.kld > worst_kld(chunk, end, enough_kld):
                 return chunk.start
         return self.chunks[-1].end
 
@@ -66,10 +66,27 @@ class Delivered:
     def exact_until(self) -> int | None:
         """Tokens from here on were loaded with losses, or will be computed on top of such; None:
         nothing that was loaded has any."""
-        for chunk, quality in zip(self.chunks, self.qualities, strict=True):
-            if quality is not None and not quality.is_exact:
+        for chunk, grade in zip(self.chunks, self.grades, strict=True):
+            if grade is not None and not grade.is_exact:
                 return chunk.start
         return None
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Of each chunk; 0 where the model read it, or has to. What this host held counts as all
+        levels."""
+        held = (len(self.expected_kld),) * len(self.held)
+        rest = (0,) * (len(self.chunks) - len(held))
+        return held + (self.result.levels if self.result else rest)
+
+    @property
+    def num_loaded_tokens(self) -> int:
+        both = zip(self.chunks, self.levels, strict=True)
+        return sum(chunk.num_tokens for chunk, levels in both if levels)
+
+    @property
+    def done_s(self) -> float:
+        return self.result.done_s if self.result else 0.0
 
     @property
     def fetched_bytes(self) -> int:

@@ -37,7 +37,7 @@ from kdn.delivery.publish import Admission, Publisher, Source
 from kdn.delivery.request import FAR_S, Compute, OnProgress, Request, worst_kld
 from kdn.delivery.sink import Sink
 from kdn.places import Places, open_places
-from kdn.session.delivered import Delivered, Quality, may_be_published
+from kdn.session.delivered import Delivered, Grade, may_be_published
 from kdn.session.host_memory import HostMemory, open_host_memory
 from kdn.session.keeper import Keeper
 from kdn.session.profiles import codec_for
@@ -201,29 +201,29 @@ class Session:
 
     async def _write_held(
         self, chunks: Sequence[Chunk], sink: Sink, end: int, enough_kld: float
-    ) -> tuple[Quality, ...]:
+    ) -> tuple[Grade, ...]:
         """From the host's shared memory, as far as it goes without a gap."""
         host = self.host
         if host is None:
             return ()
 
-        def write() -> tuple[Quality, ...]:
-            written: list[Quality] = []
+        def write() -> tuple[Grade, ...]:
+            written: list[Grade] = []
             for chunk in chunks:
                 held = host.get(chunk, worst_kld(chunk, end, enough_kld))
                 if held is None:
                     break
                 sink.write(chunk, held.cache)
-                written.append(Quality(held.kld, held.exact))
+                written.append(Grade(held.kld, held.exact))
             host.used(chunks[: len(written)])
             return tuple(written)
 
         return await asyncio.to_thread(write)
 
-    def keep(self, chunk: Chunk, values: KVCache, quality: Quality) -> None:
+    def keep(self, chunk: Chunk, values: KVCache, grade: Grade) -> None:
         """For other engines of this host, later. From any thread; `values` must not change."""
         if self._keeper is not None:
-            self._keeper.keep(chunk, values, quality.kld, quality.is_exact)
+            self._keeper.keep(chunk, values, grade.kld, grade.is_exact)
 
     # publishing
 

@@ -1,7 +1,4 @@
-"""What every engine sets: where knowledge lives, who asks, and how much memory and disk it takes.
-
-Each default is written here, once.
-"""
+"""What every engine sets: where knowledge lives, who asks, how much memory and disk that takes."""
 
 from __future__ import annotations
 
@@ -10,12 +7,8 @@ from pathlib import Path
 
 from kdn.cache.keys import PUBLIC_SECRET
 from kdn.credentials import Credentials
+from kdn.defaults import CODEC, HOST_BYTES, QUEUE_BYTES, SPOOL_BYTES
 from kdn.places import Place
-
-CODEC = "klt"
-QUEUE_BYTES = 1 << 30
-SPOOL_BYTES = 1 << 30
-HOST_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)

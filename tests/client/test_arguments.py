@@ -38,6 +38,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "secret_file": ("", "no/such/file", ".", 5),
     "tls_ca": ("no/such/file", ".", 5, []),
     "client": ("", "a b", "x" * 65, 5, b"x"),
+    "spool_bytes": (*NUMBERS, 1.5, None),
     "audit_share": (-0.1, 1.1, NAN, INF, "x", None, True),
 }  # fmt: skip
 FREE = {"recompute", "rng", "clock"}
@@ -48,6 +49,7 @@ METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
         "name": NAMES,
         "what": ("", " ", "\udcff", 5, None, b"x", {}, [1.5], [-1], [128], [HUGE], [[1], [1, 2]],
                  [{"role": "user"}], [{"role": "user", "content": 5}], [{"content": "x"}, 5]),
+        "on_read": FUNCTIONS,
     },
     "load": {
         "tokens": ("x", 5, None, b"x", {}, [1.5], [-1], [128], [HUGE], [[1], [1, 2]]),

@@ -146,8 +146,8 @@ def test_what_was_evicted_is_read_and_published_again(tiny_model: Any, tmp_path:
     @in_folder(tmp_path, tiny_model("llama"))
     async def _(client: AsyncClient) -> None:
         await client.learn("notes", TEXT)
-        chunks = cut(client.engine.prompts.learn(TEXT)[0], client.engine.namespace)
-        store = await client.places.publish_to.store()
+        chunks = cut(client.engine.prompts.learn(TEXT)[0], client.session.namespace)
+        store = await client.session.places.publish_to.store()
         assert await store.delete(chunks[1].key)
         answer = client.ask("notes", QUESTION, max_new_tokens=20)
         expected = own_answer(client.engine.model, prompt_of(TEXT, QUESTION), 20)
@@ -210,8 +210,10 @@ def test_nothing_is_published_on_top_of_losses(tiny_model: Any, tmp_path: Path) 
         await client.publish(tokens[:256], past)
         assert await client.flush(20)
         loaded = await client.load(tokens)
-        assert loaded.result is not None
-        object.__setattr__(loaded.result, "num_levels", 2)  # as if only one of two had come
+        assert loaded.delivered is not None
+        object.__setattr__(
+            loaded.delivered, "expected_kld", (0.1, 0.0)
+        )  # as if one of two had come
         assert await client.publish(tokens, past, after=loaded) == 0
 
 
@@ -236,7 +238,7 @@ def test_names(tiny_model: Any, tmp_path: Path) -> None:
         await client.learn("notes", TEXT)
         assert await client.forget("notes")
         assert not await client.forget("notes")
-        store = await client.places.publish_to.store()
+        store = await client.session.places.publish_to.store()
         assert [entry async for entry in store.list()] == []
 
     @in_folder(tmp_path, tiny_model("llama"))
@@ -497,7 +499,7 @@ def test_a_model_trained_while_it_reads_publishes_nothing(
             monkeypatch.setattr(type(model), "forward", trains)
             with pytest.raises(MismatchError, match="connect again"):
                 await client.learn("notes", TEXT)
-            assert client.learner.publisher.counts == Counts()
+            assert client.session.publisher.counts == Counts()
 
     run(test())
 

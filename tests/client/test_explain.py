@@ -41,8 +41,8 @@ def test_evicted_and_orphans(tiny_model: Any, tmp_path: Path) -> None:
 
         tokens, _ = client.engine.prompts.learn(TEXT)
         await client.learn("notes", TEXT)
-        store = await client.places.publish_to.store()
-        await store.delete(cut(tokens, client.engine.namespace)[0].key)
+        store = await client.session.places.publish_to.store()
+        await store.delete(cut(tokens, client.session.namespace)[0].key)
         found = await explain(client, tokens)
         assert [one.why for one in found[:3]] == [
             reasons.EVICTED.format("notes"), reasons.ORPHAN, reasons.ORPHAN,
@@ -70,8 +70,6 @@ def test_other_models_secrets_and_profiles(tiny_model: Any, tmp_path: Path) -> N
     async def _(client: AsyncClient) -> None:
         from dataclasses import replace
 
-        other = replace(client.engine.namespace, profile=b"p" * 16)
-        client.engine = replace(client.engine, namespace=other)
-        client.loader.engine = client.engine
+        client.session.namespace = replace(client.session.namespace, profile=b"p" * 16)
         found = await explain(client, client.engine.prompts.learn(TEXT)[0])
         assert found[0].why == reasons.OTHER_PROFILE.format("exact")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import kdn
-from kdn.client.synchronous import Loop
 from kdn.errors import StoreError
+from kdn.session.loop import LoopThread
 from tests.client.letters import Letters
 from tests.client.test_asynchronous import QUESTION, TEXT, own_answer, prompt_of
 
@@ -53,7 +53,7 @@ def test_the_loop_outlives_an_exit_in_its_thread() -> None:
     async def answer() -> int:
         return 7
 
-    loop = Loop()
+    loop = LoopThread()
     with pytest.raises(SystemExit):
         loop.run(asyncio.wait_for(leave(), 5.0))
     assert loop.run(answer()) == 7

@@ -13,9 +13,9 @@ import torch
 from kdn.cache.keys import Chunk, Namespace, cut
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
+from kdn.errors import UnsupportedError
 from kdn.session.host_folder import MARKER
 from kdn.session.host_memory import HEADER_BYTES, HostMemory
-from kdn.errors import UnsupportedError
 
 LAYERS, HEADS, DIM = 2, 2, 8
 SPEC = ModelSpec(LAYERS, HEADS, DIM, 1000, (None,) * LAYERS, (None,) * LAYERS, b"m" * 16)

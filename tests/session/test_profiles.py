@@ -65,7 +65,7 @@ def test_a_profile_calibrated_here_is_used_everywhere(
             await client.learn("notes", TEXT)
         machine("second")
         async with AsyncClient(node.url, model=pair, recompute=False) as client:
-            assert client.engine.codec.profile_id == profile.profile_id
+            assert client.session.codec.profile_id == profile.profile_id
             answer = client.ask("notes", "?", max_new_tokens=3)
             await answer.read()
             assert answer.stats.known_tokens == 704

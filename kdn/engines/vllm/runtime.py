@@ -28,10 +28,10 @@ from kdn.codec.base import Codec
 from kdn.codec.format import Bitstream
 from kdn.delivery.estimate import Estimator
 from kdn.delivery.publish import Counts, Publisher, Values
-from kdn.session.host_memory import HostMemory
 from kdn.engines.vllm.settings import Settings
 from kdn.errors import KdnError, StoreError
 from kdn.places import Places, open_places
+from kdn.session.host_memory import HostMemory
 from kdn.session.profiles import codec_for
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,214 @@
+"""Contexts as a client makes them: delivered, read by the model where nothing was to be had, and
+published chunk by chunk so that nobody reads them again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kdn.cache.keys import CHUNK_TOKENS, Chunk, cut
+from kdn.cache.tensors import KVCache
+from kdn.client.answers import Stats
+from kdn.client.engine import Context, ContextSource, Engine
+from kdn.client.options import Options
+from kdn.delivery.known import Known
+from kdn.delivery.plan import Speeds
+from kdn.delivery.publish import Admission, Values
+from kdn.delivery.refine import Refinement
+from kdn.delivery.request import FAR_S
+from kdn.delivery.sink import HostSink
+from kdn.engines.compute import ChunkReader
+from kdn.engines.growing import Room
+from kdn.engines.reading import pieces
+from kdn.session.delivered import Delivered
+from kdn.session.quality import Quality, enough_kld
+from kdn.session.session import Session
+
+WAIT_S = 0.05
+APPLY_S = 0.25
+"""Of decoding finer levels between two tokens: two chunks on two cores."""
+
+Told = Callable[[int], None]
+"""Called with how many tokens the model has read."""
+
+
+@dataclass
+class Contexts:
+    engine: Engine
+    session: Session
+    quality: Quality
+    deadline_s: float | None
+    speeds: Speeds | None
+    """None: the model reads nothing while chunks load."""
+    clock: Callable[[], float] = time.monotonic
+
+    # delivering
+
+    async def deliver(
+        self,
+        chunks: Sequence[Chunk],
+        options: Options,
+        known: Known | None = None,
+        room: Room | None = None,
+    ) -> tuple[Delivered, HostSink]:
+        """As good as asked for, by the deadline, into `room`; the model may read along from the
+        front."""
+        engine, session = self.engine, self.session
+        deadline_s = self.deadline_s if options.deadline_s is None else options.deadline_s
+        reader = None if self.speeds is None else ChunkReader(engine.model, chunks)
+        if room is None:
+            sink = HostSink.of(session.codec, chunks, engine.model.dtype)
+        else:
+            sink = HostSink(session.codec, room.canonical(chunks[-1].end))
+        try:
+            got = await session.deliver(
+                chunks, sink, known=known, enough_kld=self.enough_kld(options),
+                deadline_s=FAR_S if deadline_s is None else deadline_s, speeds=self.speeds,
+                compute=reader, shared=engine.model.device.type == "cpu",
+                on_progress=options.on_progress,
+            )  # fmt: skip
+        finally:
+            if reader is not None:
+                await reader.finish()
+        return got, sink
+
+    def enough_kld(self, options: Options) -> float:
+        """What the request asks for, as far as the codec can be that good."""
+        quality = self.quality if options.quality is None else options.quality
+        return max(enough_kld(quality), self.session.codec.expected_kld[-1])
+
+    async def load(self, tokens: Sequence[int], options: Options, stats: Stats) -> Context:
+        """All whole chunks of `tokens`: delivered, or read where nothing was to be had."""
+        chunks = cut(tokens, await self.engine.names())
+        if not chunks:
+            return self.engine.new_context()
+        room = self.engine.room_for(chunks[-1].end)
+        got, sink = await self.deliver(chunks, options, room=room)
+        context = await self._joined(got, sink.cache, tokens, room)
+        stats.fetched_bytes, stats.troubles = got.fetched_bytes, got.troubles
+        stats.levels, stats.delivery_s = got.levels, got.done_s
+        if context.delivered is not None:
+            stats.known_tokens = got.num_loaded_tokens
+        stats.computed_tokens = context.num_tokens - stats.known_tokens
+        return context
+
+    async def _joined(
+        self, got: Delivered, cache: KVCache, tokens: Sequence[int], room: Room | None
+    ) -> Context:
+        """Of what was delivered and what the model must read, in order."""
+        engine, chunks, ready = self.engine, got.chunks, got.num_ready
+        context = engine.new_context(room)
+        if ready < len(chunks) and not cache.is_complete:
+            # Layers with windows: only of the whole is it known what they hold.
+            await self.read(context, tokens, chunks)
+            return context
+        if ready:
+            part = cache.slice(0, chunks[ready - 1].end)
+            context = engine.context_of(part, tokens, room)
+        context.delivered = got
+        for chunk, grade in list(zip(chunks, got.grades, strict=True))[ready:]:
+            if grade is None:
+                await self.read(context, tokens, [chunk])
+            else:
+                part = cache.slice(chunk.start, chunk.end)
+                engine.append(context, part, tokens[chunk.start : chunk.end])
+        return context
+
+    async def exact(self, known: Known, tokens: Sequence[int]) -> Context:
+        """What is known, without any loss: so what comes next may be published."""
+        if known.chunks:
+            sink = HostSink.of(self.session.codec, known.chunks, self.engine.model.dtype)
+            got = await self.session.deliver(known.chunks, sink, known=known)
+            if got.num_ready == len(got.chunks) and got.exact_until is None:
+                return self.engine.context_of(sink.cache, tokens)
+        return self.engine.new_context()
+
+    # finer levels, after the first token
+
+    def refinement(self, context: Context, options: Options) -> Refinement | None:
+        """What makes a context better that its deadline left coarser than asked for: None if it is
+        good enough, or does not lie in memory that can be decoded into."""
+        got = context.delivered
+        if got is None or got.result is None or not self.engine.lies_in_room(context):
+            return None
+        enough = self.enough_kld(options)
+        return None if got.result.kld <= enough else got.result.refine(enough)
+
+    async def refine(self, context: Context, better: Refinement, stats: Stats) -> None:
+        """Between two tokens: write what has arrived."""
+        if not better.ready or not self.engine.lies_in_room(context):
+            return
+        async with self.engine.lock:
+            improved = await better.apply(APPLY_S)
+        stats.refined_chunks += len(improved)
+        stats.levels = better.levels + stats.levels[len(better.levels) :]
+
+    # reading and publishing
+
+    async def read(
+        self,
+        context: Context,
+        tokens: Sequence[int],
+        chunks: Sequence[Chunk],
+        wait_s: float = 0.0,
+        told: Told = lambda num_tokens: None,
+    ) -> bool:
+        """Up to the end of the last chunk, publishing each as soon as it is read; what finds no
+        room for so long is not published, and False returned."""
+        published = True
+        by_end = {chunk.end: chunk for chunk in chunks}
+        for start, end in pieces(context.num_tokens, chunks[-1].end):
+            began_s = self.clock()
+            await self.engine.read(context, tokens[start:end])
+            if (chunk := by_end.get(end)) is not None:
+                took_s = self.clock() - began_s
+                published &= await self.publish(context, chunk, took_s, wait_s)
+            told(end)
+        return published
+
+    async def publish(
+        self, context: Context, chunk: Chunk, saved_s: float = 0.0, wait_s: float = 0.0
+    ) -> bool:
+        """A chunk that the model has just read, unless it builds on losses. False if the publisher
+        has had no room for it all the time."""
+        await self.engine.names()  # the model that read it was the one that the chunk names
+        source, until_s = ContextSource(context), self.clock() + wait_s
+        while (
+            self.session.publish(chunk, source, exact_until=context.exact_until, saved_s=saved_s)
+            is Admission.FULL
+        ):
+            if self.clock() >= until_s:
+                return False
+            await asyncio.sleep(WAIT_S)
+        return True
+
+    async def publish_end(self, context: Context, *, tail: bool = False) -> None:
+        """The chunk that has just become whole, before any layer drops a part of it; or, when
+        nothing more will come, the rest of the context."""
+        count = context.num_tokens
+        if context.exact_until is None and count and (tail or count % CHUNK_TOKENS == 0):
+            chunks = cut(context.tokens[:count], await self.engine.names())
+            if chunks and (chunks[-1].num_tokens < CHUNK_TOKENS or not tail):
+                await self.publish(context, chunks[-1])
+
+    def publish_given(
+        self, chunks: Sequence[Chunk], values: KVCache, exact_until: int | None
+    ) -> int:
+        """Those of `chunks` that `values` holds: how many are on their way."""
+        source = Values(values)
+        said = [
+            self.session.publish(chunk, source, exact_until=exact_until)
+            for chunk in chunks
+            if chunk.end <= values.end and self._holds(values, chunk)
+        ]
+        return said.count(Admission.QUEUED)
+
+    def _holds(self, values: KVCache, chunk: Chunk) -> bool:
+        """Whether a continuation from the chunk's end would find all it needs."""
+        for first, window in zip(values.valid_from, self.session.spec.windows, strict=True):
+            needed = chunk.start if window is None else max(chunk.start, chunk.end - (window - 1))
+            if first > needed:
+                return False
+        return True

@@ -1,0 +1,17 @@
+"""Defaults that several doors share: `kdn.connect`, the command line and vLLM. Each is written here,
+once. Those of configuration files are in `config.py`. Importing this is light."""
+
+MODEL = "smollm2"
+CODEC = "klt"
+QUALITY = "default"
+"""See `kdn/session/quality.py`."""
+ENGINE_QUALITY = "high"
+"""In a serving engine, where other requests go on from what one has loaded."""
+MAX_NEW_TOKENS = 256
+"""Of an answer."""
+QUEUE_BYTES = 1 << 30
+"""Of chunks that wait to be encoded."""
+SPOOL_BYTES = 1 << 30
+"""Of encoded chunks that wait on disk for a node that is away."""
+HOST_BYTES = 2 << 30
+"""Of decoded chunks, in memory that all engines of a host share."""
