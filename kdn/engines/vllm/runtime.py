@@ -28,7 +28,8 @@ from kdn.codec.base import Codec
 from kdn.codec.expected import expected_kld
 from kdn.codec.format import Bitstream
 from kdn.delivery.estimate import Estimator
-from kdn.delivery.publish import Counts, Publisher, Values
+from kdn.delivery.publish import Publisher, Values
+from kdn.delivery.sending import Counts
 from kdn.engines.host_tier import HostTier, default_place
 from kdn.engines.vllm.settings import Settings
 from kdn.errors import KdnError, StoreError
