@@ -8,6 +8,7 @@ puts into it is private by itself.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
@@ -85,6 +86,17 @@ def write_whole(path: Path, data: bytes, aside: Path, mode: int = FILE_MODE) -> 
         aside.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def lock_file(path: Path) -> int:
+    """Held until closed, also by a death of the process; BlockingIOError if another has it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def sync_folder(path: Path) -> None:

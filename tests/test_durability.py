@@ -12,7 +12,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kdn.delivery.spool import Parcel, Spool
+from kdn.delivery.parcel import Parcel
+from kdn.delivery.spool import Spool
 from kdn.files import write_whole
 from kdn.node.server import listen, open_node
 from kdn.store.base import Hints
@@ -131,16 +132,36 @@ def test_names_are_synced_by_sqlite(tmp_path: Path) -> None:
 
 
 def test_a_spooled_chunk_is_synced(tmp_path: Path, calls: DiskCalls) -> None:
-    spool = Spool(tmp_path / "new" / "spool")
-    assert calls == [("mkdir", "new"), ("mkdir", "new/spool"), ("sync", "new"), ("sync", ".")]
+    spool = Spool.open(tmp_path / "new" / "spool")
+    [folder] = (tmp_path / "new" / "spool").iterdir()
+    own = f"new/spool/{folder.name}"
+    assert calls == [
+        ("mkdir", "new"), ("mkdir", "new/spool"), ("sync", "new"), ("sync", "."),
+        ("mkdir", own), ("sync", "new/spool"),
+    ]  # fmt: skip
     calls.clear()
     assert spool.add(Parcel(b"k" * 16, b"e" * 16, content(b"k", 5000), Hints()))
     calls.append(ANSWERED)
-    name = f"new/spool/{(b'k' * 16).hex()}"
+    name = f"{own}/{(b'k' * 16).hex()}"
     size = (tmp_path / f"{name}.chunk").stat().st_size
     assert calls == [
         ("sync", f"{name}.part", size), ("rename", f"{name}.part", f"{name}.chunk"),
-        ("sync", "new/spool"), ANSWERED,
+        ("sync", own), ANSWERED,
+    ]  # fmt: skip
+
+
+def test_an_adopted_chunk_is_synced_where_it_is_now(tmp_path: Path, calls: DiskCalls) -> None:
+    left = Spool.open(tmp_path)
+    assert left.add(Parcel(b"k" * 16, b"e" * 16, content(b"k", 5000), Hints()))
+    left.close()
+    [old] = tmp_path.iterdir()
+    calls.clear()
+    assert len(Spool.open(tmp_path)) == 1
+    [new] = tmp_path.iterdir()
+    name = f"{(b'k' * 16).hex()}.chunk"
+    assert calls == [
+        ("mkdir", new.name), ("sync", "."), ("rename", f"{old.name}/{name}", f"{new.name}/{name}"),
+        ("sync", new.name), ("unlink", f"{old.name}/lock"),
     ]  # fmt: skip
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kdn.delivery.spool import Parcel, Spool
+from kdn.delivery.parcel import Parcel
+from kdn.delivery.spool import Spool
 from kdn.files import private_file, private_folder, write_whole
 from kdn.node.server import listen, open_node
 from kdn.store.base import Hints
@@ -101,24 +102,31 @@ def test_a_spool_is_for_its_owner_alone(tmp_path: Path) -> None:
     folder = tmp_path / "spool"
     folder.mkdir(mode=0o755)
     parcel = Parcel(b"k" * 16, b"e" * 16, b"data", Hints())
-    Spool(folder).add(parcel)
+    spool = Spool.open(folder)
+    spool.add(parcel)
     assert open_to_others(folder) == {}
-    [file] = folder.iterdir()
+    spool.close()
+    [file] = folder.glob("*/*.chunk")
     file.chmod(0o644)
-    assert Spool(folder).first() == parcel
+    assert Spool.open(folder).first() == parcel
     assert open_to_others(folder) == {}
 
 
 def test_a_spool_leaves_files_of_others_alone(tmp_path: Path) -> None:
-    theirs = [tmp_path / name for name in ("film.part", "music.chunk", "00.chunks", "AB.chunk")]
+    left = tmp_path / ("0" * 16)  # as of a process that is gone
+    left.mkdir()
+    names = ("film.part", "music.chunk", "00.chunks", "AB.chunk")
+    theirs = [folder / name for folder in (tmp_path, left) for name in names]
+    theirs.append(tmp_path / ("1" * 16))  # not even a folder
     for path in theirs:
         path.write_bytes(b"not ours")
-    (tmp_path / "00.chunk").symlink_to(theirs[0])
-    (tmp_path / "00.part").symlink_to(theirs[0])
-    spool = Spool(tmp_path)
+    (left / "00.chunk").symlink_to(theirs[0])
+    (left / "00.part").symlink_to(theirs[0])
+    spool = Spool.open(tmp_path)
     assert (len(spool), spool.first(), spool.damaged) == (0, None, 0)
-    assert [path.read_bytes() for path in theirs] == [b"not ours"] * 4
-    assert (tmp_path / "00.part").is_symlink()
+    assert [path.read_bytes() for path in theirs] == [b"not ours"] * 9
+    assert (left / "00.chunk").is_symlink()
+    assert (left / "00.part").is_symlink()
 
 
 def test_a_private_folder(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ class AsyncClient:
         published = await self.contexts.read(
             context, tokens, chunks, FLUSH_S, lambda count: told(count, len(tokens))
         )
-        if not published or not await publisher.flush(FLUSH_S):
+        if not published or not await publisher.store_all(FLUSH_S):
             raise StoreError(f"{place} takes too long to store what is new")
         if lost := publisher.counts.refused - refused:
             raise StoreError(f"{place} refused {lost} chunks: is it full?")

@@ -1,9 +1,9 @@
 """Publishing what a model had to compute, in the background, so that nobody computes it again.
 
 A chunk is read from its source, encoded in a thread, and put: one request. One encodes while one
-is sent; both wait in bounded queues. A node that goes away is tried again, with growing pauses;
-meanwhile chunks go to a spool on disk, if there is one, and are sent from there later. Whatever
-goes wrong with one chunk is its own affair: it is counted, and the next one gets its turn.
+is sent (sending.py); both wait in bounded queues. While a place is away, chunks wait in the spool
+on disk, if there is one, else in memory. Whatever goes wrong with one chunk is its own affair: it
+is counted, and the next one gets its turn.
 
 Callers decide what is worth publishing: what nobody has yet, and whose values carry no losses.
 """
@@ -17,27 +17,28 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count
+from functools import partial
 from random import Random
 from types import TracebackType
 from typing import Protocol
 
-from xxhash import xxh3_64_intdigest
-
-from kdn.background import fault, supervise
+from kdn.background import supervise
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.header import Header
+from kdn.defaults import QUEUE_BYTES
 from kdn.delivery.endpoints import Endpoint
-from kdn.delivery.spool import Parcel, Spool
-from kdn.errors import ChecksumError, KdnError, NoSpaceError, StoreError
+from kdn.delivery.parcel import Parcel
+from kdn.delivery.sending import Counts, Sender
+from kdn.delivery.spool import Spool
+from kdn.errors import KdnError
 from kdn.store.base import Hints, Store
 
-PUT_S = 60.0
-ATTEMPTS = 3
 PARCELS = 2
-QUEUE_BYTES = 1 << 30
+
+ADOPT_S = 30.0
+"""How often the spool is searched for what processes left that died."""
 
 
 class Source(Protocol):
@@ -71,26 +72,6 @@ class Admission(Enum):
     FULL = "too much is waiting: refused"
 
 
-@dataclass
-class Counts:
-    """Chunks since the publisher was opened."""
-
-    published: int = 0
-    known: int = 0
-    """Another publisher was first: the place keeps what it has."""
-    replaced: int = 0
-    """Of the published ones, those in the place of a stream that was forged or does not decode."""
-    refused: int = 0
-    """Not encodable, not accepted by the store for good, or given up after a fault."""
-    spooled: int = 0
-    dropped: int = 0
-    """Lost: no room to spool them, or no time left at the end."""
-    failures: int = 0
-    """Attempts that failed."""
-    faults: int = 0
-    """Failures nobody expected: a mistake in a codec or a store, which the log shows."""
-
-
 @dataclass(frozen=True)
 class Job:
     chunk: Chunk
@@ -99,6 +80,8 @@ class Job:
 
 
 class Publisher:
+    """All methods are for one event loop."""
+
     def __init__(
         self,
         place: Store | Endpoint,
@@ -109,27 +92,27 @@ class Publisher:
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
     ) -> None:
-        self.counts = Counts()
-        self._endpoint = place if isinstance(place, Endpoint) else Endpoint(place)
+        """Place and spool are closed by those who opened them, afterwards."""
+        endpoint = place if isinstance(place, Endpoint) else Endpoint(place)
+        self._sender = Sender(endpoint, spool, clock=clock, rng=rng)
         self._codec = codec
         self._spool = spool
         self._max_queue_bytes = max_queue_bytes
         self._clock = clock
-        self._rng = rng or Random()
         self._jobs: deque[Job] = deque()
         self._queued_bytes = 0
-        self._under_way: set[bytes] = set()  # keys from `publish` until stored, spooled or given up
+        self._under_way: set[bytes] = set()  # keys from `publish` until accepted or given up
         self._parcels: deque[Parcel] = deque()
         self._moved = asyncio.Event()  # set when a queue has changed
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []  # that which encodes comes first
 
     # for callers
 
     async def __aenter__(self) -> Publisher:
-        self._tasks = [
-            asyncio.create_task(supervise("encoding", self._encode_all)),
-            asyncio.create_task(supervise("sending", self._send_all)),
-        ]
+        works = {"encoding": self._encode_all, "sending": self._send_all}
+        if self._spool is not None:
+            works["adopting"] = partial(self._adopt_all, self._spool)
+        self._tasks = [asyncio.create_task(supervise(*work)) for work in works.items()]
         return self
 
     async def __aexit__(
@@ -139,6 +122,10 @@ class Publisher:
         trace: TracebackType | None,
     ) -> None:
         await self.close()
+
+    @property
+    def counts(self) -> Counts:
+        return self._sender.counts
 
     @property
     def queued_bytes(self) -> int:
@@ -159,22 +146,40 @@ class Publisher:
         return Admission.QUEUED
 
     async def flush(self, deadline_s: float) -> bool:
-        """Wait until everything is stored or spooled; False if that took too long."""
+        """Wait until each chunk that was queued before is accepted, or refused for good; False if
+        that took too long.
+
+        A chunk is accepted when the place has its key, or when it lies in the spool: then neither
+        a kill nor a power loss loses it, and whoever opens the spool next sends it. How many were
+        refused since, and how many are only spooled, `counts` tells.
+        """
+        before, until_s = set(self._under_way), self._clock() + deadline_s
+        while not before.isdisjoint(self._under_way):
+            if not await self._wait(until_s):
+                return False
+        return True
+
+    async def store_all(self, deadline_s: float) -> bool:
+        """Wait until the place has accepted or refused everything, what lies in the spool, too;
+        False if that took too long."""
         until_s = self._clock() + deadline_s
-        while self._under_way:
+        while self._under_way or self._spool:
             if not await self._wait(until_s):
                 return False
         return True
 
     async def close(self, deadline_s: float = 5.0) -> None:
-        """Finish what can be finished; what is encoded by then and not stored is spooled."""
-        await self.flush(deadline_s)
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        while self._parcels:
-            await self._put_aside(self._parcels.popleft())
+        """Finish what can be finished by then. If there is a spool, the place gets half of the
+        time; in the other half, what is left is encoded and spooled."""
+        until_s = self._clock() + deadline_s
+        if self._spool is None:
+            await self.flush(deadline_s)
+        elif not await self.flush(deadline_s / 2):
+            await _stop(self._tasks[1:])
+            while self._parcels or (self._under_way and await self._wait(until_s)):
+                await self._spool_parcels()
+        await _stop(self._tasks)
+        await self._spool_parcels()
         self.counts.dropped += len(self._under_way)
         self._under_way.clear()
         self._tasks = []
@@ -198,24 +203,24 @@ class Publisher:
         self.counts.refused += 1
         self._done(key)
 
-    def _fault(self, doing: str, error: Exception) -> None:
-        self.counts.faults += 1
-        fault(doing, error)
-
     # encoding
 
     async def _encode_all(self) -> None:
         while True:
-            while not self._jobs or len(self._parcels) >= PARCELS:
+            if self._jobs and len(self._parcels) < PARCELS:
+                await self._encode_next()
+            else:
                 await self._wait()
-            job = self._jobs.popleft()
-            try:
-                await self._encode(job)
-            except Exception as error:
-                self._fault("encoding a chunk", error)
-                self._refuse(job.chunk.key)
-            finally:
-                self._queued_bytes -= job.cache.size_bytes
+
+    async def _encode_next(self) -> None:
+        job = self._jobs.popleft()
+        try:
+            await self._encode(job)
+        except Exception as error:
+            self._sender.fault("encoding a chunk", error)
+            self._refuse(job.chunk.key)
+        finally:
+            self._queued_bytes -= job.cache.size_bytes
 
     async def _encode(self, job: Job) -> None:
         chunk = job.chunk
@@ -224,9 +229,9 @@ class Publisher:
         except KdnError:
             self._refuse(chunk.key)
             return
-        parent = chunk.parent if chunk.start else None  # a root has none that is stored
-        hints = Hints(parent, job.saved_s)
-        self._parcels.append(Parcel(chunk.key, Header.parse(data).stream_id, data, hints))
+        etag, bad = Header.parse(data).stream_id, self._sender.endpoint.rejected(chunk.key)
+        hints = Hints(chunk.parent if chunk.start else None, job.saved_s)  # no root's is stored
+        self._parcels.append(Parcel(chunk.key, etag, data, hints, replacing=bad))
         self._moved.set()
 
     # sending
@@ -235,95 +240,39 @@ class Publisher:
         while True:
             if self._parcels:
                 await self._send_next()
-            elif self._spool and self._endpoint.is_ready(self._clock()):  # and not empty
-                await self._send_spooled(self._spool)
+            elif self._spool and self._sender.is_ready:  # and not empty
+                await self._sender.send_spooled(self._spool)
             elif self._spool:
-                await self._wait(self._endpoint.rests_until_s)
+                await self._wait(self._sender.endpoint.rests_until_s)
             else:
                 await self._wait()
 
     async def _send_next(self) -> None:
         parcel = self._parcels[0]  # stays there meanwhile: `close` spools what was not sent
         try:
-            await self._send(parcel)
+            await self._sender.send(parcel)
         except Exception as error:
-            self._fault("sending a chunk", error)
+            self._sender.fault("sending a chunk", error)
             self._refuse(parcel.key)
         self._parcels.popleft()
-        self._moved.set()
-
-    async def _send(self, parcel: Parcel) -> None:
-        """Until it is stored, or, if there is a spool, until that is the better place for it."""
-        away = self._spool is not None and not self._endpoint.is_ready(self._clock())
-        for attempt in count(1):
-            if not away and await self._try(parcel):
-                break
-            if self._spool is not None and (away or attempt >= ATTEMPTS):
-                await self._put_aside(parcel)
-                break
-            await asyncio.sleep(max(0.0, self._endpoint.rests_until_s - self._clock()))
         self._done(parcel.key)
 
-    async def _send_spooled(self, spool: Spool) -> None:
-        parcel = await asyncio.to_thread(spool.first)
-        if parcel is None:
-            return
-        began_s = self._clock()
-        try:
-            if await self._try(parcel):
-                await asyncio.to_thread(spool.remove, parcel.key)
+    async def _spool_parcels(self) -> None:
+        """At the end, when nothing is sent any more."""
+        while self._parcels:
+            parcel = self._parcels.popleft()
+            self.counts.dropped += not await self._sender.put_aside(parcel)
+            self._done(parcel.key)
+
+    async def _adopt_all(self, spool: Spool) -> None:
+        while True:
+            await asyncio.sleep(ADOPT_S)
+            if await asyncio.to_thread(spool.adopt):
                 self._moved.set()
-        except Exception as error:
-            self._fault("sending a spooled chunk", error)
-            self._failed(began_s)
-            spool.defer(parcel.key)  # it is safe where it is; others may have better luck
 
-    async def _put_aside(self, parcel: Parcel) -> None:
-        try:
-            kept = self._spool is not None and await asyncio.to_thread(self._spool.add, parcel)
-        except OSError:
-            kept = False
-        except Exception as error:
-            self._fault("spooling a chunk", error)
-            kept = False
-        if kept:
-            self.counts.spooled += 1
-            self._done(parcel.key)
-        elif self._spool is not None:
-            self.counts.dropped += 1
-            self._done(parcel.key)
 
-    async def _try(self, parcel: Parcel) -> bool:
-        """Put it. False if it is worth trying again."""
-        began_s = self._clock()
-        try:
-            async with asyncio.timeout(PUT_S):
-                mine = await self._put(await self._endpoint.store(), parcel)
-        except NoSpaceError:
-            self.counts.refused += 1
-        except (ChecksumError, StoreError, OSError):
-            return self._failed(began_s)
-        except KdnError:
-            self.counts.refused += 1
-        else:
-            self._endpoint.worked()
-            self.counts.published += mine
-            self.counts.known += not mine
-        return True
-
-    async def _put(self, store: Store, parcel: Parcel) -> bool:
-        """True if the store has these bytes, False if it keeps another's."""
-        key, data = parcel.key, parcel.data
-        checksum, bad = xxh3_64_intdigest(data), self._endpoint.rejected(key)
-        entry = await store.put(
-            key, data, etag=parcel.etag, checksum=checksum, hints=parcel.hints, replacing=bad
-        )
-        if bad is not None and entry.etag == parcel.etag:
-            self._endpoint.accept(key)
-            self.counts.replaced += 1
-        return entry.etag == parcel.etag
-
-    def _failed(self, began_s: float) -> bool:
-        self.counts.failures += 1
-        self._endpoint.failed(began_s, self._clock(), self._rng)
-        return False
+async def _stop(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

@@ -1,104 +1,67 @@
-"""Encoded chunks that wait on disk for a node to come back: bounded, and safe across restarts.
+"""Encoded chunks that wait on disk for a place to come back: bounded, and safe across restarts.
 
-One file per chunk, written aside, synced, and renamed, for its owner's eyes only. What does not
-verify when it is read is removed and counted; files of other names are left alone. All integers are
-little-endian.
+    ROOT/OWNER/lock        held by the process that OWNER, a random name, stands for
+    ROOT/OWNER/KEY.chunk   a chunk that was accepted (parcel.py)
+    ROOT/OWNER/KEY.part    one that is being written
 
-    file = magic "KDNS" | version (u16) | bytes of key, etag, parent (u8 each) | zero (u8)
-         | seconds saved (f64) | bytes of data (u64) | checksum (u64) | key | etag | parent | data
+Many processes may share a root. Each of them adds, reads and removes chunks in a folder of its own.
+The kernel releases the folder's lock when the process dies, however it dies. So a folder whose lock
+can be taken has lost its owner: whoever takes the lock moves the chunks into its own folder.
 
-The checksum is the XXH3-64 of everything else in the file, in order.
+A chunk is written aside, synced, and renamed, for its owner's eyes only. What does not verify when
+it is read is removed and counted; files of other names are left alone.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import re
-import stat
-import struct
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
+from threading import Lock
 
-from xxhash import xxh3_64
+from kdn.defaults import SPOOL_BYTES
+from kdn.delivery.parcel import Parcel, pack, unpack
+from kdn.errors import FormatError, StoreError
+from kdn.files import lock_file, private_file, private_folder, sync_folder, write_whole
 
-from kdn.errors import ChecksumError, FormatError, TruncatedError
-from kdn.files import private_file, private_folder, write_whole
-from kdn.store.base import Hints
+logger = logging.getLogger(__name__)
 
-MAGIC = b"KDNS"
-VERSION = 1
-_HEAD = struct.Struct("<4sHBBBBdQ")
-_CHECKSUM = struct.Struct("<Q")
-_SUFFIX, _ASIDE = ".chunk", ".part"
+
+_LOCK, _CHUNK, _PART = "lock", ".chunk", ".part"
+_OWNER = re.compile(r"[0-9a-f]{16}")
 _OURS = re.compile(r"(?:[0-9a-f]{2})+\.(?:chunk|part)")
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """An encoded chunk, ready to be put into a store."""
-
-    key: bytes
-    etag: bytes
-    data: bytes
-    hints: Hints
-
-
-def pack(parcel: Parcel) -> bytes:
-    parent = parcel.hints.parent or b""
-    head = _HEAD.pack(
-        MAGIC, VERSION, len(parcel.key), len(parcel.etag), len(parent), 0, parcel.hints.saved_s,
-        len(parcel.data),
-    )  # fmt: skip
-    body = parcel.key + parcel.etag + parent + parcel.data
-    return head + _CHECKSUM.pack(_digest(head, body)) + body
-
-
-def unpack(file: bytes) -> Parcel:
-    size = _HEAD.size + _CHECKSUM.size
-    if len(file) < size:
-        raise TruncatedError(f"expected at least {size} bytes, found {len(file)}")
-    magic, version, key, etag, parent, zero, saved_s, data = _HEAD.unpack_from(file)
-    if (magic, version, zero) != (MAGIC, VERSION, 0):
-        raise FormatError(f"expected {MAGIC!r}, version {VERSION}, found {magic!r}, {version}")
-    body = memoryview(file)[size:]
-    if len(body) != key + etag + parent + data:
-        raise TruncatedError(f"expected {key + etag + parent + data} bytes, found {len(body)}")
-    (expected,) = _CHECKSUM.unpack_from(file, _HEAD.size)
-    if _digest(file[: _HEAD.size], body) != expected:
-        raise ChecksumError("a spooled chunk differs from what was written")
-    names = bytes(body[: key + etag + parent])
-    hints = Hints(names[key + etag :] or None, saved_s)
-    return Parcel(names[:key], names[key : key + etag], bytes(body[len(names) :]), hints)
-
-
-def _digest(head: bytes, body: bytes | memoryview) -> int:
-    digest = xxh3_64(head)
-    digest.update(body)
-    return digest.intdigest()
+_IN_FOLDER = re.compile(rf"{_LOCK}|{_OURS.pattern}")
+_TRIES = 10
 
 
 class Spool:
-    """Not shared between processes. Its methods block: call them in a thread."""
+    """Its methods block, `in` and `len` excepted: call them in threads, of which many may."""
 
-    def __init__(self, folder: Path, max_bytes: int = 1 << 30) -> None:
+    def __init__(self, root: Path, max_bytes: int) -> None:
+        """For `open`."""
         self.damaged = 0
-        """Files that could not be read and were removed."""
-        self.size_bytes = 0
-        self._folder = folder
-        self._max_bytes = max_bytes
-        private_folder(folder, _OURS)
-        found: list[tuple[int, str, int]] = []
-        for path in folder.iterdir():
-            about = path.lstat()
-            if not _OURS.fullmatch(path.name) or not stat.S_ISREG(about.st_mode):
-                continue
-            if path.suffix == _ASIDE:
-                path.unlink()
-            else:
-                private_file(path)
-                found.append((about.st_mtime_ns, path.name, about.st_size))
-        self._sizes = {name: size for _, name, size in sorted(found)}  # oldest first
-        self.size_bytes = sum(self._sizes.values())
+        """Files that did not verify and were removed."""
+        self._root, self._max_bytes = root, max_bytes
+        self._alone = Lock()  # guards all below, and the files in the folder
+        self._sizes: dict[str, int] = {}  # by file name, the oldest first
+        self._lock: int | None = None  # None once it is closed
+        self._folder = root
+        self._settle()
+
+    @classmethod
+    def open(cls, root: Path, max_bytes: int = SPOOL_BYTES) -> Spool:
+        """One with a folder of its own, and with the chunks that dead processes left in `root`. All
+        processes together keep at most `max_bytes` there, and one chunk more when two are equally
+        fast. StoreError if `root` cannot be used."""
+        try:
+            spool = cls(root, max_bytes)
+        except OSError as error:
+            raise StoreError(f"cannot spool in {root}: {error}") from error
+        spool.adopt()
+        return spool
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -108,45 +71,154 @@ class Spool:
 
     def add(self, parcel: Parcel) -> bool:
         """Keep it; False if there is no room. When this returns, it survives a power loss."""
-        if parcel.key in self:
+        with self._alone:
+            if parcel.key in self:
+                return True
+            content = pack(parcel)
+            used = sum(sum(_chunks_in(folder).values()) for folder in _folders(self._root))
+            if self._lock is None or used + len(content) > self._max_bytes:
+                return False
+            try:
+                self._write(_name(parcel.key), content)
+            except FileNotFoundError:  # somebody has emptied the root
+                self._settle()
+                self._write(_name(parcel.key), content)
             return True
-        content = pack(parcel)
-        if self.size_bytes + len(content) > self._max_bytes:
-            return False
-        path = self._folder / _name(parcel.key)
-        write_whole(path, content, path.with_suffix(_ASIDE))
-        self._sizes[path.name] = len(content)
-        self.size_bytes += len(content)
-        return True
 
     def first(self) -> Parcel | None:
-        """The oldest that can be read."""
-        while self._sizes:
-            name = next(iter(self._sizes))
-            try:
-                parcel = unpack((self._folder / name).read_bytes())
-                if _name(parcel.key) == name:
-                    return parcel
-            except (FormatError, OSError):
-                pass
-            self.damaged += 1
-            self._remove(name)
-        return None
+        """The oldest that can be read. OSError if the disk fails: the others go first then."""
+        with self._alone:
+            while self._sizes:
+                name = next(iter(self._sizes))
+                try:
+                    parcel = unpack((self._folder / name).read_bytes())
+                    if _name(parcel.key) == name:
+                        return parcel
+                except FileNotFoundError:
+                    del self._sizes[name]
+                    continue
+                except FormatError as error:
+                    logger.warning("%s is removed: %s", name, error)
+                except OSError:
+                    self._sizes[name] = self._sizes.pop(name)
+                    raise
+                self.damaged += 1
+                self._remove(name)
+            return None
 
     def remove(self, key: bytes) -> None:
-        self._remove(_name(key))
+        with self._alone:
+            self._remove(_name(key))
 
     def defer(self, key: bytes) -> None:
         """Let all others go first."""
-        name = _name(key)
-        if name in self._sizes:
-            self._sizes[name] = self._sizes.pop(name)
+        with self._alone:
+            if (size := self._sizes.pop(_name(key), None)) is not None:
+                self._sizes[_name(key)] = size
+
+    def adopt(self) -> int:
+        """Take over the chunks of processes that are gone: how many."""
+        with self._alone:
+            before = len(self._sizes)
+            for folder in _folders(self._root) if self._lock is not None else ():
+                try:
+                    self._take_over(folder)
+                except OSError as error:
+                    logger.info("cannot take over %s: %s", folder, error)
+            return len(self._sizes) - before
+
+    def close(self) -> None:
+        """Leave what is still there to others. Nothing is added afterwards."""
+        with self._alone:
+            if self._lock is None:
+                return
+            if not self._sizes:
+                _discard(self._folder)
+            os.close(self._lock)
+            self._lock = None
+
+    def _settle(self) -> None:
+        """In a folder of its own. Between its making and its locking, another process may take it
+        for one that was left behind, and remove it."""
+        for _ in range(_TRIES):
+            folder = self._root / token_hex(8)
+            with suppress(FileNotFoundError):
+                private_folder(self._root, _OWNER)
+                private_folder(folder, _IN_FOLDER)
+            if (lock := _take(folder)) is not None:
+                if self._lock is not None:
+                    os.close(self._lock)
+                self._folder, self._lock, self._sizes = folder, lock, {}
+                return
+        raise StoreError(f"expected a folder of its own in {self._root}, found none to keep")
+
+    def _write(self, name: str, content: bytes) -> None:
+        path = self._folder / name
+        write_whole(path, content, path.with_suffix(_PART))
+        self._sizes[name] = len(content)
+
+    def _take_over(self, folder: Path) -> None:
+        """If its owner is gone. Of two chunks with one key, either is right."""
+        if folder == self._folder or (lock := _take(folder)) is None:
+            return
+        try:
+            for name, size in (found := _chunks_in(folder)).items():
+                private_file(folder / name)
+                os.rename(folder / name, self._folder / name)
+                self._sizes[name] = size
+            if found:
+                sync_folder(self._folder)
+            _discard(folder)
+        finally:
+            os.close(lock)
 
     def _remove(self, name: str) -> None:
-        self.size_bytes -= self._sizes.pop(name, 0)
+        self._sizes.pop(name, None)
         with suppress(OSError):
-            (self._folder / name).unlink(missing_ok=True)
+            (self._folder / name).unlink()
 
 
 def _name(key: bytes) -> str:
-    return key.hex() + _SUFFIX
+    return key.hex() + _CHUNK
+
+
+def _folders(root: Path) -> list[Path]:
+    with suppress(FileNotFoundError):
+        return [root / name for name in sorted(os.listdir(root)) if _OWNER.fullmatch(name)]
+    return []
+
+
+def _chunks_in(folder: Path, suffix: str = _CHUNK) -> dict[str, int]:
+    """Their sizes by name, the oldest first. Another process may be removing them."""
+    found: list[tuple[int, str, int]] = []
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for entry in entries:
+            if not _OURS.fullmatch(entry.name) or not entry.name.endswith(suffix):
+                continue
+            with suppress(FileNotFoundError):
+                if entry.is_file(follow_symlinks=False):
+                    about = entry.stat(follow_symlinks=False)
+                    found.append((about.st_mtime_ns, entry.name, about.st_size))
+    return {name: size for _, name, size in sorted(found)}
+
+
+def _take(folder: Path) -> int | None:
+    """Its lock, held until it is closed; None if another has it, or the folder is gone."""
+    path = folder / _LOCK
+    try:
+        lock = lock_file(path)
+    except (BlockingIOError, FileNotFoundError, NotADirectoryError):
+        return None
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(lock), os.stat(path)):
+            return lock
+    os.close(lock)  # the one before has removed the folder
+    return None
+
+
+def _discard(folder: Path) -> None:
+    """Remove a folder that has no chunks any more, unless something else is in it."""
+    for name in (*_chunks_in(folder, _PART), _LOCK):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()

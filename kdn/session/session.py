@@ -101,6 +101,8 @@ class Session:
         spool = await asyncio.to_thread(
             open_spool, settings, self.places.publish_to, self.namespace
         )
+        if spool is not None:
+            self._stack.push_async_callback(asyncio.to_thread, spool.close)
         self.publisher = Publisher(
             self.places.publish_to, self.codec, spool=spool, max_queue_bytes=settings.queue_bytes
         )

@@ -8,7 +8,6 @@ synced when the power goes.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kdn.errors import NoSpaceError, StoreError
-from kdn.files import FILE_MODE, FOLDER_MODE, sync_folder, tighten_folder
+from kdn.files import FILE_MODE, FOLDER_MODE, lock_file, sync_folder, tighten_folder
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -77,13 +76,7 @@ class Files:
 
     def lock(self, path: Path) -> int:
         """Held until closed, also by a death of the process; BlockingIOError if another has it."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+        return lock_file(path)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 from kdn.cache.keys import cut
 from kdn.cache.tensors import KVCache
 from kdn.client.asynchronous import AsyncClient
-from kdn.delivery.publish import Counts
+from kdn.delivery.sending import Counts
 from kdn.engines.generating import Sampling, generate
 from kdn.engines.reading import new_cache, read
 from kdn.errors import KdnError, MismatchError, StoreError, UnsupportedError

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from kdn.codec.format import Bitstream
+from kdn.delivery import publish
 from kdn.delivery.client import deliver
+from kdn.delivery.endpoints import Endpoint
 from kdn.delivery.publish import Admission, Publisher, Values
 from kdn.delivery.spool import Spool
 from kdn.store.base import Entry, Store
@@ -21,6 +24,24 @@ from tests.delivery.world import Down, Proxy, World, level_major, make_world, ru
 @pytest.fixture(scope="module")
 def world() -> World:
     return make_world(4)
+
+
+async def until_published(publisher: Publisher, number: int) -> None:
+    async with asyncio.timeout(10.0):
+        while publisher.counts.published < number:
+            await asyncio.sleep(0.01)
+
+
+def spool_all(world: World, root: Path) -> None:
+    """By a process that is gone then."""
+
+    async def test(publisher: Publisher, store: Store) -> None:
+        await all_accepted(publisher, world)
+
+    spool = Spool.open(root)
+    counts = publishing(world, down(world), test, spool=spool).counts
+    assert (counts.spooled, counts.published, counts.dropped) == (4, 0, 0)
+    spool.close()
 
 
 def test_a_node_that_comes_back_gets_everything(world: World) -> None:
@@ -36,35 +57,105 @@ def test_a_node_that_comes_back_gets_everything(world: World) -> None:
 
 
 def test_a_spool_carries_chunks_over_a_restart(world: World, tmp_path: Path) -> None:
-    async def first(publisher: Publisher, store: Store) -> None:
-        await all_accepted(publisher, world)
+    spool_all(world, tmp_path)
 
-    publisher = publishing(world, down(world), first, spool=Spool(tmp_path))
-    assert (publisher.counts.spooled, publisher.counts.published) == (4, 0)
-
-    async def second(publisher: Publisher, store: Store) -> None:
-        assert publisher.publish(world.chunks[0], Values(world.caches[0])) is (Admission.ALREADY)
-        for _ in range(500):
-            if publisher.counts.published == 4:
-                break
-            await asyncio.sleep(0.01)
+    async def test(publisher: Publisher, store: Store) -> None:
+        said = publisher.publish(world.chunks[0], Values(world.caches[0]))
+        assert said is Admission.ALREADY
+        await until_published(publisher, 4)
         result = await deliver(world.request(), [store], policy=level_major)
         world.check(result)
         assert result.exact_chunks == 4
 
-    publisher = publishing(world, lambda: world.store([]), second, spool=Spool(tmp_path))
+    spool = Spool.open(tmp_path)
+    publisher = publishing(world, lambda: world.store([]), test, spool=spool)
+    spool.close()
     assert publisher.counts.published == 4
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_spool_drops_and_counts(world: World, tmp_path: Path) -> None:
-    async def test(publisher: Publisher, store: Store) -> None:
-        await all_accepted(publisher, world)
+def test_what_is_to_be_replaced_is_remembered_over_a_restart(world: World, tmp_path: Path) -> None:
+    """The process that found a stream useless is gone when its successor is sent."""
+    key, bad = world.chunks[0].key, Bitstream.parse(world.others[0]).stream_id
 
-    spool = Spool(tmp_path, max_bytes=len(world.streams[0]) + len(world.streams[1]) + 300)
-    publisher = publishing(world, down(world), test, spool=spool)
-    assert publisher.counts.spooled + publisher.counts.dropped == 4
-    assert publisher.counts.dropped >= 1
+    async def first() -> None:
+        place = Endpoint(Down(await world.store([])))
+        place.reject(key, bad, 0.0)
+        spool = Spool.open(tmp_path)
+        async with Publisher(place, world.codec, spool=spool) as publisher:
+            await all_accepted(publisher, world)
+        spool.close()
+
+    async def test(publisher: Publisher, store: Store) -> None:
+        await until_published(publisher, 3)
+        span = await store.get(key)
+        assert span is not None
+        assert bytes(span.data) == world.streams[0]
+
+    run(first())
+    counts = publishing(
+        world, lambda: world.store(world.others[:2]), test, spool=Spool.open(tmp_path)
+    ).counts
+    assert (counts.published, counts.replaced, counts.known) == (3, 1, 1)
+
+
+def test_the_spool_of_a_process_that_dies_meanwhile_is_taken_over(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "ADOPT_S", 0.02)
+
+    async def test(publisher: Publisher, store: Store) -> None:
+        await asyncio.to_thread(spool_all, world, tmp_path)
+        await until_published(publisher, 4)
+
+    publishing(world, lambda: world.store([]), test, spool=Spool.open(tmp_path))
+
+
+def test_what_a_full_spool_does_not_take_waits_in_memory(world: World, tmp_path: Path) -> None:
+    async def test(publisher: Publisher, store: Down) -> None:
+        publish_all(publisher, world)
+        assert not await publisher.flush(0.5)
+        assert publisher.counts.spooled == 2
+        store.is_down = False
+        assert await publisher.flush(10.0)
+        await until_published(publisher, 4)
+
+    room = sum(len(stream) for stream in world.streams[:2]) + 300
+    spool = Spool.open(tmp_path, max_bytes=room)
+    counts = publishing(world, down(world), test, spool=spool).counts
+    assert (counts.published, counts.dropped) == (4, 0)
+
+
+def test_close_says_what_a_full_spool_did_not_take(world: World, tmp_path: Path) -> None:
+    async def work() -> None:
+        spool = Spool.open(tmp_path, max_bytes=len(world.streams[0]) + 150)
+        async with Publisher(Down(await world.store([])), world.codec, spool=spool) as publisher:
+            publish_all(publisher, world)
+            await publisher.close(deadline_s=0.4)
+        counts = publisher.counts
+        assert (counts.spooled, counts.dropped) == (1, 3)
+
+    run(work())
+
+
+def test_close_spools_what_is_not_even_encoded(world: World, tmp_path: Path) -> None:
+    """When the place does not answer at all, and the queues are full."""
+
+    class Hangs(Proxy):
+        async def put(self, *args: Any, **named: Any) -> Entry:
+            return await asyncio.Future()
+
+    async def work() -> None:
+        spool = Spool.open(tmp_path)
+        async with Publisher(Hangs(await world.store([])), world.codec, spool=spool) as publisher:
+            publish_all(publisher, world)
+            assert not await publisher.flush(0.1)
+            assert publisher.queued_bytes > 0
+            await publisher.close(deadline_s=3.0)
+        assert (publisher.counts.spooled, publisher.counts.dropped) == (4, 0)
+
+    run(work())
+    assert len(list(tmp_path.glob("*/*.chunk"))) == 4
 
 
 def test_a_fault_leaves_a_spooled_chunk_where_it_is(world: World, tmp_path: Path) -> None:
@@ -78,26 +169,18 @@ def test_a_fault_leaves_a_spooled_chunk_where_it_is(world: World, tmp_path: Path
                 raise TypeError("a mistake in the store")
             return await super().put(key, *args, **named)
 
-    async def first(publisher: Publisher, store: Store) -> None:
-        await all_accepted(publisher, world)
-
     async def store() -> Store:
         return Broken(await world.store([]))
 
-    async def until(publisher: Publisher, published: int) -> None:
-        async with asyncio.timeout(10.0):
-            while publisher.counts.published < published:
-                await asyncio.sleep(0.01)
-
-    async def second(publisher: Publisher, store: Broken) -> None:
-        await until(publisher, 3)
-        assert len(list(tmp_path.iterdir())) == 1
+    async def test(publisher: Publisher, store: Broken) -> None:
+        await until_published(publisher, 3)
+        assert len(list(tmp_path.glob("*/*.chunk"))) == 1
         store.is_broken = False
-        await until(publisher, 4)
+        await until_published(publisher, 4)
 
-    publishing(world, down(world), first, spool=Spool(tmp_path))
-    assert publishing(world, store, second, spool=Spool(tmp_path)).counts.faults >= 1
-    assert not list(tmp_path.iterdir())
+    spool_all(world, tmp_path)
+    assert publishing(world, store, test, spool=Spool.open(tmp_path)).counts.faults >= 1
+    assert not list(tmp_path.glob("*/*.chunk"))
 
 
 def test_close_has_a_deadline_and_says_what_is_lost(world: World) -> None:

@@ -1,13 +1,15 @@
-"""Chunks on disk: whole or not there, bounded, verified."""
+"""Chunks on disk: whole or not there, bounded, verified, each with one owner."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from kdn.delivery.spool import Parcel, Spool, pack, unpack
-from kdn.errors import ChecksumError, FormatError, TruncatedError
+from kdn.delivery.parcel import Parcel, pack
+from kdn.delivery.spool import Spool
+from kdn.errors import StoreError
 from kdn.store.base import Hints
 
 
@@ -16,68 +18,121 @@ def parcel(number: int, size: int = 1000) -> Parcel:
     return Parcel(key, b"e" * 16, bytes(range(250)) * (size // 250), Hints(b"p" * 16, 1.5))
 
 
-def test_the_bytes_of_a_file() -> None:
-    content = pack(Parcel(b"k", b"et", b"data", Hints(b"par", 0.5)))
-    assert content.hex() == (
-        "4b444e53" "0100" "01" "02" "03" "00" "000000000000e03f" "0400000000000000"
-        + content[26:34].hex() + b"ketpardata".hex()
-    )  # fmt: skip
-    assert unpack(content) == Parcel(b"k", b"et", b"data", Hints(b"par", 0.5))
+def taken(spool: Spool) -> list[Parcel]:
+    """All of them, in order, sent and removed."""
+    found = []
+    while (first := spool.first()) is not None:
+        found.append(first)
+        spool.remove(first.key)
+    return found
 
 
-@pytest.mark.parametrize("place", [0, 4, 6, 9, 10, 20, 26, 34, 60, 500])
-def test_any_changed_byte_is_found(place: int) -> None:
-    content = bytearray(pack(parcel(1)))
-    content[place] ^= 4
-    with pytest.raises(FormatError):
-        unpack(bytes(content))
-
-
-def test_errors_have_names() -> None:
-    content = pack(parcel(1))
-    with pytest.raises(TruncatedError):
-        unpack(content[:20])
-    with pytest.raises(TruncatedError):
-        unpack(content[:-1])
-    with pytest.raises(ChecksumError):
-        unpack(content[:-1] + b"x")
+def files(root: Path) -> list[str]:
+    """Their names, whoever owns them."""
+    return sorted(path.name for path in root.glob("*/*"))
 
 
 def test_what_is_kept_comes_back_in_order_after_a_restart(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
+    spool = Spool.open(tmp_path)
     for number in (3, 1, 2):
         assert spool.add(parcel(number))
-    (tmp_path / "00.part").write_bytes(b"half")
-    again = Spool(tmp_path)
+    [folder] = tmp_path.iterdir()
+    (folder / "00.part").write_bytes(b"half")
+    spool.close()
+    again = Spool.open(tmp_path)
     assert len(again) == 3
-    assert again.size_bytes == spool.size_bytes
-    found = []
-    while (first := again.first()) is not None:
-        found.append(first)
-        again.remove(first.key)
-    assert found == [parcel(3), parcel(1), parcel(2)]
+    assert "00.part" not in files(tmp_path)
+    assert taken(again) == [parcel(3), parcel(1), parcel(2)]
+    again.close()
     assert not list(tmp_path.iterdir())
-    assert again.size_bytes == 0
 
 
-def test_bounded(tmp_path: Path) -> None:
-    spool = Spool(tmp_path, max_bytes=2500)
-    assert spool.add(parcel(1))
-    assert spool.add(parcel(2))
-    assert not spool.add(parcel(3))
-    assert spool.add(parcel(1)), "it is there already"
-    spool.remove(parcel(1).key)
-    assert spool.add(parcel(3))
+def test_each_owner_has_chunks_of_its_own(tmp_path: Path) -> None:
+    """Until it is gone."""
+    one, two = Spool.open(tmp_path), Spool.open(tmp_path)
+    assert one.add(parcel(1))
+    assert two.add(parcel(2))
+    assert (one.adopt(), two.adopt()) == (0, 0)
+    assert parcel(1).key not in two
+    two.remove(parcel(1).key)
+    one.close()
+    assert two.adopt() == 1
+    assert taken(two) == [parcel(2), parcel(1)]
+    assert files(tmp_path) == ["lock"]
+
+
+def test_one_chunk_left_by_two(tmp_path: Path) -> None:
+    for spool in [Spool.open(tmp_path) for _ in range(2)]:
+        assert spool.add(parcel(1))
+        spool.close()
+    assert taken(Spool.open(tmp_path)) == [parcel(1)]
+    assert files(tmp_path) == ["lock"]
+
+
+def test_bounded_for_all_owners_together(tmp_path: Path) -> None:
+    one, two = (Spool.open(tmp_path, max_bytes=2500) for _ in range(2))
+    assert one.add(parcel(1))
+    assert two.add(parcel(2))
+    assert not one.add(parcel(3))
+    assert not two.add(parcel(3))
+    assert one.add(parcel(1)), "it is there already"
+    one.remove(parcel(1).key)
+    assert two.add(parcel(3))
 
 
 def test_damaged_files_are_removed_and_counted(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
-    for number in (1, 2, 3):
+    spool = Spool.open(tmp_path)
+    for number in (1, 2, 3, 4):
         spool.add(parcel(number))
-    files = {path.name: path for path in tmp_path.iterdir()}
-    first, second = (files[parcel(number).key.hex() + ".chunk"] for number in (1, 2))
+    [folder] = tmp_path.iterdir()
+    first, second, third = (folder / f"{parcel(n).key.hex()}.chunk" for n in (1, 2, 3))
     first.write_bytes(first.read_bytes()[:-1] + b"?")
     second.write_bytes(pack(parcel(9)))
-    assert spool.first() == parcel(3)
+    third.unlink()
+    assert spool.first() == parcel(4)
     assert spool.damaged == 2
     assert len(spool) == 1
+
+
+def test_a_disk_that_fails_costs_no_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one without file descriptors left: what cannot be read now is not damaged."""
+    spool = Spool.open(tmp_path)
+    for number in (1, 2):
+        spool.add(parcel(number))
+    read = Path.read_bytes
+
+    def fails(path: Path) -> bytes:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    with pytest.raises(OSError, match="Too many"):
+        spool.first()
+    monkeypatch.setattr(Path, "read_bytes", read)
+    assert taken(spool) == [parcel(2), parcel(1)]
+
+
+def test_a_root_that_somebody_emptied_is_used_again(tmp_path: Path) -> None:
+    spool = Spool.open(tmp_path / "root")
+    spool.add(parcel(1))
+    shutil.rmtree(tmp_path / "root")
+    assert spool.add(parcel(2))
+    assert parcel(1).key not in spool
+    spool.close()
+    assert taken(Spool.open(tmp_path / "root")) == [parcel(2)]
+
+
+def test_a_closed_spool_keeps_nothing(tmp_path: Path) -> None:
+    spool = Spool.open(tmp_path)
+    left = Spool.open(tmp_path)
+    left.add(parcel(1))
+    left.close()
+    spool.close()
+    spool.close()
+    assert not spool.add(parcel(2))
+    assert spool.adopt() == 0
+
+
+def test_a_root_that_cannot_be_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match="cannot spool in"):
+        Spool.open(tmp_path / "file")

@@ -1,0 +1,149 @@
+"""How an encoded chunk is accepted: by its place, or, while that is away, by the spool on disk.
+
+A place that fails is tried again, with growing pauses. What was spooled is sent when it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+
+from xxhash import xxh3_64_intdigest
+
+from kdn.background import fault
+from kdn.delivery.endpoints import Endpoint
+from kdn.delivery.parcel import Parcel
+from kdn.delivery.spool import Spool
+from kdn.errors import ChecksumError, KdnError, NoSpaceError, StoreError
+
+logger = logging.getLogger(__name__)
+
+PUT_S = 60.0
+ATTEMPTS = 3
+
+
+@dataclass
+class Counts:
+    """Chunks since the publisher was opened, with those that it found in the spool."""
+
+    published: int = 0
+    """The place has these very bytes."""
+    known: int = 0
+    """Another publisher was first: the place keeps what it has."""
+    replaced: int = 0
+    """Of the published ones, those in the place of a stream that was forged or does not decode."""
+    refused: int = 0
+    """Not encodable, not accepted by the place for good, or given up after a fault."""
+    spooled: int = 0
+    """Safe on disk. When they are sent, they count among the published, known or refused, too."""
+    dropped: int = 0
+    """Lost when the publisher was closed: no time left, or no room to spool them."""
+    failures: int = 0
+    """Attempts that failed."""
+    faults: int = 0
+    """Failures nobody expected: a mistake in a codec or a store, which the log shows."""
+
+
+class Sender:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        spool: Spool | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: Random | None = None,
+    ) -> None:
+        self.counts = Counts()
+        self.endpoint = endpoint
+        self._spool = spool
+        self._clock = clock
+        self._rng = rng or Random()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the place is worth a try now."""
+        return self.endpoint.is_ready(self._clock())
+
+    async def send(self, parcel: Parcel) -> None:
+        """Until the place or the spool has accepted it, or the place has refused it for good."""
+        away = self._spool is not None and not self.is_ready
+        for attempt in count(1):
+            if not away and await self._try(parcel):
+                return
+            if (away or attempt >= ATTEMPTS) and await self.put_aside(parcel):
+                return
+            away = False  # the spool is full, or there is none
+            await asyncio.sleep(max(0.0, self.endpoint.rests_until_s - self._clock()))
+
+    async def send_spooled(self, spool: Spool) -> None:
+        """The oldest one. Whatever fails, it is safe where it is; others may have better luck."""
+        began_s, parcel = self._clock(), None
+        try:
+            parcel = await asyncio.to_thread(spool.first)
+            if parcel is not None and await self._try(parcel):
+                await asyncio.to_thread(spool.remove, parcel.key)
+        except Exception as error:
+            self.fault("sending a spooled chunk", error)
+            self._failed(began_s)
+            if parcel is not None:
+                await asyncio.to_thread(spool.defer, parcel.key)
+
+    async def put_aside(self, parcel: Parcel) -> bool:
+        """Into the spool; False if it has no room, or there is none."""
+        if self._spool is None:
+            return False
+        try:
+            kept = await asyncio.to_thread(self._spool.add, parcel)
+        except OSError as error:
+            logger.warning("cannot spool a chunk: %s", error)
+            return False
+        except Exception as error:
+            self.fault("spooling a chunk", error)
+            return False
+        self.counts.spooled += kept
+        return kept
+
+    def fault(self, doing: str, error: Exception) -> None:
+        self.counts.faults += 1
+        fault(doing, error)
+
+    async def _try(self, parcel: Parcel) -> bool:
+        """Put it. False if it is worth trying again."""
+        began_s = self._clock()
+        try:
+            async with asyncio.timeout(PUT_S):
+                mine = await self._put(parcel)
+        except NoSpaceError:
+            self.counts.refused += 1
+        except (ChecksumError, StoreError, OSError):
+            return self._failed(began_s)
+        except KdnError:
+            self.counts.refused += 1
+        else:
+            self.endpoint.worked()
+            self.counts.published += mine
+            self.counts.known += not mine
+        return True
+
+    async def _put(self, parcel: Parcel) -> bool:
+        """True if the place has these bytes, False if it keeps another's."""
+        bad = self.endpoint.rejected(parcel.key) or parcel.replacing
+        entry = await (await self.endpoint.store()).put(
+            parcel.key, parcel.data, etag=parcel.etag, checksum=xxh3_64_intdigest(parcel.data),
+            hints=parcel.hints, replacing=bad,
+        )  # fmt: skip
+        mine = entry.etag == parcel.etag
+        if mine and bad is not None:
+            self.endpoint.accept(parcel.key)
+            self.counts.replaced += 1
+        return mine
+
+    def _failed(self, began_s: float) -> bool:
+        self.counts.failures += 1
+        self.endpoint.failed(began_s, self._clock(), self._rng)
+        return False
