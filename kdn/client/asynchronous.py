@@ -165,7 +165,7 @@ class AsyncClient:
         tokens, style = self.engine.prompts.learn(what)
         checked_tokens("what", tokens, self.engine.spec.vocab_size)
         session, chunks = self.session, cut(tokens, await self.engine.names())
-        known = await session.know_chunks(chunks, at=session.places.publish_to)
+        known = await session.know_home(chunks)
         computed = 0
         if len(known.chunks) < len(chunks):
             context = await self.contexts.exact(known, tokens)

@@ -17,6 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from itertools import takewhile
 from random import Random
 from types import TracebackType
 
@@ -28,10 +29,9 @@ from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.header import StreamInfo
 from kdn.delivery.client import deliver
-from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.delivery.estimate import Estimator
 from kdn.delivery.known import Known, Wish, longest_known
-from kdn.delivery.lookup import Question, look_up
+from kdn.delivery.lookup import Question, Stream, Streams, ask
 from kdn.delivery.plan import Speeds
 from kdn.delivery.publish import Admission, Publisher, Source
 from kdn.delivery.request import FAR_S, Compute, OnProgress, Request, worst_kld
@@ -152,14 +152,18 @@ class Session:
             until_s = self._clock() + limit_s
             return await longest_known(wish, self._question(()), self.places.endpoints, until_s)
 
-    async def know_chunks(self, chunks: Sequence[Chunk], at: Endpoint | None = None) -> Known:
-        """The first of these chunks, as far as places (or that one) know them."""
-        endpoints = self.places.endpoints if at is None else Endpoints([at])
-        until_s = self._clock() + LOOKUP_S
-        streams = await look_up(self._question(chunks), endpoints, until_s)
-        known = Known(streams=streams)
-        count = len(known.incoming(chunks))
-        return Known(tuple(chunks[:count]), streams, not count and self._clock() >= until_s)
+    async def know_home(self, chunks: Sequence[Chunk]) -> Known:
+        """The first of these chunks that are where new ones would go. It is asked once, and what is
+        wrong with it raised: whoever is about to publish there wants to know."""
+        place = self.places.publish_to
+        answer = await ask(self._question(chunks), place) if chunks else []
+        others = frozenset(one for one in self.places.endpoints if one is not place)
+        found = list(takewhile(lambda one: one is not None, answer))
+        first = chunks[: len(found)]
+        streams: Streams = {
+            chunk.key: Stream(one, others) for chunk, one in zip(first, found, strict=True) if one
+        }
+        return Known(tuple(first), streams)
 
     def _question(self, chunks: Sequence[Chunk]) -> Question:
         return Question(chunks, self.codec, self._clock, self._rng)
