@@ -22,7 +22,7 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from kdn.bench import options
 from kdn.bench.cache_replay import Replay
-from kdn.bench.cache_report import OPTIMUM, Row, plot, print_report, write_json
+from kdn.bench.cache_report import OPTIMUM, CacheRow, plot, print_report, write_json
 from kdn.bench.cache_traces import load_trace
 from kdn.bench.options import JsonFile, PlotFile
 from kdn.bench.report import report_console
@@ -30,7 +30,7 @@ from kdn.store.evict import POLICIES
 
 SHARES = (0.01, 0.05, 0.2)
 
-Job = tuple[Path, int, str, float]
+ReplayJob = tuple[Path, int, str, float]
 
 
 def run(
@@ -63,7 +63,7 @@ def run(
     print_report(report_console(), rows)
 
 
-def _replay_all(todo: Sequence[Job], jobs: int) -> Iterator[Row]:
+def _replay_all(todo: Sequence[ReplayJob], jobs: int) -> Iterator[CacheRow]:
     """Rows in the order of `todo`."""
     workers = min(jobs or os.cpu_count() or 1, len(todo))
     if workers == 1:
@@ -73,7 +73,7 @@ def _replay_all(todo: Sequence[Job], jobs: int) -> Iterator[Row]:
         yield from pool.map(replay, todo)
 
 
-def replay(job: Job) -> Row:
+def replay(job: ReplayJob) -> CacheRow:
     """One policy at one capacity."""
     path, seed, name, share = job
     prepared = _prepared(path, seed)
@@ -83,7 +83,7 @@ def replay(job: Job) -> Row:
         outcome = prepared.optimum(capacity_blocks)
     else:
         outcome = prepared.run(POLICIES[name](), capacity_blocks)
-    return Row(
+    return CacheRow(
         trace=prepared.trace.name,
         requests=len(prepared.trace.requests),
         footprint_tokens=prepared.trace.footprint_blocks * prepared.trace.block_tokens,

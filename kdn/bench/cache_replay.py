@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from kdn.bench.cache_traces import Trace
+from kdn.bench.cache_traces import RequestTrace
 from kdn.store.base import Hints
 from kdn.store.evict import Policy
 
@@ -36,7 +36,7 @@ def prefill_s(num_tokens: int) -> float:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class HitRatios:
     """What a policy's hits were worth, as parts of all there was to gain."""
 
     token_hit_ratio: float
@@ -47,7 +47,7 @@ class Outcome:
 class Replay:
     """A trace, prepared once for all policies and capacities."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: RequestTrace) -> None:
         self.trace = trace
         self.size_bytes = trace.block_tokens * BLOCK_BYTES_PER_TOKEN
         self.keys = [block.to_bytes(8, "big") for block in range(trace.footprint_blocks)]
@@ -61,7 +61,7 @@ class Replay:
         saved_s = prefill_s(start + self.trace.block_tokens) - prefill_s(start)
         return Hints(None if parent is None else self.keys[parent], saved_s)
 
-    def outcome(self, hits: list[int]) -> Outcome:
+    def outcome(self, hits: list[int]) -> HitRatios:
         """Of the number of blocks that hit in each request."""
         block_tokens, requests = self.trace.block_tokens, self.trace.requests
         pairs = [
@@ -69,12 +69,12 @@ class Replay:
             for blocks, request in zip(hits, requests, strict=True)
         ]
         all_s = sum(prefill_s(total) for _, total in pairs)
-        return Outcome(
+        return HitRatios(
             sum(hit for hit, _ in pairs) / sum(total for _, total in pairs),
             sum(prefill_s(hit) for hit, _ in pairs) / all_s,
         )
 
-    def run(self, policy: Policy, capacity_blocks: int) -> Outcome:
+    def run(self, policy: Policy, capacity_blocks: int) -> HitRatios:
         """What an online policy reaches."""
         keys, present, hits = self.keys, set[bytes](), []
         for request in self.trace.requests:
@@ -93,7 +93,7 @@ class Replay:
                     present.remove(victim)
         return self.outcome(hits)
 
-    def optimum(self, capacity_blocks: int) -> Outcome:
+    def optimum(self, capacity_blocks: int) -> HitRatios:
         """What the best choice in hindsight reaches (see above)."""
         next_use = self._next_uses()
         due: dict[int, int] = {}  # of each kept block, the request that uses it next

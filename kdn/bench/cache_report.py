@@ -27,7 +27,7 @@ _NOTES = (
 
 
 @dataclass(frozen=True)
-class Row:
+class CacheRow:
     """One policy at one capacity on one trace. `share`: capacity as a part of the footprint."""
 
     trace: str
@@ -41,15 +41,15 @@ class Row:
     replay_s: float
 
 
-def by_capacity(rows: Sequence[Row]) -> dict[tuple[str, float], dict[str, Row]]:
+def by_capacity(rows: Sequence[CacheRow]) -> dict[tuple[str, float], dict[str, CacheRow]]:
     """{(trace, share): {policy: row}}, in their order."""
-    groups: dict[tuple[str, float], dict[str, Row]] = {}
+    groups: dict[tuple[str, float], dict[str, CacheRow]] = {}
     for row in rows:
         groups.setdefault((row.trace, row.share), {})[row.policy] = row
     return groups
 
 
-def document(rows: Sequence[Row], settings: dict[str, Any]) -> dict[str, Any]:
+def document(rows: Sequence[CacheRow], settings: dict[str, Any]) -> dict[str, Any]:
     """Everything, as it goes to JSON."""
     ratios: dict[str, dict[str, dict[str, float]]] = {}
     for (trace, share), group in by_capacity(rows).items():
@@ -65,11 +65,11 @@ def document(rows: Sequence[Row], settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, rows: Sequence[Row], settings: dict[str, Any]) -> None:
+def write_json(path: Path, rows: Sequence[CacheRow], settings: dict[str, Any]) -> None:
     path.write_text(json.dumps(document(rows, settings), indent=1) + "\n")
 
 
-def print_report(console: Console, rows: Sequence[Row]) -> None:
+def print_report(console: Console, rows: Sequence[CacheRow]) -> None:
     policies = list(dict.fromkeys(row.policy for row in rows))
     console.print(_table(rows, policies, "token_hit_ratio", "Token hit ratio"))
     console.print(_table(rows, policies, "saved_ratio", "Part of the prefill time saved"))
@@ -77,7 +77,7 @@ def print_report(console: Console, rows: Sequence[Row]) -> None:
         console.print(note, style="dim")
 
 
-def _table(rows: Sequence[Row], policies: Sequence[str], field: str, title: str) -> Table:
+def _table(rows: Sequence[CacheRow], policies: Sequence[str], field: str, title: str) -> Table:
     """The best online policy of each line is bold."""
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("trace")
@@ -100,7 +100,7 @@ def _table(rows: Sequence[Row], policies: Sequence[str], field: str, title: str)
     return table
 
 
-def plot(path: Path, rows: Sequence[Row]) -> None:
+def plot(path: Path, rows: Sequence[CacheRow]) -> None:
     """Token hit ratio over capacity, a panel per trace."""
     import matplotlib
 
@@ -121,7 +121,7 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
     pyplot.close(figure)
 
 
-def _draw(panel: Any, rows: Sequence[Row]) -> None:
+def _draw(panel: Any, rows: Sequence[CacheRow]) -> None:
     for policy in dict.fromkeys(row.policy for row in rows):
         own = sorted((row.share, row.token_hit_ratio) for row in rows if row.policy == policy)
         panel.plot(

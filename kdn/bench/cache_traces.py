@@ -30,7 +30,7 @@ SESSION_STARTS_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Request:
+class RecordedRequest:
     """`blocks` are indices into the trace's blocks, from the first of the prompt on."""
 
     time_s: float
@@ -39,10 +39,10 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Trace:
+class RequestTrace:
     name: str
     block_tokens: int
-    requests: list[Request]
+    requests: list[RecordedRequest]
     parents: list[int | None]
     """Of each distinct block, the one before it."""
 
@@ -70,7 +70,7 @@ class _Numbering:
         return blocks
 
 
-def load_trace(path: Path, seed: int = 0) -> Trace:
+def load_trace(path: Path, seed: int = 0) -> RequestTrace:
     """Read a trace (.jsonl or .jsonl.gz); `seed` chooses when sessions begin."""
     name = path.name.removesuffix(".gz").removesuffix(".jsonl")
     lines = list(_lines(path))
@@ -91,21 +91,21 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         raise FormatError(f"{path}: expected lines of JSON, found {error}") from error
 
 
-def _mooncake(name: str, lines: list[dict[str, Any]]) -> Trace:
+def _mooncake(name: str, lines: list[dict[str, Any]]) -> RequestTrace:
     numbering = _Numbering()
     requests = [
-        Request(
+        RecordedRequest(
             line["timestamp"] / 1000, line["input_length"], numbering.chain(iter(line["hash_ids"]))
         )
         for line in lines
     ]
     requests.sort(key=lambda request: request.time_s)
-    return Trace(name, MOONCAKE_BLOCK_TOKENS, requests, numbering.parents)
+    return RequestTrace(name, MOONCAKE_BLOCK_TOKENS, requests, numbering.parents)
 
 
-def _sessions(name: str, lines: list[dict[str, Any]], rng: random.Random) -> Trace:
+def _sessions(name: str, lines: list[dict[str, Any]], rng: random.Random) -> RequestTrace:
     numbering = _Numbering()
-    requests: list[Request] = []
+    requests: list[RecordedRequest] = []
     for session, line in enumerate(lines):
         group = CHUNK_TOKENS // line["block_size"]
         start_s = rng.uniform(0, SESSION_STARTS_S)
@@ -113,9 +113,9 @@ def _sessions(name: str, lines: list[dict[str, Any]], rng: random.Random) -> Tra
             ids = [first + k for first, count in entry["hash_runs"] for k in range(count)]
             joined = zip(*(ids[k::group] for k in range(group)), strict=False)
             chain = numbering.chain((session, *block) for block in joined)
-            requests.append(Request(time_s, entry["in"], chain))
+            requests.append(RecordedRequest(time_s, entry["in"], chain))
     requests.sort(key=lambda request: request.time_s)
-    return Trace(name, CHUNK_TOKENS, requests, numbering.parents)
+    return RequestTrace(name, CHUNK_TOKENS, requests, numbering.parents)
 
 
 def _flat(entries: list[dict[str, Any]], start_s: float) -> Iterator[tuple[float, dict[str, Any]]]:

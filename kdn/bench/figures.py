@@ -17,7 +17,7 @@ _FLOOR = 1e-12  # the logarithm of an exact codec's divergence
 
 
 @dataclass(frozen=True)
-class Row:
+class CodecRow:
     """One level of one codec on one text, over all its contexts: bytes are the mean per context,
     times the median."""
 
@@ -65,7 +65,7 @@ def ratio_at(points: Sequence[tuple[float, float]], limit: float) -> float:
 
 
 def ratio_within(
-    rows: Sequence[Row], kld: float = KLD_LIMIT, recall_kld: float = RECALL_LIMIT
+    rows: Sequence[CodecRow], kld: float = KLD_LIMIT, recall_kld: float = RECALL_LIMIT
 ) -> float:
     """The largest ratio of one codec's levels within both limits, each interpolated apart."""
     return min(
@@ -74,22 +74,22 @@ def ratio_within(
     )
 
 
-def by_codec(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
+def by_codec(rows: Sequence[CodecRow]) -> dict[str, dict[str, list[CodecRow]]]:
     """Rows as {codec: {text: rows}}, in their order."""
-    groups: dict[str, dict[str, list[Row]]] = {}
+    groups: dict[str, dict[str, list[CodecRow]]] = {}
     for row in rows:
         groups.setdefault(row.codec, {}).setdefault(row.text, []).append(row)
     return groups
 
 
-def ratio_at_quality(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+def ratio_at_quality(rows: Sequence[CodecRow]) -> dict[str, dict[str, float]]:
     return {
         codec: {text: ratio_within(group) for text, group in texts.items()}
         for codec, texts in by_codec(rows).items()
     }
 
 
-def compare(rows: Sequence[Row], codec: str = "klt") -> list[Comparison]:
+def compare(rows: Sequence[CodecRow], codec: str = "klt") -> list[Comparison]:
     """Each level of `codec` against every rival, on each text."""
     groups = by_codec(rows)
     return [
@@ -101,7 +101,7 @@ def compare(rows: Sequence[Row], codec: str = "klt") -> list[Comparison]:
     ]
 
 
-def _compare_level(row: Row, rival: str, rows: Sequence[Row]) -> Comparison:
+def _compare_level(row: CodecRow, rival: str, rows: Sequence[CodecRow]) -> Comparison:
     ratio = ratio_within(rows, row.kld, row.recall_kld)
     coarsest = max(other.ratio for other in rows)
     factor = row.ratio / ratio if ratio else None

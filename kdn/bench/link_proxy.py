@@ -23,7 +23,7 @@ _CONNECT_S = 10.0
 Address = tuple[str, int]
 
 
-class Pace:
+class LinkPace:
     """When bytes have passed a link that all connections share. `None` bits: at once."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Pace:
 class Proxy:
     """Listens at `address` and passes on to a server."""
 
-    def __init__(self, server: Address, pace: Pace) -> None:
+    def __init__(self, server: Address, pace: LinkPace) -> None:
         self._server = server
         self._pace = pace
         self._lock = Lock()  # guards the counts, the sockets and the threads
@@ -102,9 +102,9 @@ class Proxy:
             with self._lock:
                 self._sockets += [reader, server]
             self._run(self._pump, server, reader, "down", self._pace)
-            self._run(self._pump, reader, server, "up", Pace(None))
+            self._run(self._pump, reader, server, "up", LinkPace(None))
 
-    def _pump(self, source: socket.socket, sink: socket.socket, way: str, pace: Pace) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, way: str, pace: LinkPace) -> None:
         # Either end may leave at any time; then the other one is told, and that is all.
         with suppress(OSError):
             while piece := source.recv(PIECE_BYTES):
@@ -120,7 +120,7 @@ class Proxy:
 @contextmanager
 def shaped(server: Address, bits_per_s: float | None) -> Iterator[Proxy]:
     """A proxy in front of a server, closed at the end."""
-    proxy = Proxy(server, Pace(bits_per_s))
+    proxy = Proxy(server, LinkPace(bits_per_s))
     try:
         yield proxy
     finally:

@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.progress import Progress
 
-from kdn.bench.figures import Row
+from kdn.bench.figures import CodecRow
 from kdn.bench.report import row_line
-from kdn.bench.rivals import Context, Outcome, Rival
+from kdn.bench.rivals.base import CodedLevel, ExactContext, Rival
 from kdn.cache.keys import TAIL_MULTIPLE, TokenIds
 from kdn.cache.tensors import KVCache
 from kdn.calibrate.corpus import Sample
@@ -38,7 +38,7 @@ class Point:
 
 def measure(
     model: Any, rivals: Sequence[Rival], samples: Sequence[Sample], progress: Progress
-) -> Iterator[Row]:
+) -> Iterator[CodecRow]:
     warm = False
     levels = sum(len(rival.labels) for rival in rivals)
     for sample in samples:
@@ -50,7 +50,7 @@ def measure(
                 _warm_up(model, rivals, ids[:WARM_UP_TOKENS])
                 warm = True
             probe = QualityProbe(model, ids, sample.context)
-            exact = Context(ids[: sample.context], _on_cpu(probe.cache))
+            exact = ExactContext(ids[: sample.context], _on_cpu(probe.cache))
             for rival in rivals:
                 for outcome in rival.run(exact):
                     group = points.setdefault((rival.name, outcome.level), [])
@@ -62,16 +62,18 @@ def measure(
                     progress.advance(task)
 
 
-def _point(probe: QualityProbe, outcome: Outcome) -> Point:
+def _point(probe: QualityProbe, outcome: CodedLevel) -> Point:
     quality = probe.measure(outcome.cache, outcome.kept)
     return Point(outcome.size_bytes, quality, outcome.encode_s, outcome.decode_s, probe.prefill_s)
 
 
-def row_of(codec: str, level: int, sample: Sample, points: Sequence[Point], like: KVCache) -> Row:
+def row_of(
+    codec: str, level: int, sample: Sample, points: Sequence[Point], like: KVCache
+) -> CodecRow:
     num_values = 2 * like.keys.numel()
     size_bytes = mean(point.size_bytes for point in points)
     quality = Quality.pooled([point.quality for point in points])
-    return Row(
+    return CodecRow(
         codec=codec,
         level=level,
         text=sample.name,
@@ -94,7 +96,7 @@ def _warm_up(model: Any, rivals: Sequence[Rival], ids: TokenIds) -> None:
     context = len(ids) - TAIL_MULTIPLE
     probe = QualityProbe(model, ids, context)
     for rival in rivals:
-        for _ in rival.run(Context(ids[:context], _on_cpu(probe.cache))):
+        for _ in rival.run(ExactContext(ids[:context], _on_cpu(probe.cache))):
             pass
 
 

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from kdn.bench import options
 from kdn.bench.node_attack import TENANTS, Attacked, Neighbourhood, measure_attack
-from kdn.bench.node_fairness import Fairness, Load, measure_fairness
+from kdn.bench.node_fairness import Fairness, FairnessLoad, measure_fairness
 from kdn.bench.node_load import (
     Crowd,
     SlowReaders,
@@ -51,7 +51,7 @@ SPREAD_BAR = 0.1
 
 
 @dataclass(frozen=True)
-class Plan:
+class NodeWorkload:
     """How much of everything; a test runs less of it."""
 
     sizes_bytes: tuple[int, ...] = (64 * KIB, 256 * KIB, 1024 * KIB)
@@ -63,7 +63,7 @@ class Plan:
     slow_bytes: int = 64 * KIB * KIB
     """Asked for by each slow reader."""
     slow_s: float = 2.0
-    load: Load = field(default_factory=Load)
+    load: FairnessLoad = field(default_factory=FairnessLoad)
     orders: tuple[str, ...] = ORDERS
     neighbourhood: Neighbourhood = field(default_factory=Neighbourhood)
 
@@ -71,11 +71,11 @@ class Plan:
 def run(
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
-    repeats: Annotated[int, options.count(1, "Turns of every server.")] = Plan.repeats,
+    repeats: Annotated[int, options.count(1, "Turns of every server.")] = NodeWorkload.repeats,
     seed: Annotated[int, options.seed("Of the bytes stored and the light client.")] = 0,
 ) -> None:
     """A node beside nginx and Redis over loopback, and how fairly it sends."""
-    results = bench(Plan(repeats=repeats), seed, Console(stderr=True))
+    results = bench(NodeWorkload(repeats=repeats), seed, Console(stderr=True))
     if json_file:
         write_json(json_file, results)
     if plot_file:
@@ -83,29 +83,32 @@ def run(
     print_report(report_console(), results)
 
 
-def bench(plan: Plan, seed: int, console: Console) -> dict[str, Any]:
+def bench(workload: NodeWorkload, seed: int, console: Console) -> dict[str, Any]:
     """Everything, as it goes to JSON."""
     facts = {name: fact for name, fact in hardware("cpu").items() if name != "torch"}
     notes = list(absent().values())
     for note in notes:
         console.print(note, style="yellow")
     sets = {
-        size: make_objects(size, max(plan.set_bytes // size, 1), seed) for size in plan.sizes_bytes
+        size: make_objects(size, max(workload.set_bytes // size, 1), seed)
+        for size in workload.sizes_bytes
     }
     with tempfile.TemporaryDirectory(prefix="kdn-bench-") as folder:
         with servers(Path(folder), sets) as running:
-            speeds = measure_speed(running, sets, plan, console)
-            console.print(f"{plan.clients} clients at once, then as many that stop reading")
+            speeds = measure_speed(running, sets, workload, console)
+            console.print(f"{workload.clients} clients at once, then as many that stop reading")
             middle = sets[sorted(sets)[len(sets) // 2]]
-            many = crowd(running[0], middle, plan.clients, batches=2, batch=4)
-            slow = slow_readers(running[0], middle, plan.clients, plan.slow_bytes, plan.slow_s)
+            many = crowd(running[0], middle, workload.clients, batches=2, batch=4)
+            slow = slow_readers(
+                running[0], middle, workload.clients, workload.slow_bytes, workload.slow_s
+            )
         fairness = {}
-        for order in plan.orders:
-            console.print(f"one light client beside {plan.load.heavy} heavy ones: {order}")
-            fairness[order] = fairness_of(order, Path(folder), sets, plan.load, seed)
+        for order in workload.orders:
+            console.print(f"one light client beside {workload.load.heavy} heavy ones: {order}")
+            fairness[order] = fairness_of(order, Path(folder), sets, workload.load, seed)
         console.print("one tenant beside another that attacks the node")
-        attacked = attack_of(Path(folder), plan.neighbourhood, seed)
-    return document(speeds, many, slow, fairness, attacked, plan) | {
+        attacked = attack_of(Path(folder), workload.neighbourhood, seed)
+    return document(speeds, many, slow, fairness, attacked, workload) | {
         "notes": notes, "hardware": facts, "commit": facts["commit"], "seed": seed,
     }  # fmt: skip
 
@@ -128,27 +131,27 @@ def servers(folder: Path, sets: Mapping[int, Mapping[str, bytes]]) -> Iterator[l
         yield running
 
 
-Speeds = dict[str, dict[int, list[Speed]]]
+SpeedsBySize = dict[str, dict[int, list[Speed]]]
 """Server to size to repeats."""
 
 
 def measure_speed(
     running: Sequence[Server],
     sets: Mapping[int, Mapping[str, bytes]],
-    plan: Plan,
+    workload: NodeWorkload,
     console: Console,
-) -> Speeds:
-    speeds: Speeds = {server.name: {size: [] for size in sets} for server in running}
-    for repeat in range(plan.repeats):
-        console.print(f"reading at full speed, {repeat + 1} of {plan.repeats}")
+) -> SpeedsBySize:
+    speeds: SpeedsBySize = {server.name: {size: [] for size in sets} for server in running}
+    for repeat in range(workload.repeats):
+        console.print(f"reading at full speed, {repeat + 1} of {workload.repeats}")
         for size, objects in sets.items():
             for server in running:
-                speeds[server.name][size].append(full_speed(server, objects, plan.window_s))
+                speeds[server.name][size].append(full_speed(server, objects, workload.window_s))
     return speeds
 
 
 def fairness_of(
-    order: str, folder: Path, sets: Mapping[int, Mapping[str, bytes]], load: Load, seed: int
+    order: str, folder: Path, sets: Mapping[int, Mapping[str, bytes]], load: FairnessLoad, seed: int
 ) -> Fairness:
     settings = {
         "egress_bits_per_s": load.bits_per_s,
@@ -168,12 +171,12 @@ def attack_of(folder: Path, neighbourhood: Neighbourhood, seed: int) -> Attacked
 
 
 def document(
-    speeds: Speeds,
+    speeds: SpeedsBySize,
     many: Crowd,
     slow: SlowReaders,
     fairness: Mapping[str, Fairness],
     attacked: Attacked,
-    plan: Plan,
+    workload: NodeWorkload,
 ) -> dict[str, Any]:
     """The figures, and whether they pass."""
     by_size = {
@@ -190,17 +193,17 @@ def document(
         "clients": asdict(many),
         "slow_readers": asdict(slow) | {"growth_bytes_per_reader": slow.growth_bytes_per_reader},
         "fairness": {
-            "load": asdict(plan.load) | {"frame_s": plan.load.frame_s},
+            "load": asdict(workload.load) | {"frame_s": workload.load.frame_s},
             **{order: asdict(one) | {"spread": one.spread} for order, one in fairness.items()},
         },
         "attack": {
-            "load": asdict(plan.neighbourhood)
-            | {"rss_bar_bytes": plan.neighbourhood.rss_bar_bytes},
+            "load": asdict(workload.neighbourhood)
+            | {"rss_bar_bytes": workload.neighbourhood.rss_bar_bytes},
             **asdict(attacked),
             "ratio": attacked.ratio,
         },
     }
-    passes = {"many clients": many.errors == 0, **attacked.passes(plan.neighbourhood)}
+    passes = {"many clients": many.errors == 0, **attacked.passes(workload.neighbourhood)}
     if "redis" in medians:
         ratios = {size: medians["kdn"][size] / redis for size, redis in medians["redis"].items()}
         told["of_redis"] = {"all": told["bytes_per_s"]["kdn"] / told["bytes_per_s"]["redis"]}

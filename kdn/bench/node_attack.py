@@ -18,7 +18,7 @@ from random import Random
 from kdn.bench.node_attacker import Attack, attacking
 from kdn.bench.node_fairness import quantile
 from kdn.bench.node_servers import Server, make_chunk
-from kdn.bench.node_wire import DEADLINE_S, Kdn, WireError, ask
+from kdn.bench.node_wire import DEADLINE_S, KdnDialect, WireError, ask
 from kdn.config import NodeSettings
 from kdn.node.server import FRAME_BYTES
 from kdn.protocol import frames
@@ -105,7 +105,8 @@ def measure_attack(server: Server, plan: Neighbourhood, seed: int) -> Attacked:
     rng = Random(seed)
     known = [[rng.randbytes(16) for _ in range(plan.chunks)] for _ in range(plan.contexts)]
     clients = [
-        Client(server.address, plan, known, Random(rng.random())) for _ in range(plan.clients)
+        NeighbourClient(server.address, plan, known, Random(rng.random()))
+        for _ in range(plan.clients)
     ]
     alone, attacked, done = Reads(), Reads(), Counter[str]()
     for client in clients:
@@ -151,7 +152,7 @@ class Reads:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-def work_all(clients: Sequence[Client], plan: Neighbourhood) -> Reads:
+def work_all(clients: Sequence[NeighbourClient], plan: Neighbourhood) -> Reads:
     """A round of all clients at once."""
     samples = -(-plan.samples // (plan.rounds * len(clients)))
     with ThreadPoolExecutor(len(clients)) as pool:
@@ -162,14 +163,14 @@ def work_all(clients: Sequence[Client], plan: Neighbourhood) -> Reads:
     return together
 
 
-class Client:
+class NeighbourClient:
     """One client of the neighbour, on one connection."""
 
     def __init__(
         self, address: tuple[str, int], plan: Neighbourhood, known: list[list[bytes]], rng: Random
     ) -> None:
         self._address, self._plan, self._known, self._rng = address, plan, known, rng
-        self._dialect = Kdn(TENANTS[0])
+        self._dialect = KdnDialect(TENANTS[0])
         self._data = rng.randbytes(plan.chunk_bytes)
         self._connection: socket.socket | None = None
 

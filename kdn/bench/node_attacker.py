@@ -23,7 +23,7 @@ from threading import Event, Lock, Thread
 from typing import Any
 
 from kdn.bench.node_servers import make_chunk
-from kdn.bench.node_wire import DEADLINE_S, Kdn, WireError, ask
+from kdn.bench.node_wire import DEADLINE_S, KdnDialect, WireError, ask
 
 SILENT_BYTES = (2 << 30, 16 << 20, 1 << 20)
 """Announced by the first silent connection, by others, and by those that announce a lookup: the
@@ -87,7 +87,7 @@ class Attacker:
 
     def __init__(self, address: tuple[str, int], token: str, attack: Attack) -> None:
         self._address, self._attack = address, attack
-        self._dialect = Kdn(token)
+        self._dialect = KdnDialect(token)
         self._stop = Event()
         self._lock = Lock()  # guards the two below
         self._counts: Counter[str] = Counter()

@@ -17,14 +17,21 @@ from random import Random
 from threading import Event, Thread
 
 from kdn.bench.node_servers import Server
-from kdn.bench.node_wire import BUFFER_BYTES, DEADLINE_S, Connection, Objects, drive, read_batch
+from kdn.bench.node_wire import (
+    BUFFER_BYTES,
+    DEADLINE_S,
+    BatchConnection,
+    Objects,
+    drive,
+    read_batch,
+)
 
 SETTLE_S = 0.5
 """Until every heavy client's requests wait."""
 
 
 @dataclass(frozen=True)
-class Load:
+class FairnessLoad:
     """What is put on a node. A frame is what it sends in one turn."""
 
     bits_per_s: int = 400 * 10**6
@@ -65,7 +72,7 @@ class Fairness:
 
 
 def measure_fairness(
-    server: Server, small: Objects, large: Objects, load: Load, seed: int
+    server: Server, small: Objects, large: Objects, load: FairnessLoad, seed: int
 ) -> Fairness:
     """`small`: what the light client reads; `large`: what the heavy ones do. Alone and beside take
     turns, so that a disturbance of the machine does not hit only one of them."""
@@ -171,7 +178,7 @@ class Heavy:
         self._thread = Thread(target=self._run, daemon=True)
 
     @property
-    def _everybody(self) -> list[Connection]:
+    def _everybody(self) -> list[BatchConnection]:
         return [connection for group in self._groups for connection in group]
 
     def _run(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 
 from kdn.bench.node_servers import Server
-from kdn.bench.node_wire import DEADLINE_S, Connection, Objects, WireError, drive
+from kdn.bench.node_wire import DEADLINE_S, BatchConnection, Objects, WireError, drive
 
 CONNECTIONS = 4
 WINDOW = 2
@@ -53,7 +53,9 @@ def full_speed(server: Server, objects: Objects, seconds: float) -> Speed:
 class _Meter:
     """Reads the counters when the warm-up ends and when the time is over."""
 
-    def __init__(self, server: Server, connections: Sequence[Connection], seconds: float) -> None:
+    def __init__(
+        self, server: Server, connections: Sequence[BatchConnection], seconds: float
+    ) -> None:
         self._server, self._connections, self._seconds = server, connections, seconds
         self._marks: list[tuple[float, int, float]] = []
         self._next_s = time.perf_counter() + WARM_UP_S
@@ -86,7 +88,7 @@ class Crowd:
 
 
 def crowd(server: Server, objects: Objects, clients: int, batches: int, batch: int) -> Crowd:
-    connections: list[Connection] = []
+    connections: list[BatchConnection] = []
     first_error = ""
     began_s = time.perf_counter()
     try:

@@ -23,12 +23,12 @@ import numpy as np
 
 import kdn
 from kdn.bench.node_wire import (
-    Connection,
+    BatchConnection,
     Dialect,
-    Kdn,
-    Nginx,
+    KdnDialect,
+    NginxDialect,
     Objects,
-    Redis,
+    RedisDialect,
     WireError,
     call,
     redis_command,
@@ -76,17 +76,17 @@ class Server:
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
-    def connect(self, objects: Objects, **options: Any) -> Connection:
+    def connect(self, objects: Objects, **options: Any) -> BatchConnection:
         """A client's connection; options as those of Connection."""
-        return Connection(self.address, self.dialect, objects, **options)
+        return BatchConnection(self.address, self.dialect, objects, **options)
 
     def put(self, objects: Objects) -> None:
         """Store objects (nginx has them as files already)."""
-        if isinstance(self.dialect, Kdn):
+        if isinstance(self.dialect, KdnDialect):
             for key, data in objects.items():
                 request = self.dialect.put(key, data, "Connection: close")
                 _send_and_check(self.address, request, b"HTTP/1.1 201 ")
-        elif isinstance(self.dialect, Redis):
+        elif isinstance(self.dialect, RedisDialect):
             for key, data in objects.items():
                 _redis_set(self.address, key, data)
 
@@ -137,7 +137,7 @@ def start_kdn(
     environ |= {f"KDN_NODE_{name.upper()}": str(value) for name, value in (settings or {}).items()}
     command = [sys.executable, "-m", "kdn.cli.main", "node"]
     health = b"GET /healthz HTTP/1.1\r\nHost: bench\r\n\r\n"
-    with start_server(Kdn(), command, port, folder, health, environ) as server:
+    with start_server(KdnDialect(), command, port, folder, health, environ) as server:
         yield server
 
 
@@ -148,7 +148,9 @@ def start_redis(folder: Path) -> Iterator[Server]:
         _program("redis-server") or "redis-server", "--bind", "127.0.0.1", "--port", str(port),
         "--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(folder),
     ]  # fmt: skip
-    with start_server(Redis(), command, port, folder, redis_command(b"ECHO", b"x")) as server:
+    with start_server(
+        RedisDialect(), command, port, folder, redis_command(b"ECHO", b"x")
+    ) as server:
         yield server
 
 
@@ -164,8 +166,8 @@ def start_nginx(folder: Path, objects: Objects) -> Iterator[Server]:
     settings.write_text(_nginx_settings(folder, files, port))
     command = [_program("nginx") or "nginx", "-p", str(folder), "-c", str(settings)]
     command += ["-e", str(folder / "error.log")]
-    ready, _ = Nginx().ask(["ready"], "")
-    with start_server(Nginx(), command, port, folder, ready) as server:
+    ready, _ = NginxDialect().ask(["ready"], "")
+    with start_server(NginxDialect(), command, port, folder, ready) as server:
         yield server
 
 

@@ -52,7 +52,7 @@ class Dialect(Protocol):
         """The objects in what follows the head of a reply."""
 
 
-class Kdn:
+class KdnDialect:
     """One batch read for all objects: one reply of frames. With the token of a tenant, if there are
     any."""
 
@@ -92,7 +92,7 @@ class Kdn:
         return [b"".join(part) for part in parts]
 
 
-class Nginx:
+class NginxDialect:
     """A GET for each object, all sent at once."""
 
     name = "nginx"
@@ -109,7 +109,7 @@ class Nginx:
         return [reply]
 
 
-class Redis:
+class RedisDialect:
     """A GET for each object, all sent at once."""
 
     name = "redis"
@@ -167,7 +167,7 @@ class _Expected:
     asked_s: float
 
 
-class Connection:
+class BatchConnection:
     """One client's connection: `window` batches are asked for at any time, `batches` in all if that
     is told, until `stopping`. The first `compare` replies are compared with `objects`."""
 
@@ -291,7 +291,7 @@ class Connection:
         self.socket.close()
 
 
-def drive(connections: Sequence[Connection], until: Callable[[], bool] | None = None) -> None:
+def drive(connections: Sequence[BatchConnection], until: Callable[[], bool] | None = None) -> None:
     """Serve all connections until told, then let what was asked for arrive; or until all batches
     have."""
     buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -311,7 +311,7 @@ def drive(connections: Sequence[Connection], until: Callable[[], bool] | None = 
                 key.data.receive(buffer)
 
 
-def read_batch(connection: Connection, buffer: memoryview) -> float:
+def read_batch(connection: BatchConnection, buffer: memoryview) -> float:
     """Ask for one batch and wait for it: seconds it took."""
     done = len(connection.latencies_s)
     connection.stopping = False

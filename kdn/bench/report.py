@@ -18,8 +18,8 @@ from rich.table import Table
 from kdn.bench.figures import (
     KLD_LIMIT,
     RECALL_LIMIT,
+    CodecRow,
     Comparison,
-    Row,
     by_codec,
     compare,
     ratio_at_quality,
@@ -87,7 +87,7 @@ def commit() -> str:
     return told.stdout.strip() or "unknown"
 
 
-def document(rows: Sequence[Row], extra: dict[str, Any]) -> dict[str, Any]:
+def document(rows: Sequence[CodecRow], extra: dict[str, Any]) -> dict[str, Any]:
     """Everything, as it goes to JSON."""
     return {
         "rows": [asdict(row) for row in rows],
@@ -97,11 +97,11 @@ def document(rows: Sequence[Row], extra: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, rows: Sequence[Row], extra: dict[str, Any]) -> None:
+def write_json(path: Path, rows: Sequence[CodecRow], extra: dict[str, Any]) -> None:
     path.write_text(json.dumps(document(rows, extra), indent=1) + "\n")
 
 
-def row_line(row: Row, label: str) -> str:
+def row_line(row: CodecRow, label: str) -> str:
     """One row while the benchmark still runs."""
     return (
         f"{row.text}  {row.codec} {label}: {row.ratio:.1f} times smaller, KLD {row.kld:.5f}, "
@@ -115,7 +115,7 @@ def report_console() -> Console:
     return console if console.is_terminal else Console(width=max(console.width, MIN_WIDTH))
 
 
-def print_report(console: Console, rows: Sequence[Row], extra: dict[str, Any]) -> None:
+def print_report(console: Console, rows: Sequence[CodecRow], extra: dict[str, Any]) -> None:
     labels = extra["levels"]
     for text in dict.fromkeys(row.text for row in rows):
         console.print(_rows_table([row for row in rows if row.text == text], labels, text))
@@ -128,7 +128,7 @@ def print_report(console: Console, rows: Sequence[Row], extra: dict[str, Any]) -
     console.print("; ".join(f"{name} {value}" for name, value in extra["hardware"].items()))
 
 
-def _rows_table(rows: Sequence[Row], labels: dict[str, tuple[str, ...]], text: str) -> Table:
+def _rows_table(rows: Sequence[CodecRow], labels: dict[str, tuple[str, ...]], text: str) -> Table:
     title = f"{text} (prefill {rows[0].prefill_s:.2f} s)"
     table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True)
     table.add_column("codec", no_wrap=True)
@@ -157,7 +157,7 @@ def _rows_table(rows: Sequence[Row], labels: dict[str, tuple[str, ...]], text: s
     return table
 
 
-def _headline_table(rows: Sequence[Row]) -> Table:
+def _headline_table(rows: Sequence[CodecRow]) -> Table:
     title = f"Ratio at quality: continuation KLD {KLD_LIMIT:g}, recall KLD {RECALL_LIMIT:g}"
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("codec")
@@ -192,7 +192,7 @@ def _comparison_table(comparisons: Sequence[Comparison]) -> Table:
     return table
 
 
-def plot(path: Path, rows: Sequence[Row]) -> None:
+def plot(path: Path, rows: Sequence[CodecRow]) -> None:
     """Divergence over compression, a row of panels per text: continuation and recall."""
     import matplotlib
 
@@ -223,7 +223,7 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
     pyplot.close(figure)
 
 
-def _curve(panel: Any, rows: Sequence[Row], field: str, colour: str, codec: str) -> None:
+def _curve(panel: Any, rows: Sequence[CodecRow], field: str, colour: str, codec: str) -> None:
     ordered = sorted(rows, key=lambda row: row.ratio)
     panel.plot(
         [row.ratio for row in ordered],

@@ -28,7 +28,7 @@ from rich.console import Console
 from kdn.bench import options
 from kdn.bench.options import JsonFile, PlotFile
 from kdn.bench.report import hardware, report_console
-from kdn.bench.ttft_report import Row, plot, print_report, write_json
+from kdn.bench.ttft_report import TtftRow, plot, print_report, write_json
 from kdn.cache.keys import Namespace, TokenIds, cut
 from kdn.cache.tensors import KVCache
 from kdn.calibrate.corpus import default_calibration, default_texts, load_text
@@ -176,12 +176,12 @@ class Bench:
 
     async def measure(
         self, ways: Sequence[Way], links: Mapping[str, Mapping[str, object]], folder: Path
-    ) -> list[Row]:
+    ) -> list[TtftRow]:
         await self._publish(ways, folder)
         rows = []
         for link, settings in links.items():
             text_s = self._read_text()
-            rows.append(Row(link, "text", text_s, text_s, text_s, text_s, 0.0, 0.0, True))
+            rows.append(TtftRow(link, "text", text_s, text_s, text_s, text_s, 0.0, 0.0, True))
             self._told.print(f"{link}: text {text_s:.2f} s")
             for way in ways:
                 row = await self._row(way, link, settings, text_s, folder)
@@ -225,18 +225,18 @@ class Bench:
 
     async def _row(
         self, way: Way, link: str, settings: Mapping[str, object], text_s: float, folder: Path
-    ) -> Row:
+    ) -> TtftRow:
         times: list[float] = []
         while len(times) < REPEATS:
             ttft_s, result = await self._first_token(way, settings, HOPELESS * text_s, folder)
             if result.recompute:
                 stopped = not way.reads
-                return Row(link, way.name, ttft_s, ttft_s, ttft_s, text_s, stopped=stopped)
+                return TtftRow(link, way.name, ttft_s, ttft_s, ttft_s, text_s, stopped=stopped)
             times.append(ttft_s)
             if ttft_s > text_s / 3:
                 break
         kld, recall, same = self._grade(way, result)
-        return Row(
+        return TtftRow(
             link, way.name, median(times), min(times), max(times), text_s, kld, recall, same,
             num_bytes=result.fetched_bytes, levels=result.levels, computed=sum(result.computed),
         )  # fmt: skip

@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 import torch
 
-from kdn.bench.rivals.base import Context
+from kdn.bench.rivals.base import ExactContext
 from kdn.bench.rivals.plain import Half, Int8
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
@@ -32,7 +32,7 @@ Pack = Callable[[Chunk, KVCache], bytes]
 Unpack = Callable[[bytes, Chunk], KVCache]
 
 
-class Packed(Codec):
+class PackedCodec(Codec):
     """One level of whatever `pack` makes of a chunk."""
 
     name, codec_id = "exact", CodecId.EXACT  # the only codec without a profile in the format
@@ -69,17 +69,17 @@ class Packed(Codec):
         return place
 
 
-def plain(rival: Half | Int8) -> Packed:
+def plain(rival: Half | Int8) -> PackedCodec:
     """Values as they are, or as 8-bit integers."""
-    return Packed(
+    return PackedCodec(
         rival.name,
         rival.spec,
-        lambda chunk, cache: rival.encode(Context(chunk.tokens, cache), 0),
+        lambda chunk, cache: rival.encode(ExactContext(chunk.tokens, cache), 0),
         lambda data, chunk: rival.decode(data, chunk.tokens, 0),
     )
 
 
-def cachegen_at(codec: CacheGenCodec, level: int) -> Packed:
+def cachegen_at(codec: CacheGenCodec, level: int) -> PackedCodec:
     """The paper's codec with one delta level: anchors and those deltas, nothing else."""
 
     def pack(chunk: Chunk, cache: KVCache) -> bytes:
@@ -92,7 +92,7 @@ def cachegen_at(codec: CacheGenCodec, level: int) -> Packed:
     def unpack(data: bytes, chunk: Chunk) -> KVCache:
         return codec.decode(_rejoined(data, level), chunk)
 
-    return Packed(f"cachegen-{level}", codec.spec, pack, unpack)
+    return PackedCodec(f"cachegen-{level}", codec.spec, pack, unpack)
 
 
 def _rejoined(data: bytes, level: int) -> Bitstream:

@@ -19,7 +19,7 @@ _COLOURS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class TtftRow:
     """One way over one link. `stopped`: it took longer than anyone would wait, and was ended."""
 
     link: str
@@ -43,7 +43,7 @@ class Row:
         return self.text_s / self.ttft_s
 
 
-def document(rows: Sequence[Row], extra: dict[str, Any]) -> dict[str, Any]:
+def document(rows: Sequence[TtftRow], extra: dict[str, Any]) -> dict[str, Any]:
     lines = [{**asdict(row), "speedup": row.speedup} for row in rows]
     for line in lines:
         if line["stopped"]:
@@ -51,11 +51,11 @@ def document(rows: Sequence[Row], extra: dict[str, Any]) -> dict[str, Any]:
     return {**extra, "rows": lines}
 
 
-def write_json(path: Path, rows: Sequence[Row], extra: dict[str, Any]) -> None:
+def write_json(path: Path, rows: Sequence[TtftRow], extra: dict[str, Any]) -> None:
     path.write_text(json.dumps(document(rows, extra), indent=1, allow_nan=False) + "\n")
 
 
-def print_report(console: Console, rows: Sequence[Row], extra: dict[str, Any]) -> None:
+def print_report(console: Console, rows: Sequence[TtftRow], extra: dict[str, Any]) -> None:
     settings = extra["settings"]
     title = f"Time to first token, {settings['context']} tokens of {settings['text']}"
     table = Table(title=title, box=box.SIMPLE_HEAD)
@@ -76,7 +76,7 @@ def print_report(console: Console, rows: Sequence[Row], extra: dict[str, Any]) -
     console.print(", ".join(str(value) for value in facts.values()), style="dim")
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: TtftRow) -> list[str]:
     if row.stopped:
         return [row.link, row.way, f"> {row.ttft_s:.1f}", "", f"< {row.speedup:.2f}x"]
     spread = "" if row.least_s == row.most_s else f"{row.least_s:.2f} to {row.most_s:.2f}"
@@ -87,13 +87,13 @@ def _cells(row: Row) -> list[str]:
     return [*cells, "yes" if row.same_answer else "no", _chunks(row)]
 
 
-def _chunks(row: Row) -> str:
+def _chunks(row: TtftRow) -> str:
     counts = Counter(level for level in row.levels if level)
     parts = [f"{level} x {count}" for level, count in sorted(counts.items())]
     return ", ".join([f"read {row.computed}"] * bool(row.computed) + parts)
 
 
-def plot(path: Path, rows: Sequence[Row]) -> None:
+def plot(path: Path, rows: Sequence[TtftRow]) -> None:
     """Seconds by link, a bar for each way."""
     import matplotlib
 

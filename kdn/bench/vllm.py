@@ -31,15 +31,24 @@ from kdn.bench import options
 from kdn.bench.options import JsonFile, PlotFile
 from kdn.bench.report import hardware, report_console
 from kdn.bench.vllm_engine import (
-    Engine,
     EngineError,
+    EngineProcess,
     engine_environ,
     has_package,
     need_vllm,
     start_engine,
 )
-from kdn.bench.vllm_report import Row, document, plot, print_report, read_rows, write_json
-from kdn.bench.vllm_systems import LINKS, LOOPBACK, Example, Kdn, LMCache, NoCache, Route, System
+from kdn.bench.vllm_report import VllmRow, document, plot, print_report, read_rows, write_json
+from kdn.bench.vllm_systems import (
+    LINKS,
+    LOOPBACK,
+    Example,
+    KdnSystem,
+    LMCache,
+    NoCache,
+    Route,
+    System,
+)
 from kdn.calibrate.corpus import Text, default_texts, load_text, window_starts
 from kdn.errors import FormatError, ModelUnavailableError, UnsupportedError
 from kdn.session.quality import enough_kld
@@ -150,8 +159,8 @@ def choose(
         "none": NoCache(python),
         "example": Example(python),
         "lmcache": LMCache(lmcache_python),
-        "kdn": Kdn(python, extra=extra),
-        "kdn-decoding": Kdn(
+        "kdn": KdnSystem(python, extra=extra),
+        "kdn-decoding": KdnSystem(
             python, name="kdn, decoding", links=(LOOPBACK,), shares_memory=False, extra=extra
         ),
     }
@@ -198,7 +207,7 @@ def make_task(
 
 def measure(
     task: Task, systems: Sequence[System], links: Sequence[str], folder: Path, console: Console
-) -> Iterator[Row]:
+) -> Iterator[VllmRow]:
     for system in systems:
         place = folder / system.name.replace(" ", "-")
         place.mkdir(parents=True, exist_ok=True)
@@ -214,7 +223,9 @@ def measure(
                 yield row._replace(stored_bytes=stored_bytes // len(task.documents))
 
 
-def _engine(task: Task, system: System, route: Route, log: Path) -> AbstractContextManager[Engine]:
+def _engine(
+    task: Task, system: System, route: Route, log: Path
+) -> AbstractContextManager[EngineProcess]:
     settings = {"model": task.model, "max_tokens": task.max_tokens, "transfer": route.transfer}
     threads = len(os.sched_getaffinity(0))
     return start_engine(system.python, settings, log, engine_environ(threads))
@@ -267,7 +278,7 @@ def settle(
 
 def ask_all(
     task: Task, system: System, link: str, route: Route, place: Path, console: Console
-) -> Row:
+) -> VllmRow:
     """One fresh engine's answers over one link."""
     answers, moved = [], []
     log = place / f"reader-{link.replace(' ', '-').replace('/', '-')}.log"
@@ -281,4 +292,4 @@ def ask_all(
                 moved.append(route.moved_bytes() - before)
             console.print(f"  {told.ttft_s:.3f} s, {told.hit_tokens} tokens known")
         facts = engine.facts
-    return Row(system.name, link, answers, moved, 0, facts["vllm"], asdict(first))
+    return VllmRow(system.name, link, answers, moved, 0, facts["vllm"], asdict(first))

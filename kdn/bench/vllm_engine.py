@@ -32,7 +32,7 @@ class EngineError(KdnError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class EngineAnswer:
     """One prompt's way through an engine."""
 
     ttft_s: float
@@ -42,7 +42,7 @@ class Answer:
     tokens: tuple[int, ...]
 
 
-class Engine:
+class EngineProcess:
     """Asks a worker process (`vllm_worker.py`) and waits for its answers."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path, settings: object) -> None:
@@ -51,11 +51,13 @@ class Engine:
         self._unread = b""
         self.facts = self._ask(settings, START_S)
 
-    def ask(self, tokens: Sequence[int], max_tokens: int) -> Answer:
+    def ask(self, tokens: Sequence[int], max_tokens: int) -> EngineAnswer:
         told = self._ask({"tokens": list(tokens), "max_tokens": max_tokens}, ANSWER_S)
         if "error" in told:
             raise EngineError(f"vLLM: {told['error']}; {self._tail()}")
-        return Answer(told["ttft_s"], told["total_s"], told["hit_tokens"], tuple(told["tokens"]))
+        return EngineAnswer(
+            told["ttft_s"], told["total_s"], told["hit_tokens"], tuple(told["tokens"])
+        )
 
     def _ask(self, question: object, limit_s: float) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -90,7 +92,7 @@ def start_engine(
     settings: Mapping[str, object],
     log: Path,
     environ: Mapping[str, str],
-) -> Iterator[Engine]:
+) -> Iterator[EngineProcess]:
     """`settings`: model (folder), max_tokens (of a context), transfer (vLLM's kv_transfer_config,
     or None)."""
     # -P: else the worker's folder comes first on the path, and `vllm` is a file of this package.
@@ -101,7 +103,7 @@ def start_engine(
         )  # fmt: skip
     limit_s = 0.0  # after an error there is nothing to wait for
     try:
-        yield Engine(process, log, dict(settings))
+        yield EngineProcess(process, log, dict(settings))
         limit_s = STOP_S
     finally:
         _stop(process, limit_s)

@@ -37,13 +37,13 @@ _NOTES = (
 )
 
 
-class Row(NamedTuple):
+class VllmRow(NamedTuple):
     """One system over one link."""
 
     system: str
     link: str
     answers: list[dict[str, Any]]
-    """A document each, as `vllm_engine.Answer`."""
+    """A document each, as `vllm_engine.EngineAnswer`."""
     moved_bytes: list[int]
     """A document each; empty where they could not be counted."""
     stored_bytes: int
@@ -53,13 +53,13 @@ class Row(NamedTuple):
     """The engine's very first answer, not among the others."""
 
 
-def read_rows(paths: Sequence[Path], task: dict[str, Any]) -> list[Row]:
+def read_rows(paths: Sequence[Path], task: dict[str, Any]) -> list[VllmRow]:
     """The rows of earlier runs, which must have had the same task."""
     rows = []
     for path in paths:
         try:
             found = json.loads(path.read_text())
-            rows += [Row(**row) for row in found["rows"]]
+            rows += [VllmRow(**row) for row in found["rows"]]
             other = {name: found["task"][name] for name in task}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise FormatError(f"{path}: expected JSON of kdn bench vllm: {error}") from error
@@ -69,7 +69,7 @@ def read_rows(paths: Sequence[Path], task: dict[str, Any]) -> list[Row]:
 
 
 def document(
-    rows: Sequence[Row],
+    rows: Sequence[VllmRow],
     task: dict[str, Any],
     notes: Sequence[str],
     facts: dict[str, str],
@@ -92,7 +92,7 @@ def document(
     }
 
 
-def summary(row: Row, plain: Row | None) -> dict[str, Any]:
+def summary(row: VllmRow, plain: VllmRow | None) -> dict[str, Any]:
     """One row in figures."""
     ttft_s = [answer["ttft_s"] for answer in row.answers]
     moved_bytes = median(row.moved_bytes) if row.moved_bytes else _raw_moved(row)
@@ -117,12 +117,12 @@ def summary(row: Row, plain: Row | None) -> dict[str, Any]:
     }
 
 
-def _raw_moved(row: Row) -> float:
+def _raw_moved(row: VllmRow) -> float:
     """Raw caches that come by file or shared memory: all that is stored."""
     return float(row.stored_bytes) if row.system in RAW else 0.0
 
 
-def _agreement(row: Row, plain: Row | None) -> dict[str, Any]:
+def _agreement(row: VllmRow, plain: VllmRow | None) -> dict[str, Any]:
     """How many answers begin as those without a cache; tokens equal from the start, on average."""
     if plain is None or plain is row:
         return {"same_first": None, "same_tokens": None}

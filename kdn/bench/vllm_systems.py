@@ -26,7 +26,7 @@ from kdn.bench.node_servers import (
     start_redis,
     start_server,
 )
-from kdn.bench.node_wire import Nginx, Redis, call, redis_command
+from kdn.bench.node_wire import NginxDialect, RedisDialect, call, redis_command
 from kdn.session.host_memory import SHARED_MEMORY
 
 LOOPBACK = "loopback"
@@ -36,7 +36,7 @@ LINKS: dict[str, float | None] = {LOOPBACK: None, "1 Gbit/s": 1e9, "100 Mbit/s":
 ASK_S = 10.0
 LMCACHE_START_S = 120.0
 
-Transfer = dict[str, Any]
+TransferConfig = dict[str, Any]
 """vLLM's kv_transfer_config."""
 
 
@@ -44,13 +44,13 @@ Transfer = dict[str, Any]
 class Route:
     """How a reader's engine reaches the store over one link."""
 
-    transfer: Transfer | None
+    transfer: TransferConfig | None
     stored_bytes: Callable[[], int]
     moved_bytes: Callable[[], int] | None = None
     """What has come over the link so far; None: it cannot be counted."""
 
 
-class Store(Protocol):
+class OpenSystem(Protocol):
     """What one system keeps, while it is open."""
 
     def route(self, link: str) -> AbstractContextManager[Route]: ...
@@ -71,7 +71,7 @@ class System(Protocol):
     def lasts(self) -> bool:
         """Whether what is stored outlives the run, in its folder."""
 
-    def open(self, folder: Path) -> AbstractContextManager[Store]: ...
+    def open(self, folder: Path) -> AbstractContextManager[OpenSystem]: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class NoCache:
     links: tuple[str, ...] = (LOOPBACK,)
 
     @contextmanager
-    def open(self, folder: Path) -> Iterator[Store]:
+    def open(self, folder: Path) -> Iterator[OpenSystem]:
         yield self
 
     @contextmanager
@@ -103,7 +103,7 @@ class Example:
     links: tuple[str, ...] = (LOOPBACK,)
 
     @contextmanager
-    def open(self, folder: Path) -> Iterator[Store]:
+    def open(self, folder: Path) -> Iterator[OpenSystem]:
         yield _Files(folder / "files")
 
 
@@ -135,7 +135,7 @@ class LMCache:
     ram_gb: int = 3
 
     @contextmanager
-    def open(self, folder: Path) -> Iterator[Store]:
+    def open(self, folder: Path) -> Iterator[OpenSystem]:
         with ExitStack() as stack:
             redis = None
             if len(self.links) > 1:
@@ -165,7 +165,7 @@ class LMCache:
             yield port
 
 
-class _LMCacheStatus(Nginx):
+class _LMCacheStatus(NginxDialect):
     name = "lmcache"
 
 
@@ -191,13 +191,13 @@ class _Servers:
             yield Route(_lmcache_transfer(port), self.stored_bytes, lambda: proxy.down_bytes)
 
 
-def _lmcache_transfer(port: int) -> Transfer:
+def _lmcache_transfer(port: int) -> TransferConfig:
     extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
     return _transfer("LMCacheMPConnector", extra)
 
 
 @dataclass(frozen=True)
-class Kdn:
+class KdnSystem:
     """A node over HTTP, held to the link's rate by its own egress limit. Loopback: the engines are
     on one host and share what is decoded, in its memory. Other links: another host, which has
     decoded nothing yet."""
@@ -211,13 +211,13 @@ class Kdn:
     """More of the connector's settings."""
 
     @contextmanager
-    def open(self, folder: Path) -> Iterator[Store]:
+    def open(self, folder: Path) -> Iterator[OpenSystem]:
         with _host(self.shares_memory) as host:
             yield _Node(self, folder, host)
 
 
 @contextmanager
-def _host(shares_memory: bool) -> Iterator[Transfer]:
+def _host(shares_memory: bool) -> Iterator[TransferConfig]:
     """The memory of one host, as the connector's settings."""
     if not shares_memory:
         yield {"host_bytes": 0}
@@ -231,9 +231,9 @@ def _host(shares_memory: bool) -> Iterator[Transfer]:
 class _Node:
     """Started anew for each link, on the same folder."""
 
-    system: Kdn
+    system: KdnSystem
     folder: Path
-    host: Transfer
+    host: TransferConfig
 
     @contextmanager
     def route(self, link: str) -> Iterator[Route]:
@@ -252,7 +252,7 @@ class _Node:
             )
 
 
-def _transfer(connector: str, extra: dict[str, Any]) -> Transfer:
+def _transfer(connector: str, extra: dict[str, Any]) -> TransferConfig:
     return {
         "kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra,
     }  # fmt: skip
@@ -275,7 +275,7 @@ def redis_bytes(address: tuple[str, int]) -> int:
     script = b"""local sum = 0
 for _, key in ipairs(redis.call('KEYS', '*')) do sum = sum + redis.call('STRLEN', key) end
 return tostring(sum)"""
-    return int(call(address, redis_command(b"EVAL", script, b"0"), Redis()))
+    return int(call(address, redis_command(b"EVAL", script, b"0"), RedisDialect()))
 
 
 def _file_name(link: str) -> str:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kdn.checked import checked_deadline, checked_text, shown
 from kdn.config import load_config
+from kdn.defaults import CODEC, MODEL, QUALITY
 from kdn.errors import FormatError
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ class Door:
 
     config: Path | None = None
     where: list[str] | None = None
-    model: str = "smollm2"
-    codec: str = "klt"
-    quality: str = "default"
+    model: str = MODEL
+    codec: str = CODEC
+    quality: str = QUALITY
     own: Own = field(default_factory=Own)
 
 
@@ -73,13 +74,15 @@ def as_quality(told: str) -> str | float:
 
 
 def learn(door: Door, name: str, path: Path) -> None:
+    from kdn.cli.progress import reading_bar
     from kdn.names import checked_name
 
     checked_name(name)
     text = read_text(path)
 
     async def work(client: AsyncClient) -> None:
-        done = await client.learn(name, text)
+        with reading_bar(Console(stderr=True)) as report:
+            done = await client.learn(name, text, on_read=report)
         total = done.known_chunks + done.new_chunks
         Console(highlight=False).print(
             f"{name}: {done.num_tokens:,} tokens in {total} chunks, {done.known_chunks} known "
@@ -124,7 +127,8 @@ def describe(stats: Stats) -> str:
     if stats.known_tokens:
         known += f" ({stats.fetched_bytes / 1e6:.1f} MB in {stats.delivery_s:.2f} s)"
     line = f"{known}, {stats.computed_tokens:,} read; first token after {stats.ttft_s:.2f} s"
-    return "; ".join([line, *stats.troubles])
+    finer = [f"{stats.refined_chunks} chunks refined meanwhile"] if stats.refined_chunks else []
+    return "; ".join([line, *finer, *stats.troubles])
 
 
 def explain(door: Door, path: Path, raw: bool) -> None:

@@ -14,6 +14,7 @@ import typer
 
 from kdn.checked import MAX_COUNT
 from kdn.cli.lazy import lazy_group
+from kdn.defaults import CODEC, MAX_NEW_TOKENS, MODEL, QUALITY
 from kdn.errors import KdnError
 
 app = typer.Typer(
@@ -75,8 +76,8 @@ def learn(
     name: NameArgument,
     file: Annotated[Path, typer.Argument(help="A text to read.")],
     where: WhereOption = None,
-    model: ModelOption = "smollm2",
-    codec: CodecOption = "klt",
+    model: ModelOption = MODEL,
+    codec: CodecOption = CODEC,
     token_file: TokenOption = None,
     secret_file: SecretOption = None,
     tls_ca: TlsOption = None,
@@ -94,13 +95,13 @@ def ask(
     name: NameArgument,
     question: Annotated[str, typer.Argument(help="What you want to know.")],
     where: WhereOption = None,
-    model: ModelOption = "smollm2",
-    codec: CodecOption = "klt",
-    quality: QualityOption = "default",
+    model: ModelOption = MODEL,
+    codec: CodecOption = CODEC,
+    quality: QualityOption = QUALITY,
     deadline: Annotated[
         float | None, typer.Option(help="Seconds; what is not there by then, the model reads.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Longest answer.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Longest answer.")] = MAX_NEW_TOKENS,
     token_file: TokenOption = None,
     secret_file: SecretOption = None,
     tls_ca: TlsOption = None,
@@ -121,8 +122,8 @@ def explain(
         bool, typer.Option("--raw", help="It is a whole prompt, not a text as `learn` reads it.")
     ] = False,
     where: WhereOption = None,
-    model: ModelOption = "smollm2",
-    codec: CodecOption = "klt",
+    model: ModelOption = MODEL,
+    codec: CodecOption = CODEC,
     token_file: TokenOption = None,
     secret_file: SecretOption = None,
     tls_ca: TlsOption = None,

@@ -1,13 +1,14 @@
-"""A delivery's progress bar: chunks by level, bytes, rate, and the time left as planned."""
+"""Progress bars: of a delivery (chunks by level, bytes, rate, the time left as planned), and of a
+model that reads."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kdn.delivery.request import OnProgress, Snapshot
 
@@ -23,6 +24,22 @@ def bar(console: Console) -> Iterator[OnProgress]:
         def report(snapshot: Snapshot) -> None:
             told = describe(snapshot)
             shown.update(task, completed=share(snapshot), state=told, visible=True)
+
+        yield report
+
+
+@contextmanager
+def reading_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """The same of tokens that are read."""
+    columns = BarColumn(), TextColumn("{task.completed:,} of {task.total:,} tokens read")
+    disable = not console.is_terminal
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=disable
+    ) as shown:
+        task = shown.add_task("", total=1, visible=False)
+
+        def report(num_read: int, num_tokens: int) -> None:
+            shown.update(task, completed=num_read, total=num_tokens, visible=True)
 
         yield report
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kdn.bench.cache_replay import Outcome, Replay, prefill_s
-from kdn.bench.cache_traces import Request, Trace, load_trace
+from kdn.bench.cache_replay import HitRatios, Replay, prefill_s
+from kdn.bench.cache_traces import RecordedRequest, RequestTrace, load_trace
 from kdn.cli.main import app, spread
 from kdn.errors import FormatError
 from kdn.store.evict import LRU, CostAware
@@ -21,7 +21,7 @@ from kdn.store.evict import LRU, CostAware
 BLOCK = 512
 
 
-def trace_of(*chains: str) -> Trace:
+def trace_of(*chains: str) -> RequestTrace:
     """Each letter a block; equal letters after equal letters are the same block."""
     lines = [
         {"timestamp": 1000 * i, "input_length": BLOCK * len(chain), "hash_ids": list(chain)}
@@ -30,7 +30,7 @@ def trace_of(*chains: str) -> Trace:
     return written(lines)
 
 
-def written(lines: list[dict[str, object]], name: str = "t.jsonl") -> Trace:
+def written(lines: list[dict[str, object]], name: str = "t.jsonl") -> RequestTrace:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -39,7 +39,7 @@ def written(lines: list[dict[str, object]], name: str = "t.jsonl") -> Trace:
         return load_trace(path)
 
 
-def tokens_hit(outcome: Outcome, trace: Trace) -> float:
+def tokens_hit(outcome: HitRatios, trace: RequestTrace) -> float:
     return outcome.token_hit_ratio * sum(request.num_tokens for request in trace.requests)
 
 
@@ -146,7 +146,7 @@ def test_the_optimum_is_the_best_of_all_choices(chains: list[str], capacity: int
         assert tokens_hit(replay.run(policy, capacity), trace) <= optimum + 1e-6
 
 
-def _best_by_trying_all(requests: list[Request], capacity: int) -> int:
+def _best_by_trying_all(requests: list[RecordedRequest], capacity: int) -> int:
     """Most block hits under the prefix rule, over every subset kept after every request."""
     best: dict[frozenset[int], int] = {frozenset(): 0}
     for request in requests:

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from kdn.bench.figures import Row, compare, ratio_at, ratio_at_quality
+from kdn.bench.figures import CodecRow, compare, ratio_at, ratio_at_quality
 
-ROW = Row("klt", 0, "wt", 100.0, 1.0, 16.0, 0.01, 0.1, 0.05, 0.9, 8.0, 1.0, 0.1, 9.0)
+ROW = CodecRow("klt", 0, "wt", 100.0, 1.0, 16.0, 0.01, 0.1, 0.05, 0.9, 8.0, 1.0, 0.1, 9.0)
 
 
-def curve(codec: str, *points: tuple[float, float, float], text: str = "wt") -> list[Row]:
+def curve(codec: str, *points: tuple[float, float, float], text: str = "wt") -> list[CodecRow]:
     return [
         replace(ROW, codec=codec, text=text, level=i, ratio=r, kld=k, recall_kld=recall)
         for i, (r, k, recall) in enumerate(points)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kdn.bench.rivals import kvtc_profile
-from kdn.bench.rivals.base import Context
+from kdn.bench.rivals.base import ExactContext
 from kdn.bench.rivals.kvtc import WINDOW_TOKENS, Kvtc
 from kdn.bench.rivals.kvtc_profile import (
     NARROWER,
@@ -35,7 +35,7 @@ RATIOS = (32.0, 8.0, 3.0)
 
 
 @pytest.fixture(scope="module")
-def setting(tiny_model: Callable[..., Any]) -> tuple[ModelSpec, list[Context], KvtcProfile]:
+def setting(tiny_model: Callable[..., Any]) -> tuple[ModelSpec, list[ExactContext], KvtcProfile]:
     model = tiny_model("llama")
     contexts = []
     for seed in range(4):
@@ -43,7 +43,7 @@ def setting(tiny_model: Callable[..., Any]) -> tuple[ModelSpec, list[Context], K
         ids = torch.tensor(tokens.astype(np.int64))[None]
         with torch.no_grad():
             past = model(ids, use_cache=True).past_key_values
-        contexts.append(Context(tokens, from_dynamic_cache(past)))
+        contexts.append(ExactContext(tokens, from_dynamic_cache(past)))
     spec = spec_of(model)
     return spec, contexts, KvtcProfile.fit(spec, (c.cache for c in contexts[1:]), RATIOS)
 
@@ -119,7 +119,7 @@ def test_fp8_saturates_and_keeps_three_bits() -> None:
 
 @pytest.mark.parametrize("window", [True, False])
 def test_bytes_decode_to_what_was_quantised(
-    setting: tuple[ModelSpec, list[Context], KvtcProfile], window: bool
+    setting: tuple[ModelSpec, list[ExactContext], KvtcProfile], window: bool
 ) -> None:
     spec, contexts, profile = setting
     context = contexts[0]
@@ -148,7 +148,7 @@ def test_bytes_decode_to_what_was_quantised(
 
 
 def test_budgets_hold_and_more_bits_err_less(
-    setting: tuple[ModelSpec, list[Context], KvtcProfile],
+    setting: tuple[ModelSpec, list[ExactContext], KvtcProfile],
 ) -> None:
     spec, contexts, profile = setting
     values = spec.values_per_token // 2
@@ -168,7 +168,7 @@ def test_budgets_hold_and_more_bits_err_less(
 
 
 def test_a_saved_profile_decodes_alike(
-    setting: tuple[ModelSpec, list[Context], KvtcProfile], tmp_path: Path
+    setting: tuple[ModelSpec, list[ExactContext], KvtcProfile], tmp_path: Path
 ) -> None:
     spec, contexts, profile = setting
     profile.save(tmp_path / "kvtc.safetensors")
@@ -183,7 +183,7 @@ def test_a_saved_profile_decodes_alike(
 
 
 def test_sinks_do_not_shape_the_basis(
-    setting: tuple[ModelSpec, list[Context], KvtcProfile],
+    setting: tuple[ModelSpec, list[ExactContext], KvtcProfile],
 ) -> None:
     spec, contexts, profile = setting
 

@@ -16,16 +16,16 @@ from rich.console import Console
 from kdn.bench import node, node_servers
 from kdn.bench.node_attack import Attacked, Neighbourhood
 from kdn.bench.node_attacker import Attack
-from kdn.bench.node_fairness import Fairness, Load, quantile, shares_of, spread
+from kdn.bench.node_fairness import Fairness, FairnessLoad, quantile, shares_of, spread
 from kdn.bench.node_load import Crowd, SlowReaders, Speed
 from kdn.bench.node_report import plot, print_report
 from kdn.bench.node_servers import PACKAGES, ServerError, absent, make_objects
 from kdn.bench.node_wire import (
-    Connection,
+    BatchConnection,
     Dialect,
-    Kdn,
-    Nginx,
-    Redis,
+    KdnDialect,
+    NginxDialect,
+    RedisDialect,
     WireError,
     drive,
     redis_command,
@@ -82,9 +82,9 @@ def framed(number: int, key: str, data: bytes, status: int = frames.OK) -> bytes
 
 
 ANSWERS: list[tuple[Dialect, bytes]] = [
-    (Kdn(), http(b"".join(framed(i, key, OBJECTS[key]) for i, key in enumerate(KEYS)))),
-    (Nginx(), b"".join(map(http, OBJECTS.values()))),
-    (Redis(), b"".join(b"$%d\r\n%b\r\n" % (len(data), data) for data in OBJECTS.values())),
+    (KdnDialect(), http(b"".join(framed(i, key, OBJECTS[key]) for i, key in enumerate(KEYS)))),
+    (NginxDialect(), b"".join(map(http, OBJECTS.values()))),
+    (RedisDialect(), b"".join(b"$%d\r\n%b\r\n" % (len(data), data) for data in OBJECTS.values())),
 ]
 
 
@@ -92,7 +92,7 @@ ANSWERS: list[tuple[Dialect, bytes]] = [
 def test_the_same_client_reads_every_dialect(
     scripted: Scripted, dialect: Dialect, answer: bytes
 ) -> None:
-    connection = Connection(scripted(answer), dialect, OBJECTS, batch=2, batches=1, compare=2)
+    connection = BatchConnection(scripted(answer), dialect, OBJECTS, batch=2, batches=1, compare=2)
     with closing(connection):
         drive([connection])
     assert connection.received_bytes == sum(map(len, OBJECTS.values()))
@@ -102,11 +102,11 @@ def test_the_same_client_reads_every_dialect(
 
 @pytest.mark.parametrize(("dialect", "answer"), ANSWERS, ids=["kdn", "nginx", "redis"])
 def test_other_bytes_are_noticed(scripted: Scripted, dialect: Dialect, answer: bytes) -> None:
-    if isinstance(dialect, Kdn):
+    if isinstance(dialect, KdnDialect):
         changed = http(framed(0, KEYS[0], b"first 0bject") + framed(1, KEYS[1], OBJECTS[KEYS[1]]))
     else:
         changed = answer.replace(b"first object", b"first 0bject")
-    connection = Connection(scripted(changed), dialect, OBJECTS, batch=2, batches=1, compare=2)
+    connection = BatchConnection(scripted(changed), dialect, OBJECTS, batch=2, batches=1, compare=2)
     with closing(connection), pytest.raises(WireError, match="other bytes"):
         drive([connection])
 
@@ -114,31 +114,31 @@ def test_other_bytes_are_noticed(scripted: Scripted, dialect: Dialect, answer: b
 @pytest.mark.parametrize(
     ("dialect", "answer", "message"),
     [
-        (Nginx(), http(b"first object") + http(b"short"), "expected 10 bytes"),
-        (Nginx(), http(b"", "404 Not Found"), "404"),
-        (Nginx(), b"HTTP/1.1 200 OK\r\nx: y\r\n\r\n", "Content-Length"),
-        (Redis(), b"$-1\r\n", "expected a value"),
-        (Redis(), b"-ERR no\r\n", "expected a value"),
-        (Redis(), b"$12\r\nfirst", "closed"),
-        (Kdn(), http(framed(0, KEYS[0], b"", 404) + bytes(200)), "status 404"),
+        (NginxDialect(), http(b"first object") + http(b"short"), "expected 10 bytes"),
+        (NginxDialect(), http(b"", "404 Not Found"), "404"),
+        (NginxDialect(), b"HTTP/1.1 200 OK\r\nx: y\r\n\r\n", "Content-Length"),
+        (RedisDialect(), b"$-1\r\n", "expected a value"),
+        (RedisDialect(), b"-ERR no\r\n", "expected a value"),
+        (RedisDialect(), b"$12\r\nfirst", "closed"),
+        (KdnDialect(), http(framed(0, KEYS[0], b"", 404) + bytes(200)), "status 404"),
     ],
 )
 def test_wrong_answers_are_named(
     scripted: Scripted, dialect: Dialect, answer: bytes, message: str
 ) -> None:
-    connection = Connection(scripted(answer), dialect, OBJECTS, batch=2, batches=1, compare=9)
+    connection = BatchConnection(scripted(answer), dialect, OBJECTS, batch=2, batches=1, compare=9)
     with closing(connection), pytest.raises(WireError, match=message):
         drive([connection])
 
 
 def test_more_than_was_asked_for_is_an_error(scripted: Scripted) -> None:
     answer = ANSWERS[1][1] + b"more"
-    connection = Connection(scripted(answer), Nginx(), OBJECTS, batch=2, batches=1)
+    connection = BatchConnection(scripted(answer), NginxDialect(), OBJECTS, batch=2, batches=1)
     with closing(connection), pytest.raises(WireError, match="nobody asked"):
         _read_to_the_end(connection, len(answer))
 
 
-def _read_to_the_end(connection: Connection, num_bytes: int) -> None:
+def _read_to_the_end(connection: BatchConnection, num_bytes: int) -> None:
     connection.fill()
     while connection.raw_bytes < num_bytes:
         connection.receive(memoryview(bytearray(64)))
@@ -228,7 +228,7 @@ def test_each_bar_can_fail(
     }
     told = node.document(
         speeds, Crowd(200, errors, "", 1.0), SlowReaders(200, 10, 5, 25, Speed(1.0, 1.0)),
-        {"fair": fairness(loaded_p99_s, shares)}, attack, node.Plan(),
+        {"fair": fairness(loaded_p99_s, shares)}, attack, node.NodeWorkload(),
     )  # fmt: skip
     assert {name for name, passed in told["passes"].items() if not passed} == failing
     assert told["bytes_per_s"] == pytest.approx({"kdn": kdn, "redis": 10.0})
@@ -240,7 +240,7 @@ def test_the_whole_command_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Real processes: a node, and whatever else is installed."""
-    load = Load(
+    load = FairnessLoad(
         bits_per_s=10**8, depth=4, heavy=2, uneven_depths=(1, 4), samples=20, rounds=1,
         loaded_s=2.0, uneven_s=0.5, pause_s=0.002,
     )  # fmt: skip
@@ -249,7 +249,7 @@ def test_the_whole_command_small(
         chunk_bytes=16384, samples=40, rounds=1, seconds=5.0, pause_s=0.002,
         attack=Attack(silent=4, lookups=1, floods=1),
     )  # fmt: skip
-    plan = node.Plan(
+    plan = node.NodeWorkload(
         sizes_bytes=(65536, 262144), set_bytes=2**20, repeats=1, window_s=0.1, clients=20,
         slow_bytes=2**22, slow_s=0.2, load=load, orders=("fair",), neighbourhood=neighbourhood,
     )  # fmt: skip

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from kdn.bench import report
-from kdn.bench.figures import Row
+from kdn.bench.figures import CodecRow
 
-ROW = Row("klt", 0, "wt", 1234567.0, 0.5, 32.0, 0.01, 0.1, 0.05, 0.9, 8.5, 1.0, 0.1, 9.0)
+ROW = CodecRow("klt", 0, "wt", 1234567.0, 0.5, 32.0, 0.01, 0.1, 0.05, 0.9, 8.5, 1.0, 0.1, 9.0)
 ROWS = [
     ROW,
     replace(ROW, level=1, ratio=8.0, kld=0.0001, recall_kld=0.001),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kdn.bench.rivals import NAMES, open_rivals
-from kdn.bench.rivals.base import Context
+from kdn.bench.rivals.base import ExactContext
 from kdn.bench.rivals.ours import Layered, cachegen, exact
 from kdn.bench.rivals.plain import Drop, Half, Int8
 from kdn.bench.rivals.shipped import Shipped
@@ -26,26 +26,26 @@ NUM_TOKENS = 320
 
 
 @pytest.fixture(scope="module")
-def setting(tiny_model: Callable[..., Any]) -> tuple[ModelSpec, Context]:
+def setting(tiny_model: Callable[..., Any]) -> tuple[ModelSpec, ExactContext]:
     model = tiny_model("llama")
     tokens = np.random.default_rng(0).integers(3, 128, NUM_TOKENS).astype(np.uint32)
     with torch.no_grad():
         past = model(torch.tensor(tokens.astype(np.int64))[None], use_cache=True).past_key_values
-    return spec_of(model), Context(tokens, from_dynamic_cache(past))
+    return spec_of(model), ExactContext(tokens, from_dynamic_cache(past))
 
 
 def stacked(cache: KVCache) -> torch.Tensor:
     return torch.stack((cache.keys, cache.values))
 
 
-def test_half_precision(setting: tuple[ModelSpec, Context]) -> None:
+def test_half_precision(setting: tuple[ModelSpec, ExactContext]) -> None:
     spec, context = setting
     (outcome,) = Half(spec).run(context)
     assert outcome.size_bytes == 2 * spec.values_per_token * NUM_TOKENS
     assert torch.equal(stacked(outcome.cache), stacked(context.cache).half().float())
 
 
-def test_eight_bits_err_by_half_a_step(setting: tuple[ModelSpec, Context]) -> None:
+def test_eight_bits_err_by_half_a_step(setting: tuple[ModelSpec, ExactContext]) -> None:
     spec, context = setting
     (outcome,) = Int8(spec).run(context)
     scales = 2 * spec.num_layers * NUM_TOKENS
@@ -57,12 +57,12 @@ def test_eight_bits_err_by_half_a_step(setting: tuple[ModelSpec, Context]) -> No
 
 def test_eight_bits_of_zeros() -> None:
     spec = ModelSpec(1, 1, 2, 10, (None,), (None,), bytes(16))
-    context = Context(np.zeros(3, np.uint32), KVCache.empty(1, 3, 1, 2))
+    context = ExactContext(np.zeros(3, np.uint32), KVCache.empty(1, 3, 1, 2))
     (outcome,) = Int8(spec).run(context)
     assert not stacked(outcome.cache).any()
 
 
-def test_dropping_keeps_both_ends(setting: tuple[ModelSpec, Context]) -> None:
+def test_dropping_keeps_both_ends(setting: tuple[ModelSpec, ExactContext]) -> None:
     spec, context = setting
     (outcome,) = Drop(spec).run(context)
     assert outcome.size_bytes == 2 * spec.values_per_token * 260
@@ -73,7 +73,7 @@ def test_dropping_keeps_both_ends(setting: tuple[ModelSpec, Context]) -> None:
     assert torch.equal(stacked(outcome.cache)[:, :, kept], expected)
 
 
-def test_shipped_cachegen_errs_by_half_a_bin(setting: tuple[ModelSpec, Context]) -> None:
+def test_shipped_cachegen_errs_by_half_a_bin(setting: tuple[ModelSpec, ExactContext]) -> None:
     spec, context = setting
     whole = stacked(context.cache)
     peaks = whole.abs().amax((3, 4), keepdim=True)
@@ -96,13 +96,13 @@ def test_shipped_cachegen_errs_by_half_a_bin(setting: tuple[ModelSpec, Context])
     assert sizes == sorted(sizes)
 
 
-def test_lossless_codec_in_half_precision(setting: tuple[ModelSpec, Context]) -> None:
+def test_lossless_codec_in_half_precision(setting: tuple[ModelSpec, ExactContext]) -> None:
     spec, context = setting
     (outcome,) = exact(ExactCodec(spec)).run(context)
     assert torch.equal(stacked(outcome.cache), stacked(context.cache).half())
 
 
-def test_cachegen_levels_are_fetched_apart(setting: tuple[ModelSpec, Context]) -> None:
+def test_cachegen_levels_are_fetched_apart(setting: tuple[ModelSpec, ExactContext]) -> None:
     spec, context = setting
     codec = CacheGenCodec(spec, CacheGenProfile.fit(spec, [context.cache]))
     apart, together = (list(r.run(context)) for r in (cachegen(codec), Layered(codec)))
@@ -117,7 +117,7 @@ def test_cachegen_levels_are_fetched_apart(setting: tuple[ModelSpec, Context]) -
     assert apart[-1].size_bytes < together[-1].size_bytes
 
 
-def test_names_are_checked(setting: tuple[ModelSpec, Context]) -> None:
+def test_names_are_checked(setting: tuple[ModelSpec, ExactContext]) -> None:
     spec, _ = setting
     opened = open_rivals(["fp16", "drop"], spec, None)  # type: ignore[arg-type]
     assert [rival.name for rival in opened] == ["fp16", "drop"]

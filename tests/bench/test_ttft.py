@@ -13,8 +13,8 @@ from rich.console import Console
 
 from kdn.bench.rivals.plain import Half, Int8
 from kdn.bench.ttft import _links
-from kdn.bench.ttft_codecs import Packed, cachegen_at, plain
-from kdn.bench.ttft_report import Row, plot, print_report, write_json
+from kdn.bench.ttft_codecs import PackedCodec, cachegen_at, plain
+from kdn.bench.ttft_report import TtftRow, plot, print_report, write_json
 from kdn.cache.keys import Chunk, Namespace, cut
 from kdn.cache.tensors import KVCache
 from kdn.codec.cachegen import CacheGenCodec
@@ -26,13 +26,13 @@ from tests.codec.conftest import Tiny
 TINY = Tiny.with_layers(4)
 EXTRA = {"settings": {"context": 4096, "text": "a text"}, "answer": " Yes.", "hardware": {"cpu": 1}}
 ROWS = [
-    Row("1 Mbit/s", "text", 10.0, 10.0, 10.0, 10.0, 0.0, 0.0, True),
-    Row("1 Mbit/s", "fp16", 13.0, 13.0, 13.0, 10.0, stopped=True),
-    Row("1 Mbit/s", "klt", 5.0, 4.9, 5.2, 10.0, 0.0071, 0.005, True, 700_000, (0, 2, 2, 3), 1),
+    TtftRow("1 Mbit/s", "text", 10.0, 10.0, 10.0, 10.0, 0.0, 0.0, True),
+    TtftRow("1 Mbit/s", "fp16", 13.0, 13.0, 13.0, 10.0, stopped=True),
+    TtftRow("1 Mbit/s", "klt", 5.0, 4.9, 5.2, 10.0, 0.0071, 0.005, True, 700_000, (0, 2, 2, 3), 1),
 ]
 
 
-def chunk_of(codec: Packed) -> tuple[Chunk, KVCache]:
+def chunk_of(codec: PackedCodec) -> tuple[Chunk, KVCache]:
     tokens = np.arange(64) % 50
     [chunk] = cut(tokens, Namespace(codec.spec.fingerprint, codec.profile_id))
     return chunk, TINY.cache(chunk, torch.float32)

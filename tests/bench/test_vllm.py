@@ -16,19 +16,19 @@ import pytest
 from rich.console import Console
 
 from kdn.bench import vllm, vllm_engine
-from kdn.bench.link_proxy import Pace, shaped
+from kdn.bench.link_proxy import LinkPace, shaped
 from kdn.bench.node_servers import absent, start_redis
-from kdn.bench.node_wire import Redis, call, redis_command
+from kdn.bench.node_wire import RedisDialect, call, redis_command
 from kdn.bench.vllm import Task, choose, measure, settle
 from kdn.bench.vllm_engine import EngineError, has_package, need_vllm, start_engine
-from kdn.bench.vllm_report import Row, document, plot, print_report, read_rows, write_json
+from kdn.bench.vllm_report import VllmRow, document, plot, print_report, read_rows, write_json
 from kdn.bench.vllm_systems import (
     LOOPBACK,
     Example,
-    Kdn,
+    KdnSystem,
     NoCache,
+    OpenSystem,
     Route,
-    Store,
     metric,
     redis_bytes,
 )
@@ -52,7 +52,7 @@ class Clock:
 
 def test_pace_of_bytes_that_queue() -> None:
     clock = Clock()
-    pace = Pace(8 * MBIT, clock)  # a megabyte a second
+    pace = LinkPace(8 * MBIT, clock)  # a megabyte a second
     assert pace.wait_s(500_000) == pytest.approx(0.5, abs=0.011)
     assert pace.wait_s(500_000) == pytest.approx(1.0, abs=0.011)
     clock.sleep(1.0)
@@ -61,10 +61,10 @@ def test_pace_of_bytes_that_queue() -> None:
 
 def test_pace_does_not_save_up_while_idle() -> None:
     clock = Clock()
-    pace = Pace(8 * MBIT, clock)
+    pace = LinkPace(8 * MBIT, clock)
     clock.sleep(60)
     assert pace.wait_s(1_000_000) == pytest.approx(1.0, abs=0.011)
-    assert Pace(None, clock).wait_s(10**12) == 0.0
+    assert LinkPace(None, clock).wait_s(10**12) == 0.0
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def test_bytes_in_redis(tmp_path: Path) -> None:
         for key in (b"a", b"b"):
             script = b"redis.call('SET', KEYS[1], ARGV[1]) return 'x'"
             put = redis_command(b"EVAL", script, b"1", key, b"12345")
-            assert call(server.address, put, Redis()) == b"x\r\n"
+            assert call(server.address, put, RedisDialect()) == b"x\r\n"
         assert redis_bytes(proxy.address) == 10
 
 
@@ -215,7 +215,7 @@ def test_lmcache_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     systems, notes = choose(["none", "lmcache", "kdn"], "python", "python", quality=0.5)
     assert [system.name for system in systems] == ["no cache", "kdn"]
     assert "lmcache==0.5.6" in notes[0]
-    assert isinstance(systems[1], Kdn)
+    assert isinstance(systems[1], KdnSystem)
     assert dict(systems[1].extra) == {"quality": 0.5}
 
 
@@ -251,7 +251,7 @@ class Fake:
         return 7 * self.looks
 
     @contextmanager
-    def open(self, folder: Path) -> Iterator[Store]:
+    def open(self, folder: Path) -> Iterator[OpenSystem]:
         yield self
 
     @contextmanager
@@ -298,7 +298,7 @@ def test_example_connector_has_files(tmp_path: Path) -> None:
 
 
 def test_kdn_has_a_node(tmp_path: Path) -> None:
-    system = Kdn("python", extra=(("quality", 0.5),))
+    system = KdnSystem("python", extra=(("quality", 0.5),))
     with system.open(tmp_path) as store, store.route("100 Mbit/s") as route:
         assert route.transfer is not None
         assert route.transfer["kv_connector_module_path"] == "kdn.engines.vllm"
@@ -323,14 +323,16 @@ def answers(*ttft_s: float, hit: int = 3456, tokens: tuple[int, ...] = (1, 2, 3)
     ]
 
 
-def rows() -> list[Row]:
+def rows() -> list[VllmRow]:
     return [
-        Row("no cache", LOOPBACK, answers(10.0, 12.0, hit=0), [], 0, "0.32.0"),
-        Row("ExampleConnector", LOOPBACK, answers(0.5, 0.7), [], 160_000_000, "0.32.0"),
-        Row("LMCache", LOOPBACK, answers(1.0, 1.2), [], 160_000_000, "0.32.0"),
-        Row("LMCache", "1 Gbit/s", answers(2.5, 2.5), [160_000_000] * 2, 160_000_000, "0.32.0"),
-        Row("kdn", LOOPBACK, answers(1.4, 1.4), [5_000_000] * 2, 6_000_000, "0.32.0"),
-        Row("kdn", "1 Gbit/s", answers(1.5, 1.7, tokens=(1, 9, 3)), [5_000_000] * 2, 6_000_000, ""),
+        VllmRow("no cache", LOOPBACK, answers(10.0, 12.0, hit=0), [], 0, "0.32.0"),
+        VllmRow("ExampleConnector", LOOPBACK, answers(0.5, 0.7), [], 160_000_000, "0.32.0"),
+        VllmRow("LMCache", LOOPBACK, answers(1.0, 1.2), [], 160_000_000, "0.32.0"),
+        VllmRow("LMCache", "1 Gbit/s", answers(2.5, 2.5), [160_000_000] * 2, 160_000_000, "0.32.0"),
+        VllmRow("kdn", LOOPBACK, answers(1.4, 1.4), [5_000_000] * 2, 6_000_000, "0.32.0"),
+        VllmRow(
+            "kdn", "1 Gbit/s", answers(1.5, 1.7, tokens=(1, 9, 3)), [5_000_000] * 2, 6_000_000, ""
+        ),
     ]
 
 
@@ -377,8 +379,8 @@ def test_bars() -> None:
 def test_bars_can_fail() -> None:
     bad = [
         *rows(),
-        Row("kdn", LOOPBACK, answers(1.5, 1.5, hit=0), [9_000_000] * 2, 9_000_000, ""),
-        Row("kdn", "1 Gbit/s", answers(2.0, 2.0), [9_000_000] * 2, 9_000_000, ""),
+        VllmRow("kdn", LOOPBACK, answers(1.5, 1.5, hit=0), [9_000_000] * 2, 9_000_000, ""),
+        VllmRow("kdn", "1 Gbit/s", answers(2.0, 2.0), [9_000_000] * 2, 9_000_000, ""),
     ]
     passes = document(bad, TASK, [], FACTS)["passes"]
     assert not passes["loopback: within 1.3 times of LMCache"]

@@ -101,7 +101,7 @@ def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setenv("KDN_CLIENT_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(subprocess, "Popen", closed)
     for address in ("cache.ProcessPoolExecutor", "cache.replay", "node.bench",
-                    "delivery.ProcessPoolExecutor", "delivery.run_job"):  # fmt: skip
+                    "delivery.command.ProcessPoolExecutor", "delivery.command.run_job"):  # fmt: skip
         monkeypatch.setattr(f"kdn.bench.{address}", closed)
     # `kdn node` gives loggers a stream of this test, and keeps what they say from others.
     for logger in map(logging.getLogger, ("", "kdn", "aiohttp", "asyncio")):

@@ -11,11 +11,10 @@ import math
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from kdn.delivery.outlook import Floats
 from kdn.errors import FormatError
 
-Array = npt.NDArray[np.float64]
 _MAX_SAMPLES = 1_000_000
 
 
@@ -23,7 +22,7 @@ class LinkTrace:
     """`rates[i]` bytes a second from `times_s[i]` to the next time, the last until `end_s`; then
     from the beginning. Time 0 of a transfer is `start_s` of the recording."""
 
-    def __init__(self, times_s: Array, rates: Array, end_s: float, start_s: float = 0.0) -> None:
+    def __init__(self, times_s: Floats, rates: Floats, end_s: float, start_s: float = 0.0) -> None:
         self.times_s = np.append(times_s, end_s).astype(np.float64)
         self.rates = np.asarray(rates, np.float64)
         spans = np.diff(self.times_s)
@@ -70,7 +69,7 @@ class LinkTrace:
         inside_s = self.times_s[i] + ((rest - self._sums[i]) / rate if rate > 0 else 0.0)
         return max(0.0, float(rounds * self.period_s + inside_s) - self.start_s)
 
-    def corners(self, end_s: float) -> tuple[Array, Array]:
+    def corners(self, end_s: float) -> tuple[Floats, Floats]:
         """Times from 0 to `end_s` between which the rate is constant, and the bytes by then."""
         rounds = np.arange(int((self.start_s + end_s) // self.period_s) + 1)
         times_s = (rounds[:, None] * self.period_s + self.times_s[:-1]).ravel() - self.start_s

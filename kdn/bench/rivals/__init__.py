@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kdn.bench.rivals.base import Context, Outcome, Rival
+from kdn.bench.rivals.base import Rival
 from kdn.cache.spec import ModelSpec
 from kdn.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from kdn.bench.calibration import Calibration
-
-__all__ = ["NAMES", "Context", "Outcome", "Rival", "open_rivals"]
 
 
 def _fp16(spec: ModelSpec, calibration: Calibration) -> Rival:

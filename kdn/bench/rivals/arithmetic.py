@@ -15,10 +15,10 @@ from numba import njit, prange
 _HALF, _QUARTER, _TOP = 1 << 31, 1 << 30, (1 << 32) - 1
 
 Symbols = npt.NDArray[np.uint8]
-Tables = npt.NDArray[np.uint16]
+CdfTables = npt.NDArray[np.uint16]
 
 
-def encode(symbols: Symbols, cdfs: Tables) -> tuple[bytes, npt.NDArray[np.int32]]:
+def encode(symbols: Symbols, cdfs: CdfTables) -> tuple[bytes, npt.NDArray[np.int32]]:
     """Code each row of `symbols` with the same row of `cdfs`; returns the joined bytes and the
     length of each stream. A table's last bound is 65536 and stored as 0."""
     room = symbols.shape[1] * 2 + 8  # a symbol costs at most 16 bits
@@ -28,7 +28,9 @@ def encode(symbols: Symbols, cdfs: Tables) -> tuple[bytes, npt.NDArray[np.int32]
     return b"".join(row[:n].tobytes() for row, n in zip(buffer, lengths, strict=True)), lengths
 
 
-def decode(data: bytes, lengths: npt.NDArray[np.int32], cdfs: Tables, num_symbols: int) -> Symbols:
+def decode(
+    data: bytes, lengths: npt.NDArray[np.int32], cdfs: CdfTables, num_symbols: int
+) -> Symbols:
     """The inverse of `encode`."""
     symbols = np.zeros((len(lengths), num_symbols), np.uint8)
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))

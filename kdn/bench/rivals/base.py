@@ -23,7 +23,7 @@ QUICK_S = 2.0
 
 
 @dataclass(frozen=True)
-class Context:
+class ExactContext:
     """A context and the exact cache a model made of it."""
 
     tokens: TokenIds
@@ -31,7 +31,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CodedLevel:
     """One level of one codec on one context. `kept` marks the tokens that are still there, where
     the codec dropped some."""
 
@@ -50,7 +50,7 @@ class Rival(ABC):
     labels: tuple[str, ...]
 
     @abstractmethod
-    def run(self, context: Context) -> Iterator[Outcome]:
+    def run(self, context: ExactContext) -> Iterator[CodedLevel]:
         """Encode and decode the context at every level."""
 
 
@@ -58,7 +58,7 @@ class Separate(Rival):
     """A codec whose levels have nothing in common: each is encoded for itself."""
 
     @abstractmethod
-    def encode(self, context: Context, level: int) -> bytes:
+    def encode(self, context: ExactContext, level: int) -> bytes:
         """Everything a receiver needs besides the codec's fixed parameters and the tokens."""
 
     @abstractmethod
@@ -69,12 +69,12 @@ class Separate(Rival):
         """The tokens that survive; None for all."""
         return None
 
-    def run(self, context: Context) -> Iterator[Outcome]:
+    def run(self, context: ExactContext) -> Iterator[CodedLevel]:
         kept = self.kept(len(context.tokens))
         for level in range(len(self.labels)):
             data, encode_s = timed(partial(self.encode, context, level))
             cache, decode_s = timed(partial(self.decode, data, context.tokens, level))
-            yield Outcome(level, len(data), cache, encode_s, decode_s, kept)
+            yield CodedLevel(level, len(data), cache, encode_s, decode_s, kept)
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:

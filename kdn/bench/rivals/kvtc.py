@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kdn.bench.rivals.base import Context, Separate
+from kdn.bench.rivals.base import ExactContext, Separate
 from kdn.bench.rivals.kvtc_profile import (
     KvtcProfile,
+    KvtcSide,
     Run,
-    Side,
     dequantise,
     from_fp8,
     quantise,
@@ -47,7 +47,7 @@ class Kvtc(Separate):
         self.name = "kvtc" if window else "kvtc-nowindow"
         self.labels = tuple(f"{ratio:g}x" for ratio in profile.ratios)
 
-    def encode(self, context: Context, level: int) -> bytes:
+    def encode(self, context: ExactContext, level: int) -> bytes:
         cache = context.cache
         end = cache.num_tokens - self.window
         raw = [_raw(cache.slice(0, SINK_TOKENS)), _raw(cache.slice(end, cache.num_tokens))]
@@ -75,7 +75,7 @@ class Kvtc(Separate):
         return out
 
 
-def _pack(rows: torch.Tensor, side: Side, level: int) -> bytes:
+def _pack(rows: torch.Tensor, side: KvtcSide, level: int) -> bytes:
     projected = (rows - side.mean) @ side.basis_of(level)
     parts = [_pack_run(projected[:, run.start : run.end], run) for run in side.plans[level]]
     return zlib.compress(b"".join(parts), DEFLATE_LEVEL)
@@ -91,7 +91,7 @@ def _pack_run(rows: torch.Tensor, run: Run) -> bytes:
     return offsets.numpy().tobytes() + steps.numpy().tobytes() + packed.tobytes()
 
 
-def _unpack(data: bytes, num_tokens: int, side: Side, level: int) -> torch.Tensor:
+def _unpack(data: bytes, num_tokens: int, side: KvtcSide, level: int) -> torch.Tensor:
     basis = side.basis_of(level)
     plain = np.frombuffer(bytearray(zlib.decompress(data)), np.uint8)
     projected = torch.zeros(num_tokens, basis.shape[1])

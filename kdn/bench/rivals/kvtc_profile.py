@@ -44,7 +44,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Side:
+class KvtcSide:
     """Basis [values, components] and mean of K or of V, and a plan for each budget."""
 
     mean: torch.Tensor
@@ -62,8 +62,8 @@ class KvtcProfile:
     """`ratios[i]` is the compression, before DEFLATE, that plan i of each side was made for."""
 
     ratios: tuple[float, ...]
-    keys: Side
-    values: Side
+    keys: KvtcSide
+    values: KvtcSide
 
     @classmethod
     def fit(
@@ -96,7 +96,7 @@ class KvtcProfile:
             meta = file.metadata()
             plans = json.loads(meta["plans"])
             keys, values = (
-                Side(
+                KvtcSide(
                     file.get_tensor(f"{name}.mean"),
                     file.get_tensor(f"{name}.basis").float(),
                     tuple(tuple(Run(*run) for run in plan) for plan in plans[name]),
@@ -176,13 +176,13 @@ class _Moments:
         return rows[:: max(1, len(rows) // SAMPLE_ROWS)].float()
 
 
-def _fit_side(moment: _Moments, ratios: Sequence[float]) -> Side:
+def _fit_side(moment: _Moments, ratios: Sequence[float]) -> KvtcSide:
     mean = (moment.sum / moment.count).float()
     covariance = moment.squares / moment.count - torch.outer(mean, mean)
     basis = torch.linalg.eigh(covariance)[1].flip(1)  # by falling variance
     projected = (moment.sampled() - mean) @ basis
     budgets = [int(16 * len(mean) / ratio) for ratio in ratios]
-    return Side(mean, basis, allocate(projected, budgets))
+    return KvtcSide(mean, basis, allocate(projected, budgets))
 
 
 def allocate(rows: torch.Tensor, budgets_bits: Sequence[int]) -> tuple[tuple[Run, ...], ...]:

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from kdn.bench.rivals.base import Context, Outcome, Rival, timed
+from kdn.bench.rivals.base import CodedLevel, ExactContext, Rival, timed
 from kdn.cache.keys import Chunk, Namespace, cut
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
@@ -20,7 +20,7 @@ from kdn.codec.format import Bitstream
 
 TAIL_TOKENS = 256
 
-Fetch = Callable[[bytes, int], tuple[Bitstream, int]]
+LevelFetch = Callable[[bytes, int], tuple[Bitstream, int]]
 """What a client fetches of a whole stream to decode at a level, and how many bytes that is."""
 
 
@@ -51,7 +51,7 @@ class Layered(Rival):
         codec: Codec,
         *,
         name: str | None = None,
-        fetch: Fetch = prefix,
+        fetch: LevelFetch = prefix,
         dtype: torch.dtype = torch.float32,
         tail_levels: int = 0,
     ) -> None:
@@ -62,7 +62,7 @@ class Layered(Rival):
         self.fetch = fetch
         self.dtype = dtype
 
-    def run(self, context: Context) -> Iterator[Outcome]:
+    def run(self, context: ExactContext) -> Iterator[CodedLevel]:
         namespace = Namespace(self.codec.spec.fingerprint, self.codec.profile_id)
         chunks = cut(context.tokens, namespace)
         cache = _as_dtype(context.cache, self.dtype)
@@ -72,7 +72,7 @@ class Layered(Rival):
             fetched = [self.fetch(part, at) for part, at in zip(data, levels, strict=True)]
             streams, sizes = zip(*fetched, strict=True)
             decoded, decode_s = timed(partial(self._decode, chunks, streams, cache))
-            yield Outcome(level, sum(sizes), decoded, encode_s, decode_s)
+            yield CodedLevel(level, sum(sizes), decoded, encode_s, decode_s)
 
     def _level_of(self, chunk: Chunk, end: int, level: int) -> int:
         if end - chunk.end >= TAIL_TOKENS:

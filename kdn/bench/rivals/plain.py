@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kdn.bench.rivals.base import Context, Separate
+from kdn.bench.rivals.base import ExactContext, Separate
 from kdn.cache.keys import TokenIds
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
@@ -24,7 +24,7 @@ class Half(Separate):
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
 
-    def encode(self, context: Context, level: int) -> bytes:
+    def encode(self, context: ExactContext, level: int) -> bytes:
         return _stacked(context.cache).half().numpy().tobytes()
 
     def decode(self, data: bytes, tokens: TokenIds, level: int) -> KVCache:
@@ -42,7 +42,7 @@ class Int8(Half):
     name = "int8"
     labels = ("int8",)
 
-    def encode(self, context: Context, level: int) -> bytes:
+    def encode(self, context: ExactContext, level: int) -> bytes:
         stacked = _stacked(context.cache).float()
         scales = (stacked.abs().amax((3, 4), keepdim=True) / 127).half()
         # Half precision rounds small scales to zero and may round a scale down.
@@ -69,7 +69,7 @@ class Drop(Half):
         kept: npt.NDArray[np.bool_] = (place < SINK_TOKENS) | (place >= num_tokens - RECENT_TOKENS)
         return kept
 
-    def encode(self, context: Context, level: int) -> bytes:
+    def encode(self, context: ExactContext, level: int) -> bytes:
         kept = torch.from_numpy(self.kept(len(context.tokens)))
         return _stacked(context.cache)[:, :, kept].half().numpy().tobytes()
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from kdn.bench.rivals import arithmetic
-from kdn.bench.rivals.base import Context, Separate
+from kdn.bench.rivals.base import ExactContext, Separate
 from kdn.cache.keys import TokenIds
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
@@ -33,7 +33,7 @@ class Shipped(Separate):
         self.spec = spec
         self.channels = spec.num_kv_heads * spec.head_dim
 
-    def encode(self, context: Context, level: int) -> bytes:
+    def encode(self, context: ExactContext, level: int) -> bytes:
         rows = torch.cat((context.cache.keys, context.cache.values)).float().cpu()
         values = rows.flatten(2).numpy()  # [K layers then V layers, tokens, channels]
         starts = range(0, len(context.tokens), CHUNK_TOKENS)
@@ -94,7 +94,7 @@ class Shipped(Separate):
         return (np.array(bins, np.float32) // 2 - 1).reshape(-1, 1, 1)
 
 
-def _tables(symbols: arithmetic.Symbols, bins: int) -> arithmetic.Tables:
+def _tables(symbols: arithmetic.Symbols, bins: int) -> arithmetic.CdfTables:
     """Cumulative counts of each stream, scaled to 16 bits so that every symbol keeps a slot."""
     rows = len(symbols)
     flat = symbols.astype(np.int64) + np.arange(rows, dtype=np.int64)[:, None] * bins
