@@ -1,5 +1,5 @@
-"""Defaults that several doors share: `kdn.connect`, the command line and vLLM. Each is written here,
-once. Those of configuration files are in `config.py`. Importing this is light."""
+"""Defaults that several doors share (`kdn.connect`, the command line, vLLM), each written once.
+Those of configuration files are in `config.py`. Importing this is light."""
 
 MODEL = "smollm2"
 CODEC = "klt"

@@ -17,8 +17,8 @@ import kdn
 
 ROOT = Path(kdn.__file__).parent
 ORDER = (
-    "errors", "files", "background", "checked", "protocol", "cache", "credentials", "codec",
-    "config", "store", "depot", "node", "delivery", "manifests", "names", "places",
+    "defaults", "errors", "files", "background", "checked", "protocol", "cache", "credentials",
+    "codec", "config", "store", "depot", "node", "delivery", "manifests", "names", "places",
     "shared_profiles", "session", "engines", "client", "__init__", "calibrate", "bench", "cli",
     "__main__",
 )  # fmt: skip

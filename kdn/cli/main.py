@@ -101,7 +101,9 @@ def ask(
     deadline: Annotated[
         float | None, typer.Option(help="Seconds; what is not there by then, the model reads.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Longest answer.")] = MAX_NEW_TOKENS,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, max=MAX_COUNT, help="Longest answer.")
+    ] = MAX_NEW_TOKENS,
     token_file: TokenOption = None,
     secret_file: SecretOption = None,
     tls_ca: TlsOption = None,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from random import Random
 from types import TracebackType
@@ -50,7 +50,7 @@ from kdn.engines.reading import pieces
 from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import spec_of
 from kdn.engines.unchanged import Unchanged
-from kdn.errors import StoreError, UnsupportedError
+from kdn.errors import KdnError, StoreError, UnsupportedError
 from kdn.names import checked_name
 from kdn.places import Where, checked_places
 from kdn.session.profiles import share_profile
@@ -302,6 +302,8 @@ class AsyncClient:
         if after is not None and after.delivered is not None:
             known, exact_until = after.num_tokens, after.delivered.exact_until
         chunks = [c for c in cut(tokens, await self.engine.names()) if c.end > known]
+        with suppress(KdnError, OSError):  # a place that is away is published to all the same
+            chunks = chunks[len((await self.session.know_home(chunks)).chunks) :]
         return self.contexts.publish_given(chunks, values, exact_until)
 
     async def flush(self, deadline_s: float = FLUSH_S) -> bool:

@@ -100,8 +100,8 @@ def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("KDN_CLIENT_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(subprocess, "Popen", closed)
-    for address in ("cache.ProcessPoolExecutor", "cache.replay", "node.bench",
-                    "delivery.command.ProcessPoolExecutor", "delivery.command.run_job"):  # fmt: skip
+    pools = ("cache.ProcessPoolExecutor", "delivery.command.ProcessPoolExecutor")
+    for address in (*pools, "cache.replay", "node.bench", "delivery.command.run_job"):
         monkeypatch.setattr(f"kdn.bench.{address}", closed)
     # `kdn node` gives loggers a stream of this test, and keeps what they say from others.
     for logger in map(logging.getLogger, ("", "kdn", "aiohttp", "asyncio")):

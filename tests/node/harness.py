@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -155,3 +156,20 @@ async def closed(reader: asyncio.StreamReader, within_s: float) -> bytes:
 
 def request(path: str, *headers: str, method: str = "GET") -> bytes:
     return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *headers, "", ""]).encode()
+
+
+def requests_of(node: Running) -> dict[tuple[str, str], int]:
+    """How many requests a node has answered, by method and route."""
+    [metric] = node.node.stats.requests_s.collect()
+    counts: Counter[tuple[str, str]] = Counter()
+    for one in metric.samples:
+        if one.name == "kdn_request_seconds_count":
+            counts[one.labels["method"], one.labels["route"]] += int(one.value)
+    return dict(counts)
+
+
+async def settled(node: Running) -> dict[tuple[str, str], int]:
+    """The same, when it has counted everything: it counts an answer after it was sent."""
+    while node.node.num_requests:
+        await asyncio.sleep(0.01)
+    return requests_of(node)
