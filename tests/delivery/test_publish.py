@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,31 @@ def test_the_queue_is_bounded_and_what_it_refuses_is_not_read(world: World) -> N
         assert publisher.publish(world.chunks[2], source) is Admission.QUEUED
 
     publishing(world, lambda: world.store([]), test, max_queue_bytes=2 * world.caches[0].size_bytes)
+
+
+def test_flush_waits_for_what_was_queued_before(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, encode = threading.Event(), world.codec.encode
+
+    def stops(chunk: Chunk, cache: KVCache) -> bytes:
+        assert chunk is world.chunks[0] or goes_on.wait(20.0)
+        return encode(chunk, cache)
+
+    monkeypatch.setattr(world.codec, "encode", stops)
+
+    async def test(publisher: Publisher, store: Store) -> None:
+        publisher.publish(world.chunks[0], Values(world.caches[0]))
+        flushing = asyncio.create_task(publisher.flush(15.0))
+        await asyncio.sleep(0)
+        publisher.publish(world.chunks[1], Values(world.caches[1]))
+        try:
+            assert await flushing
+            assert not await publisher.flush(0.0)
+        finally:
+            goes_on.set()
+
+    publishing(world, lambda: world.store([]), test)
 
 
 def test_another_publisher_was_first(world: World) -> None:

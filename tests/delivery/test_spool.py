@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kdn.delivery import spool as spool_module
 from kdn.delivery.parcel import Parcel, pack
 from kdn.delivery.spool import Spool
 from kdn.errors import StoreError
+from kdn.files import lock_file
 from kdn.store.base import Hints
 
 
@@ -59,6 +61,26 @@ def test_each_owner_has_chunks_of_its_own(tmp_path: Path) -> None:
     assert two.adopt() == 1
     assert taken(two) == [parcel(2), parcel(1)]
     assert files(tmp_path) == ["lock"]
+
+
+def test_a_folder_taken_for_left_behind_before_it_was_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock is one that nobody else sees. So another folder is made."""
+    made: list[str] = []
+
+    def late(path: Path) -> int:
+        lock = lock_file(path)
+        made.append(path.parent.name)
+        if len(made) == 1:
+            path.unlink()
+        return lock
+
+    monkeypatch.setattr(spool_module, "lock_file", late)
+    spool = Spool.open(tmp_path)
+    assert spool.add(parcel(1))
+    [found] = tmp_path.glob("*/*.chunk")
+    assert found.parent.name == made[1]
 
 
 def test_one_chunk_left_by_two(tmp_path: Path) -> None:
