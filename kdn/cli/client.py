@@ -127,7 +127,10 @@ def describe(stats: Stats) -> str:
     if stats.known_tokens:
         known += f" ({stats.fetched_bytes / 1e6:.1f} MB in {stats.delivery_s:.2f} s)"
     line = f"{known}, {stats.computed_tokens:,} read; first token after {stats.ttft_s:.2f} s"
-    finer = [f"{stats.refined_chunks} chunks refined meanwhile"] if stats.refined_chunks else []
+    refined = (
+        f"{stats.refined_chunks} chunks refined meanwhile ({stats.refined_bytes / 1e6:.1f} MB)"
+    )
+    finer = [refined] if stats.refined_chunks else []
     return "; ".join([line, *finer, *stats.troubles])
 
 

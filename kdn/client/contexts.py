@@ -143,6 +143,7 @@ class Contexts:
         async with self.engine.lock:
             improved = await better.apply(APPLY_S)
         stats.refined_chunks += len(improved)
+        stats.refined_bytes = better.fetched_bytes
         stats.levels = better.levels + stats.levels[len(better.levels) :]
 
     # reading and publishing
