@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kdn.bench.report import drawing, print_passed, table_of
+from kdn.bench.report import drawing, print_end, table_of
 
 _COLOURS = {"kdn": "#d1495b", "redis": "#2e6f95", "nginx": "#3f7d20"}
 _ORDERS = {"fair": "fair", "fifo": "first in, first out", "inverse": "random, inverse length"}
@@ -21,12 +21,7 @@ def print_report(console: Console, results: dict[str, Any]) -> None:
     console.print(_fairness_table(results))
     console.print(_attack_table(results["attack"]))
     console.print(_attack_line(results["attack"]))
-    for name, passed in results["passes"].items():
-        print_passed(console, name, passed)
-    for note in results["notes"]:
-        console.print(note, style="yellow")
-    facts = results["hardware"]
-    console.print("  ".join(f"{name} {fact}" for name, fact in facts.items()), style="dim")
+    print_end(console, results)
 
 
 def _speed_table(results: dict[str, Any]) -> Table:

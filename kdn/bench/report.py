@@ -93,6 +93,16 @@ def print_passed(console: Console, name: str, passed: bool) -> None:
     console.print(f"{name}: {'passes' if passed else 'FAILS'}", style=None if passed else "red")
 
 
+def print_end(console: Console, results: Mapping[str, Any]) -> None:
+    """Which bars hold, what is to be known of the figures, and on what they were measured."""
+    for name, passed in results["passes"].items():
+        print_passed(console, name, passed)
+    for note in results["notes"]:
+        console.print(note, style="dim")
+    facts = results["hardware"]
+    console.print("  ".join(f"{name} {fact}" for name, fact in facts.items()), style="dim")
+
+
 @contextmanager
 def drawing(path: Path) -> Iterator[Any]:
     """Pyplot, for one figure that is saved at the end."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from kdn.bench.report import drawing, print_passed, table_of
+from kdn.bench.report import drawing, print_end, table_of
 from kdn.bench.vllm_systems import LINKS, LOOPBACK
 from kdn.errors import FormatError
 
@@ -195,12 +195,7 @@ def _bytes_bars(link: str, own: dict[str, Any], other: dict[str, Any]) -> dict[s
 
 def print_report(console: Console, results: dict[str, Any]) -> None:
     console.print(_table(results))
-    for name, passed in results["passes"].items():
-        print_passed(console, name, passed)
-    for note in results["notes"]:
-        console.print(note, style="dim")
-    facts = results["hardware"]
-    console.print("  ".join(f"{name} {fact}" for name, fact in facts.items()), style="dim")
+    print_end(console, results)
 
 
 def _table(results: dict[str, Any]) -> Table:
