@@ -24,6 +24,7 @@ from kdn.errors import UnsupportedError
 from kdn.names import FolderNames, Names, NodeNames
 from kdn.store.base import Store
 from kdn.store.http import HttpStore
+from kdn.store.node_client import NodeClient
 from kdn.store.part import PartStore
 from kdn.store.tls import client_tls
 
@@ -110,14 +111,12 @@ async def _open_node(
     tls: ssl.SSLContext | None,
 ) -> _Opened:
     """Nothing is asked of the node yet: one that is away now may be there later."""
+    node = NodeClient(url, token=token, client=client, tls=tls)
+    stack.push_async_callback(node.close)
     chunks, profiles = (
-        HttpStore(url, collection=collection, token=token, client=client, tls=tls)
-        for collection in ("chunks", "profiles")
+        HttpStore(node, collection=collection) for collection in ("chunks", "profiles")
     )
-    names = NodeNames(url, token=token, tls=tls)
-    for one in (chunks, profiles, names):
-        stack.push_async_callback(one.close)
-    return _Opened(Endpoint(chunks, name=url), profiles, names)
+    return _Opened(Endpoint(chunks, name=url), profiles, NodeNames(node))
 
 
 async def _open_folder(

@@ -20,12 +20,10 @@ from kdn.config import NodeSettings
 from kdn.node.answers import Refusal, bad_request
 from kdn.node.budget import Budget
 from kdn.node.shares import Shares
+from kdn.protocol.limits import MAX_CONTAINERS
 
 PARSED = 4
 """Memory of a question for each byte of it: its body, and what the handler keeps of it."""
-MAX_CONTAINERS = 1 << 14
-"""Lists and objects in a JSON body, which take 25 times their bytes: a read of the most spans has a
-quarter of them."""
 
 
 class Pace:

@@ -17,10 +17,13 @@ from kdn.node.sending import Sender
 from kdn.node.state import CLIENT, NODE, TENANT, Node, parse_hex, query_flag, query_number
 from kdn.node.tenants import Tenant
 from kdn.node.turns import Work
-from kdn.protocol.limits import MAX_MANIFEST_BYTES, MAX_MANIFEST_KEYS
+from kdn.protocol.limits import (
+    MAX_LISTED,
+    MAX_MANIFEST_BYTES,
+    MAX_MANIFEST_KEYS,
+    MAX_VERSION,
+)
 
-MAX_LISTED = 1000
-MAX_VERSION = 2**53
 DELETES_AT_ONCE = 32
 SLICE_S = 0.0005
 IN_THREAD_BYTES = 256 * 2**10

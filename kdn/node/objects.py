@@ -27,12 +27,11 @@ from kdn.node.state import CLIENT, NODE, TENANT, Node, close_iterator, parse_hex
 from kdn.node.tenants import Tenant
 from kdn.node.turns import Work
 from kdn.protocol.frames import MAX_DATA_BYTES, MAX_ETAG_BYTES, MAX_KEY_BYTES
+from kdn.protocol.limits import MAX_LISTED, MAX_SAVED_S
 from kdn.store.base import Entry, Hints, is_taken
 
-MAX_LISTED = 1000
 LIST_SLICE_S = 0.001
 Range = tuple[int, int]
-MAX_SAVED_S = 1e9
 IN_THREAD_BYTES = 256 * 2**10
 """Bodies beyond this are hashed in a thread: the hashes let others run meanwhile."""
 

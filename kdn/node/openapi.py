@@ -6,12 +6,18 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from kdn.node.batch import MAX_OFFSET
-from kdn.node.names_api import MAX_LISTED, MAX_VERSION
 from kdn.node.tenants import COLLECTIONS
 from kdn.protocol import frames
 from kdn.protocol.frames import MAX_ETAG_BYTES, MAX_KEY_BYTES
-from kdn.protocol.limits import MAX_HEAD_BYTES, MAX_MANIFEST_KEYS, MAX_SPANS
+from kdn.protocol.limits import (
+    MAX_HEAD_BYTES,
+    MAX_LISTED,
+    MAX_MANIFEST_KEYS,
+    MAX_OFFSET,
+    MAX_SAVED_S,
+    MAX_SPANS,
+    MAX_VERSION,
+)
 
 Json = dict[str, Any]
 NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -69,7 +75,7 @@ PUT_HEADERS = [
     _parameter("header", "Kdn-Etag", ETAG),
     _parameter("header", "If-Match", {"type": "string", "pattern": f'^"{ETAG["pattern"][1:-1]}"$'}),
     _parameter("header", "Kdn-Parent", KEY),
-    _parameter("header", "Kdn-Saved-Seconds", {"type": "number", "minimum": 0, "maximum": 1e9}),
+    _parameter("header", "Kdn-Saved-Seconds", {**SECONDS, "maximum": MAX_SAVED_S}),
 ]
 CONDITIONS = [_parameter("header", name, TEXT) for name in ("If-Match", "If-None-Match")]
 

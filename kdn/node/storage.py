@@ -78,7 +78,8 @@ async def open_store(settings: NodeSettings, disk_policy: Retention, owners: Own
 
 def _open_upstream(settings: NodeSettings) -> Store:
     from kdn.store.http import HttpStore
+    from kdn.store.node_client import NodeClient
     from kdn.store.tls import client_tls
 
     own = settings.upstream_credentials
-    return HttpStore(settings.upstream, token=own.token, tls=client_tls(own.tls_ca))
+    return HttpStore(NodeClient(settings.upstream, token=own.token, tls=client_tls(own.tls_ca)))

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from xxhash import xxh3_64_intdigest
 
 from kdn.errors import ChecksumError, LimitError
+from kdn.protocol.frames import MAX_ETAG_BYTES
 from kdn.store.tally import Usage
 
 MAX_KEY_BYTES = 64
-MAX_ETAG_BYTES = 32
+"""More than travels: a node puts something before the keys of its tenants."""
 
 
 @dataclass(frozen=True)

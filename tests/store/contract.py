@@ -25,7 +25,8 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from kdn.errors import ChecksumError, LimitError, NoSpaceError
-from kdn.store.base import MAX_ETAG_BYTES, MAX_KEY_BYTES, Entry, Hints, Span, Store
+from kdn.protocol.frames import MAX_ETAG_BYTES
+from kdn.store.base import MAX_KEY_BYTES, Entry, Hints, Span, Store
 from kdn.store.tally import Usage
 
 AMPLE_BYTES = 64 << 20
