@@ -38,12 +38,19 @@ class Refusal(Exception):
     """Ends a request with an error answer."""
 
     def __init__(
-        self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        code: str,
+        message: str,
+        headers: Mapping[str, str] | None = None,
+        members: Mapping[str, object] | None = None,
     ):
+        """`members`: of the answer, besides code and message."""
         super().__init__(message)
         self.status = status
         self.code = code
         self.headers = dict(headers or {})
+        self.members = dict(members or {})
 
 
 def bad_request(message: str) -> Refusal:
@@ -77,7 +84,7 @@ def refusal_of_http(error: web.HTTPException) -> Refusal:
 
 
 def answer(refusal: Refusal) -> web.Response:
-    body = {"code": refusal.code, "message": str(refusal)}
+    body = {"code": refusal.code, "message": str(refusal), **refusal.members}
     return web.json_response(body, status=refusal.status, headers=refusal.headers, dumps=dumps)
 
 

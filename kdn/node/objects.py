@@ -120,10 +120,12 @@ async def put_object(request: web.Request) -> web.StreamResponse:
         async with node.puts.setdefault(store_key, asyncio.Lock()):
             put = Put(store_key, data, etag, told[0], hints, replacing)
             entry, created = await _put(node, tenant, put)
-    body = {"key": key.hex(), "etag": entry.etag.hex(), "size_bytes": entry.size_bytes}
-    return web.json_response(
-        body, status=201 if created else 200, headers={"ETag": quoted(entry.etag)}, dumps=dumps
-    )
+    headers, told_back = {"ETag": quoted(entry.etag)}, _describe(tenant, entry)
+    if replacing is not None and entry.etag != etag:
+        message = "the object here is another one"
+        raise Refusal(412, "precondition_failed", message, headers, {"object": told_back})
+    status = 201 if created else 200
+    return web.json_response(told_back, status=status, headers=headers, dumps=dumps)
 
 
 async def _check_quota(node: Node, tenant: Tenant, size_bytes: int, old: Entry | None) -> None:
@@ -145,11 +147,10 @@ class Put(NamedTuple):
 
 
 async def _put(node: Node, tenant: Tenant, put: Put) -> tuple[Entry, bool]:
-    """What is there now, and whether this made it. Refusal (412): there is another one than
-    `replacing` tells."""
+    """What is there now, and whether this made it."""
     (old,) = await node.wait(node.store.lookup([put.key]))
     if old is not None and is_taken(old, put.replacing):
-        return _unless_replacing(put, old), False
+        return old, False
     await _check_quota(node, tenant, len(put.data), old)
     with tenant.quota.reserve(len(put.data)):
         entry = await node.wait(
@@ -160,17 +161,7 @@ async def _put(node: Node, tenant: Tenant, put: Put) -> tuple[Entry, bool]:
         )  # fmt: skip
     for known in filter(None, (old, entry)):
         node.checksums.forget(put.key, known.etag)
-    return _unless_replacing(put, entry), old is None and entry.etag == put.etag
-
-
-def _unless_replacing(put: Put, entry: Entry) -> Entry:
-    """What is there; it must be what was put if something else was to be replaced."""
-    if put.replacing is not None and entry.etag != put.etag:
-        raise Refusal(
-            412, "precondition_failed", "the object here is another one",
-            {"ETag": quoted(entry.etag)},
-        )  # fmt: skip
-    return entry
+    return entry, old is None and entry.etag == put.etag
 
 
 async def delete_object(request: web.Request) -> web.StreamResponse:

@@ -92,7 +92,7 @@ def _operation(
     body: Json | None = None,
     open_to_all: bool = False,
 ) -> Json:
-    """`answers`: content of each good status. Errors common to all are added."""
+    """`answers`: content of each status that is no plain error. Errors common to all are added."""
     common = (400, 405, 503) if open_to_all else (400, 401, 403, 405, 429, 503)
     responses = {
         str(status): {"description": summary, **(content or {})}
@@ -111,8 +111,7 @@ def _operation(
 
 
 def _objects() -> Json:
-    about = _object({"key": KEY, "etag": ETAG, "size_bytes": COUNT})
-    listed = _object(
+    about = _object(
         {"key": KEY, "etag": ETAG, "size_bytes": COUNT, "parent": NULLABLE_KEY, "saved_s": SECONDS}
     )
     data = _content(BINARY, "application/octet-stream")
@@ -122,14 +121,15 @@ def _objects() -> Json:
     beginning = _hex(MAX_KEY_BYTES, 0)
     pages += [_parameter("query", name, beginning) for name in ("prefix", "after")]
     pages.append(_parameter("query", "limit", LIMIT))
-    put = {200: _content(about), 201: _content(about)}
-    page = _object({"objects": _list(listed), "next": NULLABLE_KEY})
+    taken = _object({"code": TEXT, "message": TEXT, "object": about})
+    put = {200: _content(about), 201: _content(about), 412: _content(taken)}
+    page = _object({"objects": _list(about), "next": NULLABLE_KEY})
     return {
         "/v1/{collection}": {"get": _operation("List.", {200: _content(page)}, (404,), pages)},
         "/v1/{collection}/{key}": {
             "get": _operation("Read.", {200: data, 206: data, 304: None}, (404, 416), reading),
             "head": _operation("Look.", {200: None, 206: None, 304: None}, (404, 416), reading),
-            "put": _operation("Store.", put, (404, 412, 422, 507), [*PATH_KEY, *PUT_HEADERS], data),
+            "put": _operation("Store.", put, (404, 422, 507), [*PATH_KEY, *PUT_HEADERS], data),
             "delete": _operation("Delete.", {204: None}, (404,), PATH_KEY),
         },
     }

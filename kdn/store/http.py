@@ -23,7 +23,7 @@ from kdn.protocol.frames import (
 )
 from kdn.protocol.limits import MAX_HEAD_BYTES, MAX_HEADS_BYTES, MAX_OFFSET, MAX_SPANS
 from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put
-from kdn.store.http_answers import Reply, entry_of, join, listed, member, unhex
+from kdn.store.http_answers import entry_of, join, member, told_entry
 from kdn.store.node_client import NodeClient
 from kdn.store.streaming import Ask, FrameSplitter, Piece
 
@@ -68,23 +68,12 @@ class HttpStore(Store):
         answer = await self._node.ask(
             "PUT", self._path(key), data, headers=headers, expect=(200, 201, 412)
         )
-        if answer.status == 412:
-            return await self._taken(key, answer)
-        kept = answer.json
-        kept_etag = unhex(member(kept, "etag", str))
-        entry = replace(entry, etag=kept_etag, size_bytes=member(kept, "size_bytes", int))
-        self._puts += answer.status == 201 or (replacing is not None and kept_etag == etag)
-        if entry.etag != etag:
-            [found] = await self.lookup([key])
-            return found or entry
-        return entry
-
-    async def _taken(self, key: bytes, answer: Reply) -> Entry:
-        """What is there instead of what was to be replaced."""
-        [found] = await self.lookup([key])
-        if found is None:
-            raise answer.error(self._node.url)
-        return found
+        told = member(answer.json, "object", dict) if answer.status == 412 else answer.json
+        kept = told_entry(told)
+        if kept.key != key:
+            raise StoreError(f"{self._node.url}: put {key.hex()}, and {kept.key.hex()} is there")
+        self._puts += answer.status == 201 or (replacing is not None and kept.etag == etag)
+        return kept
 
     async def get(
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None
@@ -99,9 +88,10 @@ class HttpStore(Store):
         self, key: bytes, start: int, end: int | None, etag: bytes | None
     ) -> Span | None:
         most_bytes = self._node.limits.object_bytes
-        wanted: dict[str, Any] = {"key": key.hex(), "start": min(start, MAX_OFFSET)}
+        begin = min(start, MAX_OFFSET)
+        wanted: dict[str, Any] = {"key": key.hex(), "start": begin}
         if end is not None:
-            wanted["end"] = max(start, min(end, MAX_OFFSET))
+            wanted["end"] = max(begin, min(end, MAX_OFFSET))
             most_bytes = min(most_bytes, max(0, end - start))
         if etag is not None:
             wanted["etag"] = etag.hex()
@@ -164,7 +154,7 @@ class HttpStore(Store):
     async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
         if len(prefix) <= MAX_KEY_BYTES:
             async for told in self._node.list(f"/v1/{self._collection}", "objects", prefix.hex()):
-                yield listed(told)
+                yield told_entry(told)
 
     async def stats(self) -> Stats:
         """Counters of this client; objects, bytes and quota of the tenant at the node."""

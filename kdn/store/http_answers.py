@@ -75,8 +75,8 @@ def join(
     return Span(entry_of(first), begin, parts[0] if len(parts) == 1 else b"".join(parts))
 
 
-def listed(told: Any) -> Entry:
-    """An object as a list tells it."""
+def told_entry(told: Any) -> Entry:
+    """An object as a list, or the answer to a put, tells of it."""
     parent = told.get("parent") if isinstance(told, dict) else None
     hints = Hints(None if parent is None else unhex(parent), float(member(told, "saved_s", float)))
     key, etag = (unhex(member(told, name, str)) for name in ("key", "etag"))

@@ -189,6 +189,23 @@ class StoreContract(ABC):
 
         self.run(test)
 
+    def test_a_put_tells_what_a_lookup_finds(self) -> None:
+        """So that nobody needs to look again."""
+
+        async def test(store: Store) -> None:
+            mine, others = content("mine", 300), content("others", 200)
+            for data, hints, replacing in (
+                (mine, Hints(b"parent", 0.5), None),  # new
+                (others, Hints(None, 8.0), None),  # taken
+                (others, Hints(None, 8.0), etag_of(others)),  # taken by another than it names
+                (others, Hints(None, 8.0), etag_of(mine)),  # replaced
+            ):
+                entry = await put(store, b"key", data, hints, replacing)
+                assert await store.lookup([b"key"]) == [entry]
+            assert entry == Entry(b"key", etag_of(others), 200, Hints(None, 8.0))
+
+        self.run(test)
+
     def test_one_of_many_writers_at_once_wins(self) -> None:
         async def test(store: Store) -> None:
             writers = [content(f"writer {i}", 1000 + i) for i in range(20)]

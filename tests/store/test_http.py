@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,13 +16,13 @@ import tests.store.contract as contract
 from kdn.codec.format import Bitstream
 from kdn.errors import KdnError, LimitError, MismatchError, NoSpaceError, StoreError
 from kdn.protocol.frames import MAX_KEY_BYTES, Frame, pack
-from kdn.store.base import Hints, Store
+from kdn.store.base import Entry, Hints, Store
 from kdn.store.evict import open_policy
 from kdn.store.http import HttpStore
 from kdn.store.memory import MemoryStore
 from kdn.store.node_client import HttpLimits, NodeClient
 from kdn.store.tiered import Tier, TieredStore
-from tests.node.harness import chunk_stream, config_for, key_of, running, tenant
+from tests.node.harness import Running, chunk_stream, config_for, key_of, running, tenant
 from tests.store.contract import StoreContract, closing, content, etag_of, listed, put, read
 
 LIMIT_S = 20.0
@@ -134,6 +135,49 @@ def test_chunks_tokens_and_refusals(tmp_path: Path) -> None:
             async with closing(chunks_of(node.url, "wrong")) as store:
                 with pytest.raises(StoreError, match="unauthorized"):
                     await store.get(b"key")
+
+    run(test())
+
+
+async def num_requests(node: Running) -> int:
+    """Requests for objects that the node has answered."""
+    text = (await node.ask("GET", "/metrics"))[2].decode()
+    counts = re.findall(r'kdn_request_seconds_count\{.*route="(.+?)".*\} (\d+)', text)
+    return sum(int(number) for route, number in counts if route.startswith("/v1/"))
+
+
+def test_every_put_is_one_request_and_tells_what_is_there(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running(config_for(tmp_path)) as node, closing(HttpStore(node.url)) as store:
+
+            async def asked(data: bytes, hints: Hints, replacing: bytes | None = None) -> Entry:
+                before = await num_requests(node)
+                entry = await put(store, b"key", data, hints, replacing=replacing)
+                assert await num_requests(node) == before + 1
+                [found] = await store.lookup([b"key"])
+                assert found == entry
+                return entry
+
+            old, new = content("old", 300), content("new", 400)
+            first = await asked(old, Hints(b"parent", 0.5))
+            assert first == Entry(b"key", etag_of(old), 300, Hints(b"parent", 0.5))
+            assert await asked(new, Hints(None, 8.0)) == first, "taken"
+            assert await asked(new, Hints(), replacing=etag_of(new)) == first, "another one: 412"
+            replaced = await asked(new, Hints(None, 8.0), replacing=etag_of(old))
+            assert replaced == Entry(b"key", etag_of(new), 400, Hints(None, 8.0))
+
+    run(test())
+
+
+def test_a_put_that_is_answered_with_another_key_is_refused() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        told = {"key": "00", "etag": "01", "size_bytes": 4, "parent": None, "saved_s": 0}
+        return web.json_response(told, status=201)
+
+    async def test() -> None:
+        async with fake(answer) as url, closing(quick(url)) as store:
+            with pytest.raises(StoreError, match="is there"):
+                await put(store, b"key", b"data")
 
     run(test())
 
