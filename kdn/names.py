@@ -11,20 +11,18 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
-from kdn.checked import shown
-from kdn.errors import FormatError, StoreError, UnsupportedError
+from kdn.depot.depot import Depot, Report
+from kdn.depot.manifests import checked_name
+from kdn.depot.names import Version
+from kdn.depot.tenants import Tenant
+from kdn.errors import ConditionError, FormatError, StoreError, UnsupportedError
 from kdn.manifests import Manifest
-from kdn.node.names import Version
 from kdn.protocol.limits import MAX_LISTED, MAX_MANIFEST_BYTES, MAX_REPORT_BYTES
 from kdn.store.http_answers import member
 from kdn.store.node_client import NodeClient
-
-if TYPE_CHECKING:
-    from kdn.node.state import Node
-    from kdn.node.tenants import Tenant
 
 SILENCE_S = 30.0
 """While a node deletes what a name used, it says nothing."""
@@ -51,7 +49,7 @@ class Names(ABC):
         must be none); False if it is not."""
 
     @abstractmethod
-    async def delete(self, name: str, *, chunks: bool = True) -> dict[str, list[str]] | None:
+    async def delete(self, name: str, *, chunks: bool = True) -> Report | None:
         """Forget a name and the chunks only it used: which were `deleted`, `kept`, `missing`. None
         if there was none."""
 
@@ -102,7 +100,7 @@ class NodeNames(Names):
         )
         return answer.status != 412
 
-    async def delete(self, name: str, *, chunks: bool = True) -> dict[str, list[str]] | None:
+    async def delete(self, name: str, *, chunks: bool = True) -> Report | None:
         answer = await self._node.ask(
             "DELETE", _path(name), query={"chunks": "true" if chunks else "false"},
             expect=(200, 404), limit_bytes=MAX_REPORT_BYTES, silence_s=SILENCE_S,
@@ -126,79 +124,47 @@ class NodeNames(Names):
 
 
 class FolderNames(Names):
-    """Of a node in this process. It belongs to its owner, who closes it."""
+    """Of a depot in this process. It belongs to its owner, who closes it."""
 
-    def __init__(self, node: Node, tenant: Tenant) -> None:
-        self._node = node
+    def __init__(self, depot: Depot, tenant: Tenant) -> None:
+        self._depot = depot
         self._tenant = tenant
 
     async def get(self, name: str) -> Named | None:
-        reading = self._node.names.get(self._tenant.name, checked_name(name))
-        found = await self._node.wait(reading)
+        reading = self._depot.names.get(self._tenant.name, checked_name(name))
+        found = await self._depot.wait(reading)
         if found is None:
             return None
         about, manifest = found
         return Named(_parse(manifest), about.etag, about.version)
 
     async def put(self, name: str, manifest: Manifest, after: str | None) -> bool:
-        from kdn.node.answers import Refusal
-        from kdn.node.names_api import put_manifest
-
+        data = _dump(manifest)
         try:
-            await self._node.wait(
-                put_manifest(
-                    self._node,
-                    self._tenant,
-                    checked_name(name),
-                    _dump(manifest),
-                    lambda e: e == after,
-                )
+            await self._depot.put_manifest(
+                self._tenant, checked_name(name), data, lambda newest: newest == after
             )
-        except Refusal as refusal:
-            if refusal.status == 412:
-                return False
-            raise StoreError(str(refusal)) from refusal
+        except ConditionError:
+            return False
         return True
 
-    async def delete(self, name: str, *, chunks: bool = True) -> dict[str, list[str]] | None:
-        from kdn.node.answers import Refusal
-        from kdn.node.names_api import delete_manifest
-
-        try:
-            return await self._node.wait(
-                delete_manifest(
-                    self._node, self._tenant, checked_name(name), lambda etag: True, chunks
-                )
-            )
-        except Refusal as refusal:
-            if refusal.status == 404:
-                return None
-            raise StoreError(str(refusal)) from refusal
+    async def delete(self, name: str, *, chunks: bool = True) -> Report | None:
+        checked_name(name)
+        return await self._depot.delete_manifest(self._tenant, name, lambda _: True, chunks)
 
     async def history(self, name: str) -> list[Version]:
-        versions = self._node.names.history(self._tenant.name, checked_name(name))
-        return await self._node.wait(versions)
+        versions = self._depot.names.history(self._tenant.name, checked_name(name))
+        return await self._depot.wait(versions)
 
     async def list(self, prefix: str = "") -> AsyncIterator[Version]:
-        after = ""
-        node, tenant = self._node, self._tenant.name
-        while page := await node.wait(node.names.page(tenant, prefix, after, MAX_LISTED)):
+        names, tenant, after = self._depot.names, self._tenant.name, ""
+        while page := await self._depot.wait(names.page(tenant, prefix, after, MAX_LISTED)):
             for about in page:
                 yield about
             after = page[-1].name
 
     async def close(self) -> None:
         """Nothing is its own."""
-
-
-def checked_name(name: str) -> str:
-    from kdn.node.names_api import is_name
-
-    if not isinstance(name, str) or not is_name(name):
-        raise UnsupportedError(
-            f"expected a name of 1 to 128 letters, digits, '.', '_', '-', found {shown(name)}"
-        )
-    return name
 
 
 def _path(name: str) -> str:

@@ -73,7 +73,7 @@ def as_quality(told: str) -> str | float:
 
 
 def learn(door: Door, name: str, path: Path) -> None:
-    from kdn.names import checked_name
+    from kdn.depot.manifests import checked_name
 
     checked_name(name)
     text = read_text(path)
@@ -91,7 +91,7 @@ def learn(door: Door, name: str, path: Path) -> None:
 
 
 def ask(door: Door, name: str, question: str, deadline_s: float | None, max_tokens: int) -> None:
-    from kdn.names import checked_name
+    from kdn.depot.manifests import checked_name
 
     checked_name(name)
     checked_text("question", question)

@@ -14,8 +14,9 @@ from rich.table import Table
 
 from kdn.checked import checked_text, shown
 from kdn.config import load_config
+from kdn.depot.manifests import checked_name
 from kdn.errors import StoreError, UnsupportedError
-from kdn.names import NodeNames, checked_name
+from kdn.names import NodeNames
 from kdn.store.http import HttpStore
 from kdn.store.node_client import HttpLimits, NodeClient
 from kdn.store.tls import client_tls

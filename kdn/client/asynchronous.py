@@ -41,6 +41,7 @@ from kdn.codec import CODECS
 from kdn.config import find_credentials
 from kdn.delivery.publish import Publisher
 from kdn.delivery.request import OnProgress, Result
+from kdn.depot.manifests import checked_name
 from kdn.engines.generating import Sampling, TextPieces
 from kdn.engines.growing import Room, Rooms
 from kdn.engines.prompts import PLAIN, Knowledge, Prompts
@@ -50,7 +51,6 @@ from kdn.engines.transformers import spec_of
 from kdn.engines.unchanged import Unchanged
 from kdn.errors import FormatError, MismatchError, StoreError, UnsupportedError
 from kdn.manifests import entry_of
-from kdn.names import checked_name
 from kdn.places import Places, Where, checked_places, open_places
 from kdn.shared_profiles import codec_for, share_profile
 

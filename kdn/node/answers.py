@@ -1,6 +1,6 @@
 """What goes wrong in a request, as a status, a stable code and a sentence (`docs/protocol.md`).
 
-Handlers raise `Refusal`; errors of stores and formats become one here; whatever else escapes is a
+Handlers raise `Refusal`; errors of depots and formats become one here; whatever else escapes is a
 fault of ours, logged, and answered without a word about it.
 """
 
@@ -13,10 +13,13 @@ from aiohttp import web
 
 from kdn.errors import (
     ChecksumError,
+    ConditionError,
     FormatError,
     KdnError,
+    MalformedError,
     MismatchError,
     NoSpaceError,
+    QuotaError,
     StoreError,
 )
 
@@ -63,7 +66,14 @@ def not_found() -> Refusal:
 
 
 def refusal_of(error: KdnError) -> Refusal:
-    """What an error of a store or a format means to the client."""
+    """What an error of a depot, a store or a format means to the client."""
+    if isinstance(error, ConditionError):
+        headers = {} if error.newest is None else {"ETag": f'"{error.newest}"'}
+        return Refusal(412, "precondition_failed", str(error), headers)
+    if isinstance(error, MalformedError):
+        return bad_request(str(error))
+    if isinstance(error, QuotaError):
+        return Refusal(507, "quota_exceeded", str(error))
     if isinstance(error, NoSpaceError):
         return Refusal(507, "no_space", str(error))
     if isinstance(error, StoreError):

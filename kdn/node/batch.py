@@ -18,13 +18,12 @@ from aiohttp import web
 from xxhash import xxh3_64_intdigest
 
 from kdn.codec.header import PROBE_BYTES, header_size
+from kdn.depot.tenants import COLLECTIONS, Tenant
+from kdn.depot.turns import Work
 from kdn.errors import FormatError, KdnError
 from kdn.node.answers import bad_request
-from kdn.node.bodies import parse_object
 from kdn.node.sending import Data, Sender
-from kdn.node.state import CLIENT, NODE, TENANT, Node, parse_hex
-from kdn.node.tenants import COLLECTIONS, Tenant
-from kdn.node.turns import Work
+from kdn.node.state import CLIENT, NODE, TENANT, Node
 from kdn.protocol import frames
 from kdn.protocol.frames import FIXED_BYTES, MAX_DATA_BYTES, MAX_ETAG_BYTES, Frame
 from kdn.protocol.limits import (
@@ -35,6 +34,7 @@ from kdn.protocol.limits import (
     MAX_SAVED_S,
     MAX_SPANS,
 )
+from kdn.protocol.strict import parse_hex, parse_object
 from kdn.store.base import Entry
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Found(NamedTuple):
 async def lookup(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
     async with node.bodies.question(request, tenant.name, MAX_QUESTION_BYTES) as data:
-        work = Work(node.turns, tenant.name, LOOKUP_SLICE_S)
+        work = Work(node.depot.turns, tenant.name, LOOKUP_SLICE_S)
         body = await _parse(work, data)
         collection = _collection(body, {"collection", "keys", "head_bytes"})
         keys = []
@@ -118,10 +118,10 @@ async def _look_up(
 ) -> list[Entry | None]:
     entries: list[Entry | None] = []
     for at in range(0, len(store_keys), LOOKED_UP):
-        some = node.store.lookup(store_keys[at : at + LOOKED_UP], head_bytes=head_bytes)
+        some = node.depot.store.lookup(store_keys[at : at + LOOKED_UP], head_bytes=head_bytes)
         if len(store_keys) > LOOKED_UP:
             some = _one_at_a_time(node, tenant, some)
-        entries += await node.wait(some)
+        entries += await node.depot.wait(some)
         if work.is_over:
             await work.rest()
     return entries
@@ -132,7 +132,7 @@ async def _one_at_a_time(
 ) -> list[Entry | None]:
     """A part of a long lookup. The threads that read files for it keep the event loop waiting, so
     each tenant has one of them at a time, and none most of the time while others want something."""
-    async with tenant.lookups:
+    async with node.lookups[tenant.name]:
         began_s = perf_counter()
         entries = await lookup
         took_s = perf_counter() - began_s
@@ -162,7 +162,7 @@ async def _heads(
 async def read(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
     async with node.bodies.question(request, tenant.name, MAX_QUESTION_BYTES) as data:
-        work = Work(node.turns, tenant.name, READ_SLICE_S)
+        work = Work(node.depot.turns, tenant.name, READ_SLICE_S)
         body = await _parse(work, data)
         collection = _collection(body, {"collection", "spans"})
         spans = []

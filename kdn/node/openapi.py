@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from kdn.node.tenants import COLLECTIONS
+from kdn.depot.manifests import NAME, NAME_PART
+from kdn.depot.tenants import COLLECTIONS
 from kdn.protocol import frames
 from kdn.protocol.frames import MAX_ETAG_BYTES, MAX_KEY_BYTES
 from kdn.protocol.limits import (
@@ -20,7 +21,6 @@ from kdn.protocol.limits import (
 )
 
 Json = dict[str, Any]
-NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
 
 def _hex(max_bytes: int, min_bytes: int = 1) -> Json:
@@ -69,7 +69,7 @@ def _parameter(where: str, name: str, schema: Json, required: bool = False) -> J
 
 
 PATH_KEY = [_parameter("path", "collection", COLLECTION), _parameter("path", "key", KEY)]
-PATH_NAME = [_parameter("path", "name", {"type": "string", "pattern": NAME})]
+PATH_NAME = [_parameter("path", "name", {"type": "string", "pattern": f"^{NAME.pattern}$"})]
 PUT_HEADERS = [
     _parameter("header", "Kdn-Checksum", CHECKSUM, required=True),
     _parameter("header", "Kdn-Etag", ETAG),
@@ -156,7 +156,7 @@ def _names() -> Json:
     gone = _object({"name": TEXT, "deleted": keys, "kept": keys, "missing": keys})
     page = _object({"names": _list(_object({"name": TEXT, **VERSION})),
                     "next": {**TEXT, "nullable": True}})  # fmt: skip
-    part = {"type": "string", "pattern": "^[A-Za-z0-9._-]{0,128}$"}
+    part = {"type": "string", "pattern": f"^{NAME_PART.pattern}$"}
     pages = [_parameter("query", "prefix", part), _parameter("query", "after", part)]
     pages.append(_parameter("query", "limit", LIMIT))
     version = {"type": "integer", "minimum": 1, "maximum": MAX_VERSION}

@@ -210,11 +210,11 @@ def test_a_reader_of_a_replaced_object_gets_no_mix(tmp_path: Path) -> None:
         old = await node.put_chunk(1, 3 * 2**20)
         body = json.dumps({"spans": [{"key": KEY}]}).encode()
         reading = asyncio.create_task(node.ask("POST", "/v1/read", body))
-        await node.node.store.reached.wait()
+        await node.node.depot.store.reached.wait()
         new = chunk_stream(key_of(1), 3 * 2**20, seed=8)
         etag = f'"{Header.parse(old).stream_id.hex()}"'
         assert (await replace(node, new, etag))[0] == 200
-        node.node.store.go_on.set()
+        node.node.depot.store.go_on.set()
         found = list(split((await reading)[2]))
         assert [frame.status for frame, _ in found] == [200, 410, 410, 410]
         assert {frame.etag for frame, _ in found} == {Header.parse(old).stream_id}
