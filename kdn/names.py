@@ -8,30 +8,25 @@ read: whoever comes second reads again.
 from __future__ import annotations
 
 import json
-import ssl
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 from urllib.parse import quote
 
-import aiohttp
-
-from kdn.checked import checked_url, shown
-from kdn.errors import FormatError, StoreError, UnsupportedError
+from kdn.depot.depot import Depot, Report
+from kdn.depot.manifests import checked_name
+from kdn.depot.names import Version
+from kdn.depot.tenants import Tenant
+from kdn.errors import ConditionError, FormatError, StoreError, UnsupportedError
 from kdn.manifests import Manifest
-from kdn.protocol.limits import MAX_MANIFEST_BYTES
-from kdn.store.http_answers import Answer, member
-from kdn.store.session import open_session
-from kdn.store.tls import explain
+from kdn.protocol.limits import MAX_LISTED, MAX_MANIFEST_BYTES, MAX_REPORT_BYTES
+from kdn.store.http_answers import member
+from kdn.store.node_client import NodeClient
 
-if TYPE_CHECKING:
-    from kdn.node.state import Node
-    from kdn.node.tenants import Tenant
-
-DEADLINE_S = 30.0
+SILENCE_S = 30.0
+"""While a node deletes what a name used, it says nothing."""
 ATTEMPTS = 8
-PAGE = 1000
 
 
 @dataclass(frozen=True)
@@ -54,13 +49,17 @@ class Names(ABC):
         must be none); False if it is not."""
 
     @abstractmethod
-    async def delete(self, name: str, *, chunks: bool = True) -> dict[str, list[str]] | None:
+    async def delete(self, name: str, *, chunks: bool = True) -> Report | None:
         """Forget a name and the chunks only it used: which were `deleted`, `kept`, `missing`. None
         if there was none."""
 
     @abstractmethod
-    def list(self, prefix: str = "") -> AsyncIterator[str]:
-        """All names that begin so, in order."""
+    async def history(self, name: str) -> list[Version]:
+        """Its versions that are still there, newest first; none if there is no such name."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> AsyncIterator[Version]:
+        """The newest version of each name that begins so, in order of names."""
 
     @abstractmethod
     async def close(self) -> None: ...
@@ -76,162 +75,96 @@ class Names(ABC):
 
 
 class NodeNames(Names):
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str | None = None,
-        tls: ssl.SSLContext | None = None,
-        deadline_s: float = DEADLINE_S,
-    ) -> None:
-        self._url = checked_url(url).rstrip("/")
-        self._token, self._tls = token, tls
-        self._deadline_s = deadline_s
-        self._session: aiohttp.ClientSession | None = None
+    """Closing it closes its client, for all who share that."""
+
+    def __init__(self, node: NodeClient) -> None:
+        self._node = node
 
     async def get(self, name: str) -> Named | None:
-        answer, headers = await self._ask("GET", _path(name))
+        answer = await self._node.ask(
+            "GET", _path(name), expect=(200, 404), limit_bytes=MAX_MANIFEST_BYTES
+        )
         if answer.status == 404:
             return None
-        _expect(answer, 200)
         try:
-            version = int(headers.get("Kdn-Version", ""))
+            version = int(answer.headers.get("Kdn-Version", ""))
         except ValueError as error:
-            raise StoreError(f"{self._url}: expected the version of a name") from error
-        return Named(_parse(answer.body), headers.get("ETag", "").strip('"'), version)
+            raise StoreError(f"{self._node.url}: expected the version of a name") from error
+        return Named(_parse(answer.body), answer.headers.get("ETag", "").strip('"'), version)
 
     async def put(self, name: str, manifest: Manifest, after: str | None) -> bool:
         condition = {"If-None-Match": "*"} if after is None else {"If-Match": f'"{after}"'}
         headers = {"Content-Type": "application/json", **condition}
-        answer, _ = await self._ask("PUT", _path(name), _dump(manifest), headers)
-        if answer.status == 412:
-            return False
-        _expect(answer, 200, 201)
-        return True
+        answer = await self._node.ask(
+            "PUT", _path(name), _dump(manifest), headers=headers, expect=(200, 201, 412)
+        )
+        return answer.status != 412
 
-    async def delete(self, name: str, *, chunks: bool = True) -> dict[str, list[str]] | None:
-        flag = "true" if chunks else "false"
-        answer, _ = await self._ask("DELETE", f"{_path(name)}?chunks={flag}")
+    async def delete(self, name: str, *, chunks: bool = True) -> Report | None:
+        answer = await self._node.ask(
+            "DELETE", _path(name), query={"chunks": "true" if chunks else "false"},
+            expect=(200, 404), limit_bytes=MAX_REPORT_BYTES, silence_s=SILENCE_S,
+        )  # fmt: skip
         if answer.status == 404:
             return None
-        _expect(answer, 200)
         return {kind: member(answer.json, kind, list) for kind in ("deleted", "kept", "missing")}
 
-    async def list(self, prefix: str = "") -> AsyncIterator[str]:
-        after = ""
-        while True:
-            query = f"prefix={quote(prefix)}&after={quote(after)}&limit={PAGE}"
-            answer, _ = await self._ask("GET", f"/v1/names?{query}")
-            _expect(answer, 200)
-            for item in member(answer.json, "names", list):
-                yield member(item, "name", str)
-            following = answer.json.get("next")
-            if following is None:
-                return
-            if not isinstance(following, str) or following <= after:
-                raise StoreError(f"expected to list on after {after!r}, found {following!r}")
-            after = following
+    async def history(self, name: str) -> list[Version]:
+        answer = await self._node.ask("GET", f"{_path(name)}/history", expect=(200, 404))
+        if answer.status == 404:
+            return []
+        return [_version(name, told) for told in member(answer.json, "versions", list)]
+
+    async def list(self, prefix: str = "") -> AsyncIterator[Version]:
+        async for told in self._node.list("/v1/names", "names", prefix):
+            yield _version(member(told, "name", str), told)
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    async def _ask(
-        self,
-        method: str,
-        path: str,
-        data: bytes | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> tuple[Answer, dict[str, str]]:
-        if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=self._deadline_s)
-            self._session = open_session(timeout, token=self._token, tls=self._tls)
-        try:
-            async with self._session.request(
-                method, self._url + path, data=data, headers=headers, allow_redirects=False
-            ) as answer:
-                body = bytearray()
-                async for part in answer.content.iter_any():
-                    body += part
-                    if len(body) > MAX_MANIFEST_BYTES:
-                        raise StoreError(f"{self._url}: over {MAX_MANIFEST_BYTES} bytes")
-                told = {key: answer.headers.get(key, "") for key in ("ETag", "Kdn-Version")}
-                return Answer(answer.status, bytes(body)), told
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise StoreError(f"{self._url}: {method} failed: {explain(error)}") from error
+        await self._node.close()
 
 
 class FolderNames(Names):
-    """Of a node in this process. It belongs to its owner, who closes it."""
+    """Of a depot in this process. It belongs to its owner, who closes it."""
 
-    def __init__(self, node: Node, tenant: Tenant) -> None:
-        self._node = node
+    def __init__(self, depot: Depot, tenant: Tenant) -> None:
+        self._depot = depot
         self._tenant = tenant
 
     async def get(self, name: str) -> Named | None:
-        reading = self._node.names.get(self._tenant.name, checked_name(name))
-        found = await self._node.wait(reading)
+        reading = self._depot.names.get(self._tenant.name, checked_name(name))
+        found = await self._depot.wait(reading)
         if found is None:
             return None
         about, manifest = found
         return Named(_parse(manifest), about.etag, about.version)
 
     async def put(self, name: str, manifest: Manifest, after: str | None) -> bool:
-        from kdn.node.answers import Refusal
-        from kdn.node.names_api import put_manifest
-
+        data = _dump(manifest)
         try:
-            await self._node.wait(
-                put_manifest(
-                    self._node,
-                    self._tenant,
-                    checked_name(name),
-                    _dump(manifest),
-                    lambda e: e == after,
-                )
+            await self._depot.put_manifest(
+                self._tenant, checked_name(name), data, lambda newest: newest == after
             )
-        except Refusal as refusal:
-            if refusal.status == 412:
-                return False
-            raise StoreError(str(refusal)) from refusal
+        except ConditionError:
+            return False
         return True
 
-    async def delete(self, name: str, *, chunks: bool = True) -> dict[str, list[str]] | None:
-        from kdn.node.answers import Refusal
-        from kdn.node.names_api import delete_manifest
+    async def delete(self, name: str, *, chunks: bool = True) -> Report | None:
+        checked_name(name)
+        return await self._depot.delete_manifest(self._tenant, name, lambda _: True, chunks)
 
-        try:
-            return await self._node.wait(
-                delete_manifest(
-                    self._node, self._tenant, checked_name(name), lambda etag: True, chunks
-                )
-            )
-        except Refusal as refusal:
-            if refusal.status == 404:
-                return None
-            raise StoreError(str(refusal)) from refusal
+    async def history(self, name: str) -> list[Version]:
+        versions = self._depot.names.history(self._tenant.name, checked_name(name))
+        return await self._depot.wait(versions)
 
-    async def list(self, prefix: str = "") -> AsyncIterator[str]:
-        after = ""
-        node, tenant = self._node, self._tenant.name
-        while page := await node.wait(node.names.page(tenant, prefix, after, PAGE)):
-            for item in page:
-                yield item.name
+    async def list(self, prefix: str = "") -> AsyncIterator[Version]:
+        names, tenant, after = self._depot.names, self._tenant.name, ""
+        while page := await self._depot.wait(names.page(tenant, prefix, after, MAX_LISTED)):
+            for about in page:
+                yield about
             after = page[-1].name
 
     async def close(self) -> None:
         """Nothing is its own."""
-
-
-def checked_name(name: str) -> str:
-    from kdn.node.names_api import is_name
-
-    if not isinstance(name, str) or not is_name(name):
-        raise UnsupportedError(
-            f"expected a name of 1 to 128 letters, digits, '.', '_', '-', found {shown(name)}"
-        )
-    return name
 
 
 def _path(name: str) -> str:
@@ -257,6 +190,9 @@ def _parse(data: bytes) -> Manifest:
     return manifest
 
 
-def _expect(answer: Answer, *statuses: int) -> None:
-    if answer.status not in statuses:
-        raise answer.error
+def _version(name: str, told: Any) -> Version:
+    """As a node tells it."""
+    version, size_bytes = (member(told, key, int) for key in ("version", "size_bytes"))
+    return Version(
+        name, version, member(told, "etag", str), member(told, "created_s", float), size_bytes
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,19 @@ def test_versions_follow_each_other(with_places: Callable[[Test], None]) -> None
         second = await names.get("notes")
         assert second is not None
         assert (second.manifest, second.version) == ({"a": 2}, 2)
+        assert [(v.name, v.version, v.etag) for v in await names.history("notes")] == [
+            ("notes", 2, second.etag),
+            ("notes", 1, first.etag),
+        ]
+        assert await names.history("novel") == []
         assert await names.put("novel", {}, None)
-        assert [name async for name in names.list()] == ["notes", "novel"]
-        assert [name async for name in names.list("nov")] == ["novel"]
+        listed = [about async for about in names.list()]
+        assert [(v.name, v.version, v.size_bytes) for v in listed] == [
+            ("notes", 2, len(b'{"a":2}')),
+            ("novel", 1, len(b"{}")),
+        ]
+        assert abs(listed[0].created_s - time.time()) < 3600
+        assert [about.name async for about in names.list("nov")] == ["novel"]
 
     with_places(test)
 

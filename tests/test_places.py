@@ -103,6 +103,21 @@ def test_tokens_reach_nodes(tmp_path: Path) -> None:
     with_node(tmp_path, test, tenant("t", "right"))
 
 
+def test_stores_and_names_of_a_node_share_its_connections(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        await node.ask("GET", "/healthz")
+        async with open_places(node.url) as places:
+            data = await put(await places.publish_to.store(), 1)
+            assert await read(await places.publish_to.store(), 1) == data
+            assert await read(places.profiles[0], 1) is None
+            assert await places.names.put("notes", manifest(1), None)
+            assert [about.name async for about in places.names.list()] == ["notes"]
+            shown = (await node.ask("GET", "/metrics"))[2].decode()
+            assert "kdn_connections 2.0" in shown, "this test's own, and one more"
+
+    with_node(tmp_path, test)
+
+
 def test_nothing_is_refused_by_name() -> None:
     async def work() -> None:
         async with open_places([]):

@@ -75,7 +75,7 @@ def as_quality(told: str) -> str | float:
 
 def learn(door: Door, name: str, path: Path) -> None:
     from kdn.cli.progress import reading_bar
-    from kdn.names import checked_name
+    from kdn.depot.manifests import checked_name
 
     checked_name(name)
     text = read_text(path)
@@ -95,7 +95,7 @@ def learn(door: Door, name: str, path: Path) -> None:
 
 def ask(door: Door, name: str, question: str, deadline_s: float | None, max_tokens: int) -> None:
     from kdn.cli.progress import bar
-    from kdn.names import checked_name
+    from kdn.depot.manifests import checked_name
 
     checked_name(name)
     checked_text("question", question)

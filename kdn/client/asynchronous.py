@@ -43,6 +43,7 @@ from kdn.codec import CODECS
 from kdn.config import find_credentials
 from kdn.defaults import CODEC, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
 from kdn.delivery.request import OnProgress
+from kdn.depot.manifests import checked_name
 from kdn.engines.generating import Sampling, TextPieces
 from kdn.engines.growing import Rooms
 from kdn.engines.prompts import Knowledge, Prompts
@@ -51,7 +52,6 @@ from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import spec_of
 from kdn.engines.unchanged import Unchanged
 from kdn.errors import KdnError, StoreError, UnsupportedError
-from kdn.names import checked_name
 from kdn.places import Where, checked_places
 from kdn.session.profiles import share_profile
 from kdn.session.quality import Quality, enough_kld

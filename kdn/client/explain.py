@@ -101,13 +101,13 @@ async def _suspects(session: Session) -> Suspects:
     for name, profile in _own_profiles(session.spec).items():
         suspects.namespaces[OTHER_PROFILE.format(name)] = replace(own, profile=profile)
     count = 0
-    async for name in session.places.names.list():
+    async for about in session.places.names.list():
         count += 1
         if count > MAX_NAMES:
             break
-        found = await session.places.names.get(name)
+        found = await session.places.names.get(about.name)
         if found is not None:
-            _note(suspects, name, found.manifest, own)
+            _note(suspects, about.name, found.manifest, own)
     if own.secret != PUBLIC_SECRET:
         suspects.namespaces[OTHER_SECRET] = replace(own, secret=PUBLIC_SECRET)
     suspects.namespaces = {why: one for why, one in suspects.namespaces.items() if one != own}

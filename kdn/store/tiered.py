@@ -261,8 +261,9 @@ class TieredStore(Store):
                 full += 1
             elif answer is not None:
                 kept = answer
-                if answer.etag != entry.etag:
-                    break
+                if answer.etag != entry.etag:  # a reader finds what a tier above has before this
+                    [found] = await self.lookup([entry.key])
+                    return found or answer
         if kept is None:
             names = ", ".join(tier.name for tier in reversed(lowest_first[:lasting]))
             error = NoSpaceError if full == lasting else StoreError

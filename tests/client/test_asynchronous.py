@@ -374,7 +374,7 @@ def test_a_node_that_is_away_costs_time_but_no_answer(tiny_model: Any, tmp_path:
             await client.learn("notes", TEXT)
             tokens, options = (await client.named("notes"))[0], client.ask("notes", QUESTION)
             await options.close()
-            await node.listening.node.store.close()
+            await node.listening.node.depot.store.close()
             answer = client.ask("notes", QUESTION, max_new_tokens=12, deadline_s=0.4)
             assert await answer.read() == own_answer(model, prompt_of(TEXT, QUESTION), 12)
             assert answer.stats.known_tokens == 0

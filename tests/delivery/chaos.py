@@ -12,7 +12,9 @@ from random import Random
 from xxhash import xxh3_64_intdigest
 
 from kdn.codec.header import Header
-from kdn.node.names import NameStore
+from kdn.depot.depot import Depot
+from kdn.depot.names import NameStore
+from kdn.depot.tenants import tenants_of
 from kdn.node.server import Listening, listen, make_node
 from kdn.store.evict import open_policy
 from kdn.store.memory import MemoryStore
@@ -35,7 +37,8 @@ class FragileNode:
 
     async def start(self) -> None:
         self._running = AsyncExitStack()
-        node = make_node(self._config, self._store, self._names)
+        depot = Depot(self._store, self._names, tenants_of(()), 60.0)
+        node = make_node(self._config, depot)
         [self._tenant] = node.tenants
         self.listening = await self._running.enter_async_context(listen(self._config, node))
 

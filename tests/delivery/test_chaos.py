@@ -24,7 +24,8 @@ from kdn.delivery.flight import Limits
 from kdn.delivery.planner import default
 from kdn.delivery.request import Result
 from kdn.store.base import Store
-from kdn.store.http import HttpLimits, HttpStore
+from kdn.store.http import HttpStore
+from kdn.store.node_client import HttpLimits, NodeClient
 from tests.delivery.chaos import FragileNode, Gateway, make_trouble
 from tests.delivery.world import World, level_major, make_world, run
 
@@ -53,7 +54,7 @@ def open_sockets() -> int:
 
 def connect(url: str) -> Store:
     limits = HttpLimits(connections=8, connect_s=0.5, silence_s=5.0)
-    return HttpStore(url, collection="chunks", limits=limits)
+    return HttpStore(NodeClient(url, limits=limits), collection="chunks")
 
 
 async def one_delivery(world: World, gateways: list[Gateway], rng: Random) -> tuple[Result, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kdn.config import TenantSettings
+from kdn.depot.tenants import tenants_of
 from kdn.node.answers import Refusal
 from kdn.node.app import ROUTES
 from kdn.node.tenants import RateLimit, Right, Tenants, new_token, token_hash
@@ -243,7 +244,8 @@ def test_tokens_are_found_by_hash() -> None:
     assert len(token) >= 40
     assert new_token()[0] != token
     surrogates = b"\xdd\xff".decode(errors="surrogateescape")
-    tenants = Tenants([TenantSettings("x", (token_hash("other"), hashed))], lambda: 0.0)
+    known = tenants_of([TenantSettings("x", (token_hash("other"), hashed))])
+    tenants = Tenants(known, lambda: 0.0)
     assert tenants.authenticate(f"Bearer {token}")[0].name == "x"
     assert tenants.authenticate("bearer other")[1] is Right.PUBLISH
     with pytest.raises(Refusal):

@@ -393,6 +393,21 @@ def test_a_key_taken_below_is_not_taken_again_above() -> None:
     run(test())
 
 
+def test_a_put_of_a_taken_key_tells_what_a_reader_finds() -> None:
+    """A reader finds what is above first, whatever else a tier below has."""
+
+    async def test() -> None:
+        above, below = memory(), memory()
+        await put(above, b"a", b"above")
+        await put(below, b"a", b"below")
+        async with closing(stack(above, below)) as store:
+            entry = await put(store, b"a", b"new")
+            assert entry.etag == etag_of(b"above")
+            assert await store.lookup([b"a"]) == [entry]
+
+    run(test())
+
+
 def test_a_delete_that_a_tier_does_not_confirm_is_an_error() -> None:
     async def test() -> None:
         bottom = Flaky(memory())

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from kdn.cli.main import app
 from kdn.config import load_config
+from kdn.depot.stores import open_store
 from kdn.errors import StoreError, UnsupportedError
-from kdn.node.storage import open_store
 from kdn.places import open_places
 from kdn.store.evict import Owners, Retention, open_policy
 from kdn.store.http import HttpStore

@@ -1,6 +1,6 @@
 """Which object leaves next when a store is full: pure policies, no I/O, the clock passed in.
 
-`open_policy` wraps a policy in `Shares`, where a store has several owners, and in `Retention`,
+`open_policy` wraps a policy in `PerOwner`, where a store has several owners, and in `Retention`,
 which adds pins, retention by name and TTL.
 """
 
@@ -13,12 +13,12 @@ from kdn.errors import UnsupportedError
 from kdn.store.evict.base import Policy
 from kdn.store.evict.cost import CostAware
 from kdn.store.evict.lru import LRU
+from kdn.store.evict.owners import Owners, PerOwner
 from kdn.store.evict.retention import Retention
 from kdn.store.evict.s3fifo import S3Fifo
-from kdn.store.evict.shares import Owners, Shares
 
 __all__ = [
-    "LRU", "POLICIES", "CostAware", "Owners", "Policy", "Retention", "S3Fifo", "Shares",
+    "LRU", "POLICIES", "CostAware", "Owners", "PerOwner", "Policy", "Retention", "S3Fifo",
     "open_policy",
 ]  # fmt: skip
 
@@ -32,5 +32,5 @@ def open_policy(
     are measured on."""
     if name not in POLICIES:
         raise UnsupportedError(f"expected a policy of {', '.join(POLICIES)}, found {name!r}")
-    policy = Shares(POLICIES[name], owners) if owners else POLICIES[name]()
+    policy = PerOwner(POLICIES[name], owners) if owners else POLICIES[name]()
     return Retention(policy, clock)

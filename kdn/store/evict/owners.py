@@ -5,7 +5,7 @@ among themselves. Of all owners, the one that holds the most bytes for its weigh
 owner below its share (its weight's part of all that is held) never loses anything to others, and
 whatever some leave unused, others may use.
 
-What an owner holds (pins, names) is safe within its share only: beyond it, when the owner's turn
+What an owner holds (by names) is safe within its share only: beyond it, when the owner's turn
 has come and nothing else of it may go, what is held goes, too. It is still held: an object that
 comes back is kept again as far as there is room. An owner who is alone has all for its share.
 
@@ -51,7 +51,7 @@ class _Part:
 _LEVEL = attrgetter("level")
 
 
-class Shares(Policy):
+class PerOwner(Policy):
     """A demoted key goes first among those of its owner."""
 
     def __init__(self, make: Callable[[], Policy], owners: Owners) -> None:
