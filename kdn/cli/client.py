@@ -143,13 +143,14 @@ def explain(door: Door, path: Path, raw: bool) -> None:
         engine = client.engine
         tokens = engine.tokenizer(text).input_ids if raw else engine.prompts.learn(text)[0]
         table = Table("tokens", "known", "why")
-        findings = await find_out(client, tokens)
-        for one in findings:
+        found = await find_out(client, tokens)
+        for one in found.findings:
             table.add_row(f"{one.start:,} to {one.end:,}", "yes" if one.known else "no", one.why)
         console = Console(highlight=False)
         console.print(table)
-        known = sum(one.end - one.start for one in findings if one.known)
-        console.print(f"{known:,} of {len(tokens):,} tokens need no reading")
+        known = sum(one.end - one.start for one in found.findings if one.known)
+        told = f"; loading them takes about {found.loading_s:.2f} s" if known else ""
+        console.print(f"{known:,} of {len(tokens):,} tokens need no reading{told}")
 
     run_with(door, work)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from kdn.cache.keys import PUBLIC_SECRET, TAIL_MULTIPLE, Chunk, Namespace, Tokens, cut
 from kdn.cache.spec import ModelSpec
 from kdn.client.asynchronous import AsyncClient
+from kdn.client.options import Options
 from kdn.codec.exact import ExactCodec
 from kdn.codec.profiles import find_profile
 from kdn.delivery.endpoints import Endpoints
@@ -41,6 +42,13 @@ class Finding:
     why: str
 
 
+@dataclass(frozen=True)
+class Explanation:
+    findings: list[Finding]
+    loading_s: float
+    """To deliver what is known, as far as can be told."""
+
+
 @dataclass
 class Suspects:
     """Under what else the tokens may be known, by what to say then; and keys that names use."""
@@ -49,22 +57,24 @@ class Suspects:
     named: dict[bytes, str] = field(default_factory=dict)
 
 
-async def explain(client: AsyncClient, tokens: Tokens) -> list[Finding]:
-    known = await client.session.know(tokens)
+async def explain(client: AsyncClient, tokens: Tokens) -> Explanation:
+    session, contexts = client.session, client.contexts
+    known = await session.know(tokens)
     findings = [Finding(chunk.start, chunk.end, True, KNOWN) for chunk in known.chunks]
     reach = known.end
-    chunks = cut(tokens, client.session.namespace)
+    chunks = cut(tokens, session.namespace)
     rest = [number for number, chunk in enumerate(chunks) if chunk.end > reach]
     if rest:
-        suspects = await _suspects(client.session)
-        reasons = await _reasons(client.session.places.endpoints, tokens, chunks, suspects)
+        suspects = await _suspects(session)
+        reasons = await _reasons(session.places.endpoints, tokens, chunks, suspects)
         for number in rest:
             chunk, why = chunks[number], reasons[number]
             findings.append(Finding(max(reach, chunk.start), chunk.end, False, why))
     end = chunks[-1].end if chunks else 0
     if end < len(tokens):
         findings.append(Finding(end, len(tokens), False, SHORT))
-    return findings
+    enough = contexts.enough_kld(Options())
+    return Explanation(findings, session.loading_s(known, enough, contexts.speeds))
 
 
 async def _reasons(

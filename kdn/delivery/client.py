@@ -24,7 +24,14 @@ from kdn.delivery.lookup import HEAD_BYTES, Incoming, Question, look_up, read_lo
 from kdn.delivery.outcome import result_of
 from kdn.delivery.plan import Fetch, Offer, Plan, Policy, Progress, Reading, Situation
 from kdn.delivery.planner import default
-from kdn.delivery.request import FAR_S, OnProgress, Request, Result, Snapshot
+from kdn.delivery.request import (
+    FAR_S,
+    OnProgress,
+    Request,
+    Result,
+    Snapshot,
+    enough_levels,
+)
 from kdn.delivery.speeds import Gauge
 from kdn.delivery.transfer import Transfer
 from kdn.store.base import Store
@@ -177,7 +184,7 @@ class Delivery:
         self.lookup_s = self.now_s()
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, until_s - self.question.clock())):
-                enough = self.request.enough_levels(self.request.enough_kld)
+                enough = enough_levels(self.request.expected_kld, self.request.enough_kld)
                 await read_local(self.known, self.endpoints, enough)
 
     async def _find(self, until_s: float) -> Known:

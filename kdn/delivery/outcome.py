@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kdn.delivery.refine import Refinement
-from kdn.delivery.request import Result
+from kdn.delivery.request import Result, enough_levels
 
 if TYPE_CHECKING:
     from kdn.delivery.client import Delivery
@@ -17,7 +17,7 @@ def result_of(delivery: Delivery) -> Result:
     first_s = transfer.first_byte_s
 
     def refine(enough_kld: float) -> Refinement:
-        levels = delivery.request.enough_levels(enough_kld)
+        levels = enough_levels(delivery.request.expected_kld, enough_kld)
         return Refinement(
             known, levels, delivery.question, delivery.endpoints, delivery.estimator,
             delivery.limits, delivery.request.sink, delivery.gauge,

@@ -34,8 +34,9 @@ from kdn.delivery.known import Known, Wish, longest_known
 from kdn.delivery.lookup import Question, Stream, Streams, ask
 from kdn.delivery.plan import Speeds
 from kdn.delivery.publish import Admission, Publisher, Source
-from kdn.delivery.request import FAR_S, Compute, OnProgress, Request, worst_kld
+from kdn.delivery.request import FAR_S, Compute, OnProgress, Request, enough_levels, worst_kld
 from kdn.delivery.sink import Sink
+from kdn.delivery.speeds import Told
 from kdn.places import Places, open_places
 from kdn.session.delivered import Delivered, Grade, may_be_published
 from kdn.session.host_memory import HostMemory, open_host_memory
@@ -164,6 +165,14 @@ class Session:
             chunk.key: Stream(one, others) for chunk, one in zip(first, found, strict=True) if one
         }
         return Known(tuple(first), streams)
+
+    def loading_s(self, known: Known, enough_kld: float, speeds: Speeds | None = None) -> float:
+        """How long it would take to deliver what is known, as far as link and decoder are known."""
+        levels = enough_levels(self.codec.expected_kld, enough_kld)
+        link, told = self.estimator.link(), Told(speeds)
+        fetched = [chunk for chunk in known.chunks if chunk.key in known.streams]
+        decode_s = sum(told.decode_s(chunk.num_tokens, levels) for chunk in fetched)
+        return link.latency_s + max(known.size_bytes(levels) / link.rate, decode_s)
 
     def _question(self, chunks: Sequence[Chunk]) -> Question:
         return Question(chunks, self.codec, self._clock, self._rng)

@@ -163,4 +163,5 @@ def test_coarse_chunks_do_not_count_where_that_is_said() -> None:
     got = Delivered(chunks, (Grade(0.01, False), Grade(0.05, False), Grade(0.001, False)), None, ())
     assert got.good_until(688, 0.0) == 0
     assert got.good_until(688, 0.01) == 256
-    assert got.good_until(688, 0.1) == 688
+    assert got.good_until(688, 0.1) == 256  # the last tokens count more
+    assert got.good_until(688, 0.3) == 688
