@@ -19,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,12 +30,9 @@ import uvloop
 import kdn
 from kdn.bench.node_servers import start_kdn
 from kdn.client.asynchronous import AsyncClient
-from kdn.engines.vllm.known import longest_known
-from kdn.engines.vllm.runtime import Runtime
-from kdn.engines.vllm.settings import Settings
 from tests.client.letters import Letters
 from tests.conftest import TINY
-from tests.engines import test_vllm_worker as vllm
+from tests.engines import vllm_working as vllm
 
 ROOT = str(Path(kdn.__file__).parent)
 TEXT = "".join(chr(97 + i * i % 23 + i % 3) for i in range(700))
@@ -92,29 +90,19 @@ async def ask(name: str, where: str) -> None:
             assert answer.stats.known_tokens == 704
 
 
-@contextmanager
-def runtime_at(where: str) -> Iterator[Runtime]:
-    settings = Settings.parse({"url": where, "codec": "exact", "host_bytes": 0})
-    runtime = Runtime.acquire(settings, vllm.SPEC, torch.float32)
-    try:
-        yield runtime
-    finally:
-        runtime.release()
-
-
 def load(name: str, where: str) -> None:
-    with runtime_at(where) as runtime:
-        vllm.publish(runtime)
-    with journey(f"load from {name} into vLLM, opened for it"), runtime_at(where) as runtime:
-        worker, _ = vllm.make_worker(runtime)
+    with vllm.shared_session(where) as shared:
+        vllm.publish(shared)
+    with (
+        journey(f"load from {name} into vLLM, opened for it"),
+        vllm.shared_session(where) as shared,
+    ):
+        worker, _ = vllm.make_worker(shared)
         with journey(f"load from {name} into vLLM"):
-            looking = longest_known(
-                vllm.TOKENS, vllm.SPACE, runtime.codec, runtime.places.endpoints,
-                block_tokens=vllm.BLOCK, limit_s=10.0, dtype=torch.float32,
-                is_held=lambda _: False,
-            )  # fmt: skip
-            assert len(runtime.submit(looking).result(30).chunks) == 3
-            assert vllm.load(worker, 0, 576) == (set(), 576)
+            know = partial(shared.session.know, vllm.TOKENS, block_tokens=vllm.BLOCK, whole=True)
+            known = shared.submit(know).result(30)
+            heads = known.heads(known.chunks)
+            assert vllm.load(worker, 0, 576, heads=heads) == (set(), 576)
 
 
 def travel() -> None:

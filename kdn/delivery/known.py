@@ -113,7 +113,8 @@ async def longest_known(
     if len(full) - len(held) + sum(map(len, at_ends)) > MAX_KEYS:
         at_ends[:-1] = [[] for _ in at_ends[1:]]
     best = full[len(held) :] + at_ends[-1][:1]
-    await search.ask([*full[len(held) :], *(tail for some in at_ends for tail in some)], best)
+    if len(held) < len(full) or not any(map(wish.is_held, at_ends[-1])):
+        await search.ask([*full[len(held) :], *(tail for some in at_ends for tail in some)], best)
     chunks = [*held, *takewhile(search.is_usable, full[len(held) :])]
     late = len(chunks) == len(held) and search.is_late
     options = wish.tails(chunks[-1] if chunks else None)

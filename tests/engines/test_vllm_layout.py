@@ -79,15 +79,22 @@ def test_what_was_written_is_read(layout: Layout, start: int, end: int) -> None:
     assert torch.equal(found.values, cache.values[:, start:end])
 
 
-def test_only_the_blocks_of_a_part_are_written() -> None:
-    layers = [torch.zeros(SHAPES[Layout.CPU]) for _ in range(LAYERS)]
-    paged = PagedCache(layers, spec(), Heads(0, HEADS), BLOCK)
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize(
+    ("start", "end"), [(12, 16), (9, 15), (9, 11), (11, 13), (8, 13), (10, 16)]
+)
+def test_only_the_tokens_of_a_part_are_written(layout: Layout, start: int, end: int) -> None:
+    """Whole blocks or not: chunks that meet within a block are written one after the other."""
+    layers = [torch.full(SHAPES[layout], 9.0) for _ in range(LAYERS)]
+    paged = PagedCache(layers, spec(), Heads(0, HEADS), BLOCK, layout)
     cache = random_cache(8, start=8)  # tokens 8 to 16 of a context
-    paged.write(cache, 12, 16, [1, 2, 3, 4])
-    assert layers[0][4].any()
-    assert not layers[0][[0, 1, 2, 3, 5, 6]].any()
-    found = paged.read(12, 16, [1, 2, 3, 4])
-    assert torch.equal(found.keys, cache.keys[:, 4:])
+    paged.write(cache, start, end, [1, 2, 3, 4])
+    found = paged.read(0, 16, [1, 2, 3, 4])
+    for here, given in ((found.keys, cache.keys), (found.values, cache.values)):
+        assert torch.equal(here[:, start:end], given[:, start - 8 : end - 8])
+        here[:, start:end] = 9.0
+        assert (here == 9.0).all()
+    assert all((view[[0, 5, 6]] == 9.0).all() for layer in layers for view in views(layer, layout))
 
 
 def test_a_strided_tensor_is_written_through() -> None:
@@ -110,6 +117,8 @@ def test_kernels_with_smaller_blocks() -> None:
     assert torch.equal(keys[12:16].flatten(0, 1), cache.keys[0, :16])
     assert torch.equal(keys[4:8].flatten(0, 1), cache.keys[0, 16:])
     assert torch.equal(paged.read(5, 20, [3, 1]).values, cache.values[:, 5:20])
+    paged.write(random_cache(32), 6, 21, [2, 0])
+    assert torch.equal(paged.read(6, 21, [2, 0]).keys, cache.keys[:, 6:21])
 
 
 @pytest.mark.parametrize(
@@ -172,7 +181,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="blocks of 6"):
         PagedCache(layers, spec(), Heads(0, HEADS), 6)
     paged = PagedCache(layers, spec(), Heads(0, HEADS), BLOCK)
-    with pytest.raises(MismatchError, match="made of blocks"):
-        paged.write(random_cache(8), 0, 6, [0, 1])
+    with pytest.raises(MismatchError, match="not in 1 blocks"):
+        paged.write(random_cache(8), 0, 6, [0])
     with pytest.raises(MismatchError, match="not in 1 blocks"):
         paged.read(0, 8, [0])

@@ -7,15 +7,37 @@ from typing import Any
 
 import pytest
 
+from kdn.credentials import Credentials
 from kdn.engines.vllm.settings import Settings
 from kdn.errors import UnsupportedError
+from kdn.session.settings import SessionSettings
 
 
 def test_defaults_and_kinds() -> None:
     settings = Settings.parse({"url": "http://a", "deadline_s": 2, "secret": "s3"})
-    assert (settings.codec, settings.quality, settings.load_failure) == ("klt", 0.001, "recompute")
-    assert (settings.deadline_s, settings.secret) == (2.0, b"s3")
-    assert Settings.parse({"url": ["http://a", "/b"]}).url == ("http://a", "/b")
+    assert settings.session == SessionSettings(("http://a",), Credentials(secret=b"s3"))
+    assert (settings.quality, settings.load_failure) == (0.001, "recompute")
+    assert settings.deadline_s == 2.0
+    assert Settings.parse({"url": ["http://a", "/b"]}).session.where == ("http://a", "/b")
+
+
+def test_what_a_session_is_told() -> None:
+    given = {"client": "c", "codec": "exact", "profile": "/p", "queue_bytes": 1, "spool_bytes": 0,
+             "spool_folder": "/s", "host_bytes": 3, "host_folder": "/h"}  # fmt: skip
+    told = Settings.parse({"url": "x", **given}).session
+    found = {name: getattr(told, name) for name in given}
+    assert found == given | {
+        name: Path(given[name]) for name in ("profile", "spool_folder", "host_folder")
+    }
+
+
+@pytest.mark.parametrize(
+    ("quality", "expected"), [("high", 0.001), ("exact", 0.0), ("draft", 0.03), (0.02, 0.02)]
+)
+def test_quality_is_a_word_or_a_number(quality: str | float, expected: float) -> None:
+    assert Settings.parse({"url": "x", "quality": quality}).quality == expected
+    loose = Settings.parse({"url": "x", "quality": 3600})
+    assert loose.for_request({"kdn": {"quality": quality}}).quality == expected
 
 
 @pytest.mark.parametrize(
@@ -30,10 +52,16 @@ def test_defaults_and_kinds() -> None:
         ({"url": "x", "deadline_s": -1}, "deadline_s"),
         ({"url": "x", "deadline_s": float("inf")}, "deadline_s"),
         ({"url": "x", "quality": float("nan")}, "quality"),
+        ({"url": "x", "quality": "best"}, "quality.*draft, default, high, exact"),
+        ({"url": "x", "quality": True}, "quality"),
+        ({"url": "x", "lookup_s": 0}, "lookup_s"),
+        ({"url": "x", "spool_bytes": -1}, "spool_bytes"),
+        ({"url": "x", "host_folder": ""}, "host_folder"),
+        ({"url": "ftp://x"}, "url"),
         ({"url": "x", "publish": 1}, "publish"),
         ({"url": "x", "queue_bytes": 0}, "queue_bytes"),
         ({"url": "x", "queue_bytes": True}, "queue_bytes"),
-        ({"url": "x", "codec": "zip"}, "no codec 'zip'"),
+        ({"url": "x", "codec": "zip"}, "codec: expected klt"),
         ({"url": "x", "load_failure": "hide"}, "load_failure"),
     ],
 )
@@ -51,12 +79,12 @@ def test_credentials_from_files_and_the_environment(
         path.chmod(0o600)
     given = {"url": "x", "token_file": str(token), "secret_file": str(secret), "tls_ca": "/ca"}
     settings = Settings.parse(given)
-    assert (settings.token, settings.secret, settings.tls_ca) == ("T0KEN", b"S3CRET", "/ca")
+    assert settings.session.credentials == Credentials("T0KEN", b"S3CRET", "/ca")
     monkeypatch.setenv("KDN_CLIENT_TOKEN", "other")
     monkeypatch.setenv("KDN_CLIENT_SECRET_FILE", str(secret))
     settings = Settings.parse({"url": "x"})
-    assert (settings.token, settings.secret) == ("other", b"S3CRET")
-    assert Settings.parse(given).token == "T0KEN"
+    assert settings.session.credentials == Credentials("other", b"S3CRET")
+    assert Settings.parse(given).session.credentials.token == "T0KEN"
     assert caplog.messages == []
     for name in ("token", "secret"):
         caplog.clear()

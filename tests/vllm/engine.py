@@ -109,8 +109,7 @@ class Server:
 
     def flush(self, limit_s: float = 120.0) -> dict[str, int]:
         """Waits until everything is published."""
-        runtime = self.scheduler.connector._runtime
-        publisher = runtime._opened.result()[1]
+        publisher = self.scheduler.connector._shared.session.publisher
         until_s = time.monotonic() + limit_s
         time.sleep(0.05)
         while publisher._under_way and time.monotonic() < until_s:
@@ -137,9 +136,9 @@ class Server:
             told |= {
                 "scheduler": dict(side.counts),
                 "worker": dict(worker.counts),
-                "contexts": len(side._contexts),
-                "loading": len(side._loading) + len(worker._jobs),
-                "lossy_blocks": len(side._lossy_blocks),
+                "states": len(side.states),
+                "loading": len(side.loading) + len(worker.loader),
+                "lossy_blocks": len(side.lossy),
                 "fingerprint": self.scheduler.connector._spec.fingerprint.hex(),
                 "hits": self._metric("vllm:external_prefix_cache_hits"),
             }

@@ -29,8 +29,9 @@ ENVIRONMENT = {
 
 
 def connector(url: str, **settings: Any) -> dict[str, Any]:
-    """As in `--kv-transfer-config`; what is decoded is not shared with other engines."""
-    defaults = {"deadline_s": 60.0, "lookup_s": 5.0, "host_bytes": 0}
+    """As in `--kv-transfer-config`; what is decoded is not shared with other engines, and what a
+    dead node does not take is not left on disk."""
+    defaults = {"deadline_s": 60.0, "lookup_s": 5.0, "host_bytes": 0, "spool_bytes": 0}
     return {
         "kv_connector": "KdnConnector",
         "kv_connector_module_path": "kdn.engines.vllm",

@@ -12,6 +12,7 @@ from kdn.codec import open_codec
 from kdn.delivery.client import deliver
 from kdn.delivery.publish import Publisher, Values
 from kdn.delivery.request import Request
+from kdn.delivery.sink import HostSink
 from kdn.engines.transformers import from_dynamic_cache, spec_of, to_dynamic_cache
 from kdn.places import open_places
 
@@ -23,11 +24,12 @@ async def load(
     spec = spec_of(model)
     codec = open_codec(codec_name, spec)
     chunks = cut(tokens, Namespace(spec.fingerprint, codec.profile_id))
+    sink = HostSink.of(codec, chunks, torch.float32)
     async with open_places(url) as places:
-        request = Request(chunks, codec, codec.expected_kld, deadline_s=60.0, enough_kld=0.0)
+        request = Request(chunks, codec, codec.expected_kld, sink, deadline_s=60.0)
         result = await deliver(request, places.endpoints)
     assert not result.recompute, result.troubles
-    return result.cache, result.levels
+    return sink.cache, result.levels
 
 
 async def learn(url: str, codec_name: str, model: Any, tokens: list[int]) -> int:

@@ -154,5 +154,5 @@ def test_nothing_is_left_behind(engine: Engine, prompts: Any, truth: Any) -> Non
     assert engine.reset()
     after = engine.state()
     assert after["free_blocks"] == after["blocks"] - 1  # vLLM keeps one that stands for none
-    assert (after["requests"], after["contexts"], after["loading"]) == (0, 0, 0)
+    assert (after["requests"], after["states"], after["loading"]) == (0, 0, 0)
     assert after["rss_bytes"] - before["rss_bytes"] < 100 << 20

@@ -9,7 +9,7 @@ import pytest
 
 from kdn.cache.keys import Namespace
 from kdn.engines.vllm.identity import Identity
-from kdn.engines.vllm.scheduler import must_compute
+from kdn.engines.vllm.request_state import must_compute
 from kdn.errors import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns

@@ -7,13 +7,14 @@
 `docs/vllm.md` tells what it does. One idea per file; vLLM itself is seen by `connector.py`,
 `stats.py` and `checks.py` only:
 
-- `connector.py`: vLLM's interface, handed on to `scheduler.py` (what to load and to publish) and
-  `worker.py` (doing it); `stats.py`: counters for vLLM's log and metrics; `checks.py`: what is
-  refused when vLLM starts.
-- `layout.py`: keys and values in vLLM's paged memory; `weights.py`: whether the model's weights are
-  still those it started with.
-- `runtime.py`: the background thread that talks to nodes; `known.py`: the longest known prefix.
-- `identity.py`: which model, and whose keys; `settings.py`; `messages.py`.
+- `connector.py`: vLLM's interface, handed on to the two sides; `stats.py`: counters for vLLM's log
+  and metrics; `checks.py`: what is refused when vLLM starts.
+- `scheduler.py`: what to load, with `request_state.py`; `saving.py`: what to publish;
+  `lossy_blocks.py`: what never is.
+- `worker.py`: doing it, with `loader.py` and `paged_sink.py`; `layout.py`: keys and values in
+  vLLM's paged memory; `weights.py`: whether the model's weights are still those it started with.
+- `messages.py`: what the sides tell each other; `shared.py`: the session that they share.
+- `identity.py`: which model, and whose keys; `settings.py`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 def check_config(config: Any, settings: Settings) -> None:
     """UnsupportedError names the first setting of vLLM that kdn cannot serve."""
     parallel, cache = config.parallel_config, config.cache_config
-    places = (settings.url,) if isinstance(settings.url, str) else settings.url
     several = parallel.tensor_parallel_size > 1 or parallel.data_parallel_size > 1
     reasons = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
@@ -31,7 +30,7 @@ def check_config(config: Any, settings: Settings) -> None:
             ("fp8", "int", "nv")
         ),
         "a folder shared by several workers (use a node's URL)": several
-        and not all(map(is_url, places)),
+        and not all(map(is_url, settings.session.where)),
         "speculative decoding": config.speculative_config is not None,
         "LoRA for some modules only (target_modules)": bool(
             getattr(getattr(config, "lora_config", None), "target_modules", None)

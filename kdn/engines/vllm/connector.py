@@ -16,8 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kdn.cache.keys import Chunk, Namespace, seal_key
-from kdn.delivery.request import worst_kld
+from kdn.cache.keys import Namespace, seal_key
+from kdn.delivery.known import Known
 from kdn.engines.vllm.checks import (
     cache_dtype,
     check_blocks,
@@ -28,12 +28,11 @@ from kdn.engines.vllm.checks import (
     live_weights,
 )
 from kdn.engines.vllm.identity import Identity, spec_of_model
-from kdn.engines.vllm.known import Known, longest_known
 from kdn.engines.vllm.layout import Heads, Layout, PagedCache
-from kdn.engines.vllm.messages import Loaded, Step
-from kdn.engines.vllm.runtime import Runtime
+from kdn.engines.vllm.messages import LoadReport, Step
 from kdn.engines.vllm.scheduler import SchedulerSide
 from kdn.engines.vllm.settings import Settings
+from kdn.engines.vllm.shared import SharedSession
 from kdn.engines.vllm.stats import KdnPromMetrics, KdnStats, Taken
 from kdn.engines.vllm.worker import WorkerSide
 
@@ -47,25 +46,10 @@ class KdnMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class KdnWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    loaded: Loaded = field(default_factory=Loaded)
+    report: LoadReport = field(default_factory=LoadReport)
 
     def aggregate(self, other: KdnWorkerMetadata) -> KdnWorkerMetadata:
-        """Of several ranks: exact is what is exact on all, failed what failed on one."""
-        mine, theirs = self.loaded, other.loaded
-        return KdnWorkerMetadata(
-            Loaded(
-                _least(mine.exact_until, theirs.exact_until),
-                _least(mine.failed_from, theirs.failed_from),
-                mine.weights_changed or theirs.weights_changed,
-            )
-        )
-
-
-def _least(mine: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
-    both = dict(mine)
-    for request_id, end in theirs.items():
-        both[request_id] = min(end, both.get(request_id, end))
-    return both
+        return KdnWorkerMetadata(self.report.joined(other.report))
 
 
 class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -79,15 +63,15 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # A cache that is away must not fail requests. vLLM reads this after making its connector.
         transfer.kv_load_failure_policy = settings.load_failure
         self._spec = spec = spec_of_model(vllm_config.model_config, vllm_config.load_config)
-        self._dtype = cache_dtype(vllm_config)
-        self._runtime = Runtime.acquire(settings, spec, self._dtype)
+        self._shared = SharedSession.acquire(settings.session, spec, cache_dtype(vllm_config))
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._taken = Taken()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler(transfer)
-        logger.info("kdn: model %s, %s at %s", spec.fingerprint.hex(), settings.codec, settings.url)
+        told = settings.session
+        logger.info("kdn: model %s, %s at %s", spec.fingerprint.hex(), told.codec, told.where)
 
     def _make_scheduler(self, transfer: Any) -> SchedulerSide:
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
@@ -96,28 +80,22 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
             load=self._settings.load and transfer.is_kv_consumer,
             publish=self._settings.publish and transfer.is_kv_producer and ranks == 1,
         )
-        codec = self._runtime.codec
-        namespace = Namespace(self._spec.fingerprint, codec.profile_id, secret=settings.secret)
-        return SchedulerSide(settings, Identity(namespace), self._look_up, self._block_tokens)
+        identity = Identity(self._shared.session.namespace)
+        return SchedulerSide(settings, identity, self._look_up, self._block_tokens)
 
     def _look_up(
         self, tokens: Any, namespace: Namespace, enough_kld: float, limit_s: float
     ) -> Future[Known]:
-        runtime = self._runtime
-
-        def is_held(chunk: Chunk) -> bool:
-            host = runtime.host
-            return host is not None and host.has(chunk, worst_kld(chunk, None, enough_kld))
-
-        async def ask() -> Known:
-            async with runtime.asking:
-                return await longest_known(
-                    tokens, namespace, runtime.codec, runtime.places.endpoints,
-                    block_tokens=self._block_tokens, limit_s=limit_s, dtype=self._dtype,
-                    is_held=is_held,
-                )  # fmt: skip
-
-        return runtime.submit(ask())
+        return self._shared.submit(
+            lambda: self._shared.session.know(
+                tokens,
+                namespace=namespace,
+                enough_kld=enough_kld,
+                block_tokens=self._block_tokens,
+                whole=True,
+                limit_s=limit_s,
+            )
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -149,7 +127,7 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._scheduler is not None
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, KdnWorkerMetadata):
-            self._scheduler.loaded(report.loaded)
+            self._scheduler.loaded(report.report)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -178,12 +156,14 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
             check_cpu_layout(self._vllm_config, heads.count, self._spec.head_dim, paged)
         layers = self._vllm_config.compilation_config.static_forward_context
         weights = live_weights([layers[name] for name in kv_caches])
-        self._worker = WorkerSide(self._runtime, paged, weights.have_changed)
+        self._worker = WorkerSide(
+            self._shared, paged, weights.have_changed, self._settings.lookup_s
+        )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, KdnMetadata):
-            key = seal_key(self._settings.secret)
+            key = seal_key(self._settings.session.secret)
             self._worker.begin(connector_metadata.step.with_seal_key(key))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -230,6 +210,6 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return ()
 
     def shutdown(self) -> None:
-        runtime, self._runtime = getattr(self, "_runtime", None), None  # type: ignore[assignment]
-        if runtime is not None:
-            runtime.release()
+        shared, self._shared = getattr(self, "_shared", None), None  # type: ignore[assignment]
+        if shared is not None:
+            shared.release()

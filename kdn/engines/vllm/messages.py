@@ -9,12 +9,15 @@ from kdn.cache.keys import Chunk
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadOrder:
     """Tokens [start, end) of a request, both multiples of vLLM's block size."""
 
     request_id: str
     chunks: tuple[Chunk, ...]
     """Consecutive, covering these tokens and perhaps some around them."""
+    heads: tuple[bytes, ...]
+    """Of their streams, as they were looked up: the worker asks nobody again. Empty where this host
+    held the chunk itself."""
     start: int
     end: int
     block_ids: tuple[int, ...]
@@ -26,7 +29,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Save:
+class SaveOrder:
     """Chunks whose values are complete after this step, and are the model's own."""
 
     request_id: str
@@ -34,13 +37,13 @@ class Save:
     block_ids: tuple[int, ...]
 
 
-T = TypeVar("T", Load, Save)
+T = TypeVar("T", LoadOrder, SaveOrder)
 
 
 @dataclass(frozen=True)
 class Step:
-    loads: tuple[Load, ...] = ()
-    saves: tuple[Save, ...] = ()
+    loads: tuple[LoadOrder, ...] = ()
+    saves: tuple[SaveOrder, ...] = ()
     num_tokens: int = 0
     """That the model reads in this step."""
     waiting: bool = False
@@ -61,7 +64,7 @@ class Step:
 
 
 @dataclass
-class Loaded:
+class LoadReport:
     """Loads that have ended: up to where each is as the model itself would have it."""
 
     exact_until: dict[str, int] = field(default_factory=dict)
@@ -72,3 +75,15 @@ class Loaded:
 
     def __bool__(self) -> bool:
         return bool(self.exact_until) or self.weights_changed
+
+    def joined(self, other: LoadReport) -> LoadReport:
+        """Of several ranks: exact is what is exact on all, failed what failed on one."""
+        return LoadReport(
+            _least(self.exact_until, other.exact_until),
+            _least(self.failed_from, other.failed_from),
+            self.weights_changed or other.weights_changed,
+        )
+
+
+def _least(mine: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
+    return mine | {name: min(end, mine.get(name, end)) for name, end in theirs.items()}

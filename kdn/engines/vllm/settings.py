@@ -7,45 +7,41 @@ refused too, by not using any cache for it: a request must not bring an engine d
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from kdn.cache.keys import PUBLIC_SECRET
-from kdn.checked import checked_client
+from kdn.checked import (
+    MAX_WAIT_S,
+    checked_choice,
+    checked_client,
+    checked_count,
+    checked_number,
+    checked_text,
+    shown,
+)
 from kdn.codec import CODECS
 from kdn.config import find_credentials
+from kdn.credentials import Credentials
+from kdn.defaults import ENGINE_QUALITY
 from kdn.errors import UnsupportedError
+from kdn.places import Place, checked_places
+from kdn.session.quality import QUALITIES, enough_kld
+from kdn.session.settings import SessionSettings
 
 logger = logging.getLogger(__name__)
 
 REQUEST_KEY = "kdn"
 """Under which `kv_transfer_params` holds the settings of one request."""
-MAX_FLOAT = 3600.0
-"""An hour to wait, or more nats than any difference: nothing waits for ever."""
-_CREDENTIALS = ("token", "token_file", "secret", "secret_file", "tls_ca")
-_PER_REQUEST = ("quality", "deadline_s", "load", "publish")
+MAX_BYTES = 1 << 50
 
 
 @dataclass(frozen=True)
 class Settings:
-    url: str | tuple[str, ...]
-    """A node, a folder (for one process only), or several of both."""
-    token: str | None = field(default=None, repr=False)
-    token_file: str | None = None
-    """Holds the token. Without either it is KDN_CLIENT_TOKEN or KDN_CLIENT_TOKEN_FILE."""
-    secret: bytes = field(default=PUBLIC_SECRET, repr=False)
-    """Names chunks: engines with the same secret share them, nobody else can find them."""
-    secret_file: str | None = None
-    """Holds the secret. Without either it is KDN_CLIENT_SECRET or KDN_CLIENT_SECRET_FILE."""
-    tls_ca: str | None = None
-    """A PEM file: the authority that signed the nodes' certificates, if a private one did."""
-    client: str | None = None
-    """Names this engine to nodes, for fair sharing."""
-    codec: str = "klt"
-    profile: str | None = None
-    """A profile's file, if not the one that was shipped or calibrated here."""
-    quality: float = 0.001
+    session: SessionSettings
+    quality: float = QUALITIES[ENGINE_QUALITY]
     """Mean KL divergence in nats that is good enough; levels beyond it are not fetched."""
     allow_coarser: bool = False
     """Lets a request with a cache salt of its own ask for less quality than this."""
@@ -55,40 +51,24 @@ class Settings:
     """For a lookup; then nothing is known of the prompt."""
     load: bool = True
     publish: bool = True
-    queue_bytes: int = 1 << 30
-    """Copied out of vLLM's memory and not encoded yet; what does not fit is not published."""
-    host_bytes: int = 2 << 30
-    """Of decoded chunks, in memory that all engines of this host share; 0: none."""
-    host_folder: str | None = None
-    """Where they are, if not in the system's shared memory."""
     load_failure: str = "recompute"
     """Sets vLLM's `kv_load_failure_policy`; "fail" fails a request whose load failed."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Settings:
-        values = {**given}
-        if "url" not in values:
+        if "url" not in given:
             raise UnsupportedError('kdn needs "url" in kv_connector_extra_config: a node or folder')
-        url = values["url"]
-        values["url"] = tuple(url) if isinstance(url, list | tuple) else url
-        if isinstance(values.get("secret"), str):
-            values["secret"] = values["secret"].encode()
-        settings = cls(**_checked(cls, values | _credentials(values)))
-        if settings.queue_bytes == 0:
-            raise UnsupportedError(
-                'queue_bytes: expected more than 0; "publish": false publishes nothing'
-            )
-        if settings.lookup_s == 0 or settings.deadline_s == 0:
-            raise UnsupportedError(
-                'lookup_s and deadline_s: expected more than 0; "load": false loads nothing'
-            )
-        if settings.client is not None:
-            checked_client(settings.client)
-        if settings.codec not in CODECS:
-            raise UnsupportedError(f"no codec {settings.codec!r}; there are {', '.join(CODECS)}")
-        if settings.load_failure not in ("recompute", "fail"):
-            raise UnsupportedError(f"load_failure is recompute or fail: {settings.load_failure!r}")
-        return settings
+        known = ("url", *_CREDENTIALS, *_OF_SESSION, *_OWN)
+        for name in given:
+            if name not in known:
+                raise UnsupportedError(f"kdn has no setting {name!r}; there are {', '.join(known)}")
+        for name in ("deadline_s", "lookup_s"):
+            if name in given and given[name] == 0:
+                raise UnsupportedError(f'{name}: expected more than 0; "load": false loads nothing')
+        session = SessionSettings(
+            _places(given["url"]), _credentials(given), **_checked(given, _OF_SESSION)
+        )
+        return cls(session, **_checked(given, _OWN))
 
     def for_request(self, params: Mapping[str, Any] | None, *, has_salt: bool = False) -> Settings:
         """With what one request wants otherwise, which may only be stricter.
@@ -99,9 +79,9 @@ class Settings:
         own = (params or {}).get(REQUEST_KEY)
         if not own:
             return self
-        if not isinstance(own, Mapping) or set(own) - set(_PER_REQUEST):
-            raise UnsupportedError(f"a request may set {', '.join(_PER_REQUEST)}: found {own!r}")
-        wanted = replace(self, **_checked(type(self), own))
+        if not isinstance(own, Mapping) or set(own) - set(_OF_REQUEST):
+            raise UnsupportedError(f"a request may set {', '.join(_OF_REQUEST)}: found {own!r}")
+        wanted = replace(self, **_checked(own, _OF_REQUEST))
         may_be_coarser = self.allow_coarser and has_salt
         return replace(
             wanted,
@@ -112,40 +92,76 @@ class Settings:
         )
 
 
-def _credentials(values: Mapping[str, Any]) -> dict[str, Any]:
+Check = Callable[[str, Any], Any]
+"""Name and value of a setting to what is meant by it; UnsupportedError if that is not known."""
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UnsupportedError(f"{name}: expected true or false, found {shown(value)}")
+    return value
+
+
+def _path(name: str, value: Any) -> Path | None:
+    return None if value is None else Path(checked_text(name, value)).expanduser()
+
+
+def _quality(name: str, value: Any) -> float:
+    try:
+        return enough_kld(value)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{name}: {error}") from None
+
+
+_seconds = partial(checked_number, least=0, most=MAX_WAIT_S)
+_bytes = partial(checked_count, least=0, most=MAX_BYTES)
+
+_CREDENTIALS = ("token", "token_file", "secret", "secret_file", "tls_ca")
+_OF_SESSION: Mapping[str, Check] = {
+    "client": lambda name, value: checked_client(value),
+    "codec": partial(checked_choice, known=CODECS),
+    "profile": _path,
+    "queue_bytes": partial(checked_count, most=MAX_BYTES),
+    "spool_bytes": _bytes,
+    "spool_folder": _path,
+    "host_bytes": _bytes,
+    "host_folder": _path,
+}
+_OF_REQUEST: Mapping[str, Check] = {
+    "quality": _quality,
+    "deadline_s": _seconds,
+    "load": _flag,
+    "publish": _flag,
+}
+_OWN: Mapping[str, Check] = {
+    **_OF_REQUEST,
+    "lookup_s": _seconds,
+    "allow_coarser": _flag,
+    "load_failure": partial(checked_choice, known=("recompute", "fail")),
+}
+
+
+def _checked(given: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
+    return {name: check(name, given[name]) for name, check in checks.items() if name in given}
+
+
+def _places(url: Any) -> tuple[Place, ...]:
+    try:
+        return tuple(checked_places(url))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"url: {error}") from None
+
+
+def _credentials(given: Mapping[str, Any]) -> Credentials:
     """What the settings and the environment come to, checked without being shown."""
-    given = {name: values.get(name) for name in _CREDENTIALS}
+    values = {name: given.get(name) for name in _CREDENTIALS}
     for name in ("token", "secret"):
-        if given[name] is not None:
+        if values[name] is not None:
             logger.warning(
                 "%s is in vLLM's settings, which show in `ps` and in its log: set %s_file to the "
                 "path of a file that holds it, or KDN_CLIENT_%s in the environment",
                 name, name, name.upper(),
             )  # fmt: skip
-    found = find_credentials(**given)
-    secret = found.secret or PUBLIC_SECRET
-    return {"token": found.token, "secret": secret, "tls_ca": found.tls_ca}
-
-
-def _checked(cls: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = {item.name: str(item.type) for item in fields(cls)}
-    for name, value in values.items():
-        if name not in kinds:
-            raise UnsupportedError(f"kdn has no setting {name!r}; there are {', '.join(kinds)}")
-        if not _fits(value, kinds[name]):
-            raise UnsupportedError(f"{name}: expected {kinds[name]}, found {value!r}")
-    return {n: float(v) if kinds[n] == "float" else v for n, v in values.items()}
-
-
-def _fits(value: Any, kind: str) -> bool:
-    if kind == "str | tuple[str, ...]":
-        every = value if isinstance(value, tuple) else (value,)
-        return bool(every) and all(isinstance(one, str) and one for one in every)
-    if kind == "float":
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and 0 <= value <= MAX_FLOAT
-    if kind == "int":
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    if kind == "str | None":
-        return value is None or (isinstance(value, str) and bool(value))
-    return type(value).__name__ == kind
+    if isinstance(values["secret"], str):
+        values["secret"] = values["secret"].encode()
+    return find_credentials(**values)

@@ -1,0 +1,195 @@
+"""Loads into vLLM's paged memory, a few at a time, each by its deadline.
+
+What this host holds decoded comes first, the rest from places: they have been asked already, by the
+scheduler's side, whose answers come with the order. A load is good up to the first token that did
+not arrive, in whole blocks; vLLM computes what is behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kdn.cache.keys import Chunk
+from kdn.cache.tensors import KVCache
+from kdn.delivery.known import Known
+from kdn.engines.vllm.layout import PagedCache
+from kdn.engines.vllm.messages import LoadOrder
+from kdn.engines.vllm.paged_sink import GivenUpError, LoadJob, PagedSink
+from kdn.engines.vllm.shared import SharedSession
+from kdn.session.delivered import Delivered, Grade
+from kdn.session.keeper import MAX_CHUNKS
+
+logger = logging.getLogger(__name__)
+
+LOADS_AT_ONCE = 2
+"""Decoding uses all cores; more would only need more memory."""
+GRACE_S = 5.0
+"""After its deadline, for a load to be decoded and written. Then it is given up: so long, and not
+longer, slow loads can keep others from their turn."""
+AWAY_S = 5.0
+"""After a load that nobody answered, others have what this host holds and no more for so long."""
+KEEP_AFTER_S = 1.0
+"""What was loaded is kept for others so much later: first the request gets its first token."""
+
+
+@dataclass(frozen=True)
+class EndedLoad:
+    order: LoadOrder
+    good_until: int
+    """Tokens of the load before this are in their blocks."""
+    exact_until: int
+
+
+def nothing_of(order: LoadOrder) -> EndedLoad:
+    return EndedLoad(order, order.start, order.start)
+
+
+class Loader:
+    """Used by vLLM's thread; the loads themselves run on the session's event loop."""
+
+    def __init__(
+        self,
+        shared: SharedSession,
+        paged: PagedCache,
+        counts: Counter[str],
+        answer_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`answer_s`: places from which no byte has come after so long do not answer."""
+        self._shared, self._session, self._paged = shared, shared.session, paged
+        self._counts, self._answer_s, self._clock = counts, answer_s, clock
+        self._jobs: dict[str, LoadJob] = {}
+        self._ended: deque[EndedLoad] = deque()  # filled by the event loop, emptied by vLLM's
+        self._turn = asyncio.Semaphore(LOADS_AT_ONCE)
+        self._keeping: Future[None] | None = None
+        self._away_until_s = 0.0
+
+    def __len__(self) -> int:
+        """Loads that have not been taken yet."""
+        return len(self._jobs)
+
+    def begin(self, order: LoadOrder) -> None:
+        job = LoadJob(order, self._clock() + order.deadline_s)
+        self._jobs[order.request_id] = job
+        job.future = self._shared.submit(lambda: self._load(job))
+
+    def wait(self, limit_s: float) -> None:
+        """For a load to end, or a lookup."""
+        self._shared.changed.clear()
+        if not self._ended:
+            self._shared.changed.wait(limit_s)
+
+    def take_ended(self) -> list[EndedLoad]:
+        self._give_up()
+        every = [self._ended.popleft() for _ in range(len(self._ended))]
+        return [one for one in every if self._is_first(one)]
+
+    def _is_first(self, ended: EndedLoad) -> bool:
+        """Not so if it was given up before."""
+        request_id = ended.order.request_id
+        job = self._jobs.get(request_id)
+        if job is None or job.order is not ended.order:
+            return False
+        del self._jobs[request_id]
+        return True
+
+    def _give_up(self) -> None:
+        """What is far beyond its deadline, if its blocks are not being written."""
+        now_s = self._clock()
+        for job in list(self._jobs.values()):
+            if now_s > job.until_s + GRACE_S and job.give_up():
+                logger.error("the load of request %s is given up", job.order.request_id)
+                self._ended.append(nothing_of(job.order))
+
+    # on the event loop
+
+    async def _load(self, job: LoadJob) -> None:
+        """Always ends with an entry in `_ended`: vLLM waits for it."""
+        order, began_s = job.order, self._clock()
+        ended = nothing_of(order)
+        try:
+            if await self._has_turn(job):
+                try:
+                    ended = self._usable(order, await self._deliver(job))
+                finally:
+                    self._turn.release()
+        except GivenUpError:
+            pass  # reported already
+        except Exception:
+            logger.exception("the load of request %s failed", order.request_id)
+        finally:
+            self._counts["load_ms"] += int(1000 * (self._clock() - began_s))
+            self._ended.append(ended)
+
+    async def _has_turn(self, job: LoadJob) -> bool:
+        """By its deadline; afterwards the model had better begin."""
+        try:
+            async with asyncio.timeout(job.until_s - self._clock()):
+                return await self._turn.acquire()
+        except TimeoutError:
+            self._counts["crowded"] += 1
+            return False
+
+    async def _deliver(self, job: LoadJob) -> Delivered:
+        order, session, began_s = job.order, self._session, self._clock()
+        sink = PagedSink(
+            session.codec, self._paged, job, max_kept=0 if session.host is None else MAX_CHUNKS
+        )
+        got = await session.deliver(
+            order.chunks,
+            sink,
+            known=Known.of_heads(order.chunks, order.heads, session.codec),
+            end=order.end,
+            enough_kld=order.enough_kld,
+            deadline_s=0.0 if began_s < self._away_until_s else job.until_s - began_s,
+        )
+        self._note(order, got, self._clock() - began_s)
+        self._keep(got, sink.decoded)
+        return got
+
+    def _note(self, order: LoadOrder, got: Delivered, took_s: float) -> None:
+        self._counts["fetched_bytes"] += got.fetched_bytes
+        for trouble in got.troubles:
+            logger.warning("loading request %s: %s", order.request_id, trouble)
+        result = got.result
+        has_come = result is None or result.fetched_bytes or any(result.levels)
+        if not has_come and took_s >= self._answer_s:
+            self._away_until_s = self._clock() + AWAY_S
+
+    def _usable(self, order: LoadOrder, got: Delivered) -> EndedLoad:
+        """Up to where the load is good, in whole blocks, and up to where it is exact."""
+        good = got.good_until(order.end, order.enough_kld) if order.strict else got.ready_until
+        size = self._paged.block_tokens
+        good = max(order.start, min(good, order.end) // size * size)
+        if got.held:
+            self._counts["host_tokens"] += (
+                min(got.chunks[len(got.held) - 1].end, good) - order.start
+            )
+        exact = good if got.exact_until is None else min(got.exact_until, good)
+        return EndedLoad(order, good, exact)
+
+    # for others
+
+    def _keep(self, got: Delivered, decoded: dict[bytes, KVCache]) -> None:
+        """For other engines of this host; those of one load at a time, to bound memory."""
+        kept = [
+            (chunk, decoded[chunk.key], grade)
+            for chunk, grade in zip(got.chunks, got.grades, strict=True)
+            if grade is not None and chunk.key in decoded
+        ]
+        if kept and self._keeping is None:
+            self._keeping = self._shared.submit(lambda: self._keep_later(kept))
+
+    async def _keep_later(self, kept: list[tuple[Chunk, KVCache, Grade]]) -> None:
+        try:
+            await asyncio.sleep(KEEP_AFTER_S)
+            for chunk, values, grade in kept:
+                self._session.keep(chunk, values, grade)
+        finally:
+            self._keeping = None

@@ -1,0 +1,74 @@
+"""A request of vLLM's, as far as kdn is concerned."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from kdn.cache.keys import Namespace
+from kdn.delivery.known import Known
+from kdn.engines.vllm.settings import Settings
+
+
+@dataclass
+class RequestState:
+    request: Any
+    settings: Settings
+    namespace: Namespace | None
+    """None: no cache is used for it."""
+    lookup: Future[Known] | None = None
+    known: Known | None = None
+    """What came of the lookup; None: nothing yet."""
+    asked: tuple[int, int] | None = None
+    """What `turn` gave when it was looked up."""
+    until_s: float = math.inf
+    """The lookup is waited for until then, from when vLLM first asks."""
+    local_tokens: int = 0
+    """In vLLM's own prefix cache, as of the last question."""
+    tried: int = -1
+    """How often it had been preempted when its load began: one load for each time."""
+    block_ids: list[int] = field(default_factory=list)
+    exact_until: int | None = None
+    """Tokens from here on were computed on top of losses. None: there are none."""
+    failed_from: int | None = None
+    """Tokens from here on were known, and did not load. None: all that was tried did."""
+    saved_until: int = 0
+    tail_saved: bool = False
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.lookup is not None and not self.lookup.done()
+
+    @property
+    def known_end(self) -> int:
+        """Tokens before this one need not be published."""
+        end = self.known.end if self.known is not None else 0
+        return end if self.failed_from is None else min(end, self.failed_from)
+
+    def forget_lookup(self) -> None:
+        self.lookup = self.known = None
+
+
+def turn(request: Any) -> tuple[int, int]:
+    """Another one after a preemption, and when streamed input goes on: it is looked up again."""
+    return request.num_preemptions, request.num_prompt_tokens
+
+
+def must_compute(request: Any) -> bool:
+    """Whether every token of its prompt has to be computed, as for the prompt's log probabilities
+    and for some pooling: then the values of a cache are of no use.
+
+    vLLM decides that when a request arrives; the parameters of a session may change later. Where
+    nothing says so (before vLLM had this setting), asking for log probabilities does. A request
+    that says itself that it may read a cache gets none of those for what was read, as with vLLM's
+    own prefix cache.
+    """
+    sampling = getattr(request, "sampling_params", None)
+    asked = (request, sampling, getattr(request, "pooling_params", None))
+    told = [getattr(one, "skip_reading_prefix_cache", None) for one in asked]
+    if any(one is not None for one in told):
+        return any(told)
+    wished = ("prompt_logprobs", "prompt_logprob_token_ids")
+    return any(getattr(sampling, name, None) is not None for name in wished)

@@ -1,0 +1,151 @@
+"""One session for a process of vLLM, on an event loop in a thread of its own.
+
+vLLM's scheduler and worker often share a process, and a folder can be opened only once: they share
+one session, which ends with the last of them. vLLM's own threads wait for it only when they start
+and end. Whatever fails here is logged and counted, and costs vLLM a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+from kdn.background import fault, watched
+from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
+from kdn.cache.spec import ModelSpec
+from kdn.cache.tensors import KVCache
+from kdn.codec.base import Codec
+from kdn.codec.format import Bitstream
+from kdn.delivery.publish import Values
+from kdn.errors import KdnError, StoreError
+from kdn.session.loop import LoopThread
+from kdn.session.session import Session
+from kdn.session.settings import SessionSettings
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Key = tuple[SessionSettings, bytes, torch.dtype]
+
+OPEN_S = 30.0
+CLOSE_S = 10.0
+"""For what is still to be published."""
+GRACE_S = 5.0
+"""For all else, at the end."""
+
+
+class SharedSession:
+    """`acquire` one; `release` it as often."""
+
+    _every: dict[Key, SharedSession] = {}  # noqa: RUF012 (shared on purpose)
+    _lock = threading.Lock()  # guards _every and _users
+
+    def __init__(self, settings: SessionSettings, spec: ModelSpec, dtype: torch.dtype) -> None:
+        self.session = Session(settings, spec, dtype)
+        self.changed = threading.Event()
+        """Set when a lookup or a load has ended."""
+        self._users = 0
+        self._under_way: set[asyncio.Task[Any]] = set()  # the loop's own
+        self._loop = LoopThread()
+        try:
+            self._loop.run(self.session.__aenter__(), OPEN_S)
+        except BaseException as error:
+            self._loop.close(GRACE_S)
+            if isinstance(error, TimeoutError):
+                where = ", ".join(map(str, settings.where))
+                raise StoreError(f"{where} did not open in {OPEN_S:g} s") from error
+            raise
+
+    @classmethod
+    def acquire(
+        cls, settings: SessionSettings, spec: ModelSpec, dtype: torch.dtype
+    ) -> SharedSession:
+        """The one of this process for these settings and this model, whose cache is of `dtype`."""
+        key = (settings, spec.fingerprint, dtype)
+        with cls._lock:
+            shared = cls._every.get(key)
+            if shared is None:
+                shared = cls(settings, spec, dtype)
+                try:
+                    warm_up(shared.session.codec)
+                except BaseException:
+                    shared._close()
+                    raise
+                cls._every[key] = shared
+            shared._users += 1
+            return shared
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            for key in [key for key, one in self._every.items() if one is self]:
+                del self._every[key]
+        self._close()
+
+    def _close(self) -> None:
+        """A process that just ends takes its threads away first: then what waits is lost."""
+        try:
+            self._loop.run(self._end(), CLOSE_S + GRACE_S)
+            self._loop.close(GRACE_S)
+        except Exception as error:
+            logger.warning("kdn could not close in order: %r", error)
+
+    async def _end(self) -> None:
+        """Nobody waits for lookups and loads any more; what was computed is still published."""
+        for task in (tasks := list(self._under_way)):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.session.publisher.close(CLOSE_S)
+        await self.session.close()
+
+    # for the threads of vLLM
+
+    def submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Run it on the event loop; `changed` is set when it is done."""
+        future = self._loop.submit(self._tracked(work))
+        future.add_done_callback(watched("a lookup or load", KdnError, OSError))
+        future.add_done_callback(lambda _: self.changed.set())
+        return future
+
+    async def _tracked(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._under_way.add(task)
+        try:
+            return await work()
+        finally:
+            self._under_way.discard(task)
+
+    def has_room(self) -> bool:
+        """Whether the publisher takes more. May be a little out of date."""
+        queued = self.session.publisher.queued_bytes
+        return not self._loop.is_closed and queued < self.session.settings.queue_bytes
+
+    def publish(self, chunk: Chunk, cache: KVCache, saved_s: float) -> None:
+        """Later; `cache` must not change any more."""
+
+        def publish() -> None:
+            try:
+                self.session.publish(chunk, Values(cache, final=True), saved_s=saved_s)
+            except Exception as error:
+                fault("publishing", error)
+
+        self._loop.call(publish)
+
+
+def warm_up(codec: Codec) -> None:
+    """Compile what is compiled on first use: a load has a deadline, the start of vLLM has none."""
+    spec = codec.spec
+    tokens = range(CHUNK_TOKENS)
+    [chunk] = cut([token % spec.vocab_size for token in tokens], Namespace(b"", b""))
+    shape = (spec.num_layers, CHUNK_TOKENS, spec.num_kv_heads, spec.head_dim)
+    values = torch.linspace(-1.0, 1.0, math.prod(shape)).view(shape)
+    codec.decode(Bitstream.parse(codec.encode(chunk, KVCache(values, values))), chunk)

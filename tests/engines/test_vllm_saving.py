@@ -1,0 +1,155 @@
+"""Which chunks are published, and that none is on top of losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kdn.cache.keys import cut
+from kdn.engines.vllm.messages import LoadReport
+from tests.engines.vllm_scheduling import SPACE, World, request
+
+
+def test_chunks_are_published_as_they_are_completed() -> None:
+    """Prefill in three steps; the tail with the last one; then one more chunk while decoding."""
+    world = World()
+    asked = request("r", 1000)
+    world.arrive(asked, 0)
+    [save] = world.step(new=[(asked, [0, 1, 2, 3], 0, 512)]).saves
+    assert [(c.start, c.end) for c in save.chunks] == [(0, 256), (256, 512)]
+    assert save.block_ids == (0, 1, 2, 3)
+    asked.num_computed_tokens = 512
+    assert world.step(cached=[(asked, [4], 100)]).saves == ()
+    asked.num_computed_tokens = 612
+    [save] = world.step(cached=[(asked, [5, 6, 7], 388)]).saves
+    assert [(c.start, c.end) for c in save.chunks] == [(512, 768), (768, 992)]
+    assert save.block_ids == tuple(range(8))
+    for position in range(1000, 1030):
+        asked.num_computed_tokens = position
+        asked.num_tokens = position + 1
+        asked.all_token_ids = list(range(position + 1))
+        asked.all_token_ids[0] = 0
+        saves = world.step(cached=[(asked, [], 1)]).saves
+        assert [c.end for save in saves for c in save.chunks] == (
+            [1024] if position == 1023 else []
+        )
+
+
+def test_keys_are_those_of_the_prompt() -> None:
+    world = World()
+    asked = request("r", 700)
+    world.arrive(asked, 0)
+    [save] = world.step(new=[(asked, list(range(6)), 0, 700)]).saves
+    assert [c.key for c in save.chunks] == [c.key for c in cut(asked.prompt_token_ids, SPACE)]
+
+
+def test_tokens_without_an_id_are_not_published() -> None:
+    """vLLM plans steps before the tokens of earlier ones are known."""
+    world = World()
+    asked = request("r", 510)
+    world.arrive(asked, 0)
+    world.step(new=[(asked, list(range(4)), 0, 510)])
+    asked.num_computed_tokens = 511
+    asked.num_tokens = 511
+    assert world.step(cached=[(asked, [], 1)]).saves == ()
+
+
+def test_what_is_known_is_not_published_again() -> None:
+    world = World()
+    asked = request("r", 1000)
+    world.arrive(asked, 512)
+    [save] = world.step(new=[(asked, list(range(8)), 0, 1000)]).saves
+    assert [(c.start, c.end) for c in save.chunks] == [(512, 768), (768, 992)]
+    world.arrive(again := request("again", 1000), 512)
+    assert world.step(new=[(again, list(range(8)), 0, 1000)]).saves == ()
+
+
+def test_what_was_known_and_did_not_load_is_offered_again() -> None:
+    """It may be a stream that nobody can use: it must not keep a right one away for ever."""
+    world = World()
+    world.arrive(first := request("first", 1000), 0)
+    world.step(new=[(first, list(range(8)), 0, 1000)])  # published once, and forged since
+    asked = request("r", 1000)
+    world.arrive(asked, 768)
+    world.side.matched(asked, 0)
+    world.side.allocated(asked, list(range(8, 16)), 768)
+    world.side.loaded(LoadReport({"r": 256}, {"r": 256}))
+    [save] = world.step(new=[(asked, list(range(8, 16)), 256, 744)]).saves
+    assert [(c.start, c.end) for c in save.chunks] == [(256, 512), (512, 768)]
+
+
+def test_publishing_can_be_off() -> None:
+    world = World(publish=False)
+    asked = request("r", 1000)
+    world.arrive(asked, 0)
+    assert world.step(new=[(asked, list(range(8)), 0, 1000)]).saves == ()
+
+
+def loaded_with_losses(world: World, exact_until: int = 0, first_block: int = 0) -> Any:
+    asked = request("lossy", 1000)
+    world.arrive(asked, 512)
+    world.side.matched(asked, 0)
+    world.side.allocated(asked, list(range(first_block, first_block + 8)), 512)
+    world.side.loaded(LoadReport({"lossy": exact_until}))
+    return asked
+
+
+def test_nothing_is_published_on_top_of_losses() -> None:
+    world = World()
+    asked = loaded_with_losses(world)
+    assert world.step(new=[(asked, list(range(8)), 512, 488)]).saves == ()
+    assert world.side.counts["lossy"] == 2
+
+
+def test_what_was_loaded_exactly_is_as_good_as_computed() -> None:
+    world = World()
+    asked = loaded_with_losses(world, exact_until=512)
+    [save] = world.step(new=[(asked, list(range(8)), 512, 488)]).saves
+    assert [c.start for c in save.chunks] == [512, 768]
+
+
+def test_blocks_keep_their_losses_in_the_prefix_cache() -> None:
+    """Another request that shares only the first block, and so no chunk, is no better."""
+    world = World()
+    world.step(new=[(loaded_with_losses(world), list(range(8)), 512, 488)])
+    world.side.finished("lossy")
+    tokens = [0, *range(1, 128), *range(5000, 5800)]
+    other = request("other", len(tokens), prompt_token_ids=tokens, all_token_ids=tokens)
+    world.arrive(other, 0)
+    assert world.step(new=[(other, [0, 20, 21, 22, 23, 24, 25, 26], 128, 800)]).saves == ()
+    # What it computed is marked as well.
+    world.side.finished("other")
+    world.arrive(third := request("third", 928, prompt_token_ids=tokens, all_token_ids=tokens), 0)
+    assert world.step(new=[(third, [0, 20, 21, 22, 23, 24, 25, 27], 896, 32)]).saves == ()
+
+
+def test_a_block_given_out_anew_is_the_models_own() -> None:
+    world = World()
+    world.step(new=[(loaded_with_losses(world), list(range(8)), 512, 488)])
+    world.side.finished("lossy")
+    world.arrive(fresh := request("fresh", 1000, first=77), 0)
+    [save] = world.step(new=[(fresh, list(range(8)), 0, 1000)]).saves
+    assert len(save.chunks) == 4
+    world.side.finished("fresh")
+    world.side._saving._saved_keys.clear()
+    world.arrive(again := request("again", 1000, first=77), 0)
+    [save] = world.step(new=[(again, [*range(7), 30], 896, 104)]).saves
+    assert len(save.chunks) == 4
+
+
+def test_a_preempted_request_begins_again() -> None:
+    """Its blocks are others, and the first of them may hold losses now."""
+    world = World()
+    asked = request("r", 1000)
+    world.arrive(asked, 0)
+    assert len(world.step(new=[(asked, list(range(8)), 0, 512)]).saves) == 1
+    lossy = loaded_with_losses(world, first_block=10)
+    world.step(new=[(lossy, list(range(10, 18)), 512, 1)])
+    asked.num_preemptions, asked.num_computed_tokens = 1, 256
+    [save] = world.step(resumed=[(asked, [0, 1, *range(30, 36)], 744)]).saves
+    assert [c.start for c in save.chunks] == [512, 768]
+    assert save.block_ids == (0, 1, *range(30, 36))
+    asked.num_preemptions, asked.num_computed_tokens = 2, 512
+    asked.num_tokens = 1100
+    asked.all_token_ids = asked.prompt_token_ids + [5] * 100
+    assert world.step(resumed=[(asked, [10, 11, 12, 13, *range(40, 45)], 588)]).saves == ()
+    assert world.side.counts["lossy"] == 1
