@@ -89,7 +89,7 @@ def test_concurrent_changes_all_count(with_places: Callable[[Test], None]) -> No
 
 def test_a_name_takes_its_chunks_along(with_places: Callable[[Test], None]) -> None:
     async def test(places: Any) -> None:
-        store = await places.publish_to.store()
+        store = places.publish_to.store
         for number in (1, 2):
             await put(store, number)
         chunks = [key_of(number).hex() for number in (1, 2, 3)]

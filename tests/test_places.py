@@ -44,7 +44,7 @@ def test_what_a_folder_holds_is_what_a_node_serves(tmp_path: Path) -> None:
     async def work() -> None:
         async with open_places(tmp_path / "knowledge") as places:
             assert [endpoint.local for endpoint in places.endpoints] == [True]
-            chunks = await places.publish_to.store()
+            chunks = places.publish_to.store
             first = await put(chunks, 1)
             await put(chunks, 2, parent=key_of(1))
             [entry] = await chunks.lookup([key_of(2)])
@@ -59,7 +59,7 @@ def test_what_a_folder_holds_is_what_a_node_serves(tmp_path: Path) -> None:
             listen(config, node) as listening,
             open_places(listening.url) as places,
         ):
-            assert await read(await places.publish_to.store(), 1) == first
+            assert await read(places.publish_to.store, 1) == first
             named = await places.names.get("notes")
             assert named is not None
             assert named.manifest == manifest(1, 2)
@@ -92,12 +92,12 @@ def test_tokens_reach_nodes(tmp_path: Path) -> None:
     async def test(node: Running) -> None:
         async with open_places(node.url, token="wrong") as places:
             with pytest.raises(StoreError, match="401"):
-                await put(await places.publish_to.store(), 1)
+                await put(places.publish_to.store, 1)
             with pytest.raises(StoreError, match="401"):
                 await places.names.get("notes")
         async with open_places(node.url, token="right", client="me") as places:
-            data = await put(await places.publish_to.store(), 1)
-            assert await read(await places.publish_to.store(), 1) == data
+            data = await put(places.publish_to.store, 1)
+            assert await read(places.publish_to.store, 1) == data
             assert await places.names.get("notes") is None
 
     with_node(tmp_path, test, tenant("t", "right"))
@@ -107,8 +107,8 @@ def test_stores_and_names_of_a_node_share_its_connections(tmp_path: Path) -> Non
     async def test(node: Running) -> None:
         await node.ask("GET", "/healthz")
         async with open_places(node.url) as places:
-            data = await put(await places.publish_to.store(), 1)
-            assert await read(await places.publish_to.store(), 1) == data
+            data = await put(places.publish_to.store, 1)
+            assert await read(places.publish_to.store, 1) == data
             assert await read(places.profiles[0], 1) is None
             assert await places.names.put("notes", manifest(1), None)
             assert [about.name async for about in places.names.list()] == ["notes"]

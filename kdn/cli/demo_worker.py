@@ -59,7 +59,7 @@ async def learn(task: dict[str, Any]) -> None:
         teller.began_s = perf_counter()
         learned = await client.learn(NAME, task["text"])
         stored = 0
-        store = await client.session.places.publish_to.store()
+        store = client.session.places.publish_to.store
         async for entry in store.list():
             stored += entry.size_bytes
         values = client.engine.spec.values_per_token * learned.num_tokens

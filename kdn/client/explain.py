@@ -99,7 +99,7 @@ async def _stored(endpoints: Endpoints, chunks: Sequence[Chunk]) -> list[bool]:
     found = [False] * len(chunks)
     for endpoint in endpoints if chunks else ():
         try:
-            entries = await (await endpoint.store()).lookup([chunk.key for chunk in chunks])
+            entries = await endpoint.store.lookup([chunk.key for chunk in chunks])
         except (KdnError, OSError):
             continue
         found = [a or b is not None for a, b in zip(found, entries, strict=True)]

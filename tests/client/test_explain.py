@@ -41,7 +41,7 @@ def test_evicted_and_orphans(tiny_model: Any, tmp_path: Path) -> None:
 
         tokens, _ = client.engine.prompts.learn(TEXT)
         await client.learn("notes", TEXT)
-        store = await client.session.places.publish_to.store()
+        store = client.session.places.publish_to.store
         await store.delete(cut(tokens, client.session.namespace)[0].key)
         found = (await explain(client, tokens)).findings
         assert [one.why for one in found[:3]] == [

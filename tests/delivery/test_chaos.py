@@ -19,7 +19,6 @@ import pytest
 
 from kdn.delivery.assemble import Assembly
 from kdn.delivery.client import deliver
-from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.delivery.flight import Limits
 from kdn.delivery.planner import default
 from kdn.delivery.request import Result
@@ -59,24 +58,18 @@ def connect(url: str) -> Store:
 
 async def one_delivery(world: World, gateways: list[Gateway], rng: Random) -> tuple[Result, float]:
     """The result, and by how much it was late."""
-
-    def endpoint(gateway: Gateway) -> Endpoint:
-        async def resolve() -> str:
-            return gateway.url
-
-        return Endpoint.moving(resolve, connect)
-
-    chosen = rng.sample(gateways, rng.choice((1, 2)))
+    stores = [connect(one.url) for one in rng.sample(gateways, rng.choice((1, 2)))]
     request = world.request(
         deadline_s=rng.choice((0.2, 0.6, 1.2, 1.0 + STALL_S)),
         enough_kld=rng.choice((0.0, world.expected_kld[1])),
     )
     limits = Limits(hedge_s=0.1, silence_s=rng.choice((0.3, 1.0)))
     policy = rng.choice((level_major, default))
-    async with Endpoints(map(endpoint, chosen)) as endpoints:
-        began_s = time.monotonic()
-        result = await deliver(request, endpoints, policy=policy, limits=limits, rng=rng)
-        late_s = time.monotonic() - began_s - request.deadline_s
+    began_s = time.monotonic()
+    result = await deliver(request, stores, policy=policy, limits=limits, rng=rng)
+    late_s = time.monotonic() - began_s - request.deadline_s
+    for store in stores:
+        await store.close()
     world.check(result)
     return result, late_s
 

@@ -201,7 +201,7 @@ async def shuffle_all(url: str) -> int:
     codec = open_codec("exact", spec_of_checkpoint(smollm2_folder()))
     none = np.zeros(0, np.uint32)
     async with open_places(url) as places:
-        store = await places.publish_to.store()
+        store = places.publish_to.store
         entries = [entry async for entry in store.list()]
         for entry in entries:
             span = await store.get(entry.key)
