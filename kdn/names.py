@@ -61,9 +61,6 @@ class Names(ABC):
     def list(self, prefix: str = "") -> AsyncIterator[Version]:
         """The newest version of each name that begins so, in order of names."""
 
-    @abstractmethod
-    async def close(self) -> None: ...
-
     async def change(self, name: str, update: Callable[[Manifest], Manifest]) -> None:
         """Replace a manifest ({} if there is none), whoever else does the same at that time."""
         for _ in range(ATTEMPTS):
@@ -75,7 +72,7 @@ class Names(ABC):
 
 
 class NodeNames(Names):
-    """Closing it closes its client, for all who share that."""
+    """The client belongs to its owner, who closes it."""
 
     def __init__(self, node: NodeClient) -> None:
         self._node = node
@@ -119,9 +116,6 @@ class NodeNames(Names):
         async for told in self._node.list("/v1/names", "names", prefix):
             yield _version(member(told, "name", str), told)
 
-    async def close(self) -> None:
-        await self._node.close()
-
 
 class FolderNames(Names):
     """Of a depot in this process. It belongs to its owner, who closes it."""
@@ -162,9 +156,6 @@ class FolderNames(Names):
             for about in page:
                 yield about
             after = page[-1].name
-
-    async def close(self) -> None:
-        """Nothing is its own."""
 
 
 def _path(name: str) -> str:

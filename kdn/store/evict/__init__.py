@@ -1,13 +1,10 @@
-"""Which object leaves next when a store is full: pure policies, no I/O, the clock passed in.
+"""Which object leaves next when a store is full: pure policies, no I/O, no clock.
 
 `open_policy` wraps a policy in `PerOwner`, where a store has several owners, and in `Retention`,
-which adds pins, retention by name and TTL.
+which adds retention by name.
 """
 
 from __future__ import annotations
-
-import time
-from collections.abc import Callable
 
 from kdn.errors import UnsupportedError
 from kdn.store.evict.base import Policy
@@ -25,12 +22,9 @@ __all__ = [
 POLICIES: dict[str, type[Policy]] = {"lru": LRU, "s3fifo": S3Fifo, "cost": CostAware}
 
 
-def open_policy(
-    name: str, clock: Callable[[], float] = time.monotonic, owners: Owners | None = None
-) -> Retention:
-    """A policy by its name, with fair shares if there are `owners`. `clock` (seconds) is what TTLs
-    are measured on."""
+def open_policy(name: str, owners: Owners | None = None) -> Retention:
+    """A policy by its name, with fair shares if there are `owners`."""
     if name not in POLICIES:
         raise UnsupportedError(f"expected a policy of {', '.join(POLICIES)}, found {name!r}")
     policy = PerOwner(POLICIES[name], owners) if owners else POLICIES[name]()
-    return Retention(policy, clock)
+    return Retention(policy)

@@ -52,8 +52,6 @@ _LEVEL = attrgetter("level")
 
 
 class PerOwner(Policy):
-    """A demoted key goes first among those of its owner."""
-
     def __init__(self, make: Callable[[], Policy], owners: Owners) -> None:
         self._make = make
         self._owners = owners
@@ -104,10 +102,6 @@ class PerOwner(Policy):
     def release(self, key: bytes) -> None:
         if part := self._part(key):
             part.policy.release(key)
-
-    def demote(self, key: bytes) -> None:
-        if part := self._part(key):
-            part.policy.demote(key)
 
     def _part(self, key: bytes) -> _Part | None:
         return self._parts.get(self._owners.of(key))
