@@ -122,7 +122,7 @@ def test_chaos(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert open_sockets() <= sockets
     gc.collect()
     assert not [one for one in gc.get_objects() if type(one) is Assembly]
-    for what in ("cut", "stall", "flip", "kill", "republish", "move"):
+    for what in ("cut", "stall", "flip", "kill", "republish", "restart"):
         assert seen[what], f"no {what} happened: nothing was tested"
     every = DELIVERIES * len(world.chunks)
     assert seen["chunks"] >= every / 4, "a delivery that gives up at once is no delivery"
