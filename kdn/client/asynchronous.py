@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from random import Random
-from types import TracebackType
 from typing import Any
 
 from kdn.cache.keys import Chunk, Tokens, cut
@@ -53,6 +52,7 @@ from kdn.engines.transformers import spec_of
 from kdn.engines.unchanged import Unchanged
 from kdn.errors import KdnError, StoreError, UnsupportedError
 from kdn.places import Where, checked_places
+from kdn.session.opened import Opened
 from kdn.session.profiles import share_profile
 from kdn.session.quality import Quality, enough_kld
 from kdn.session.session import Session
@@ -65,7 +65,7 @@ OnRead = Callable[[int, int], None]
 """How many tokens the model has read, and how many there are."""
 
 
-class AsyncClient:
+class AsyncClient(Opened):
     """`async with AsyncClient(where, model=...) as client`. `connect` tells the parameters."""
 
     session: Session
@@ -113,23 +113,15 @@ class AsyncClient:
         self._quality, self._deadline_s = quality, deadline_s
         self._recompute = recompute
         self._audit = Audit(audit_share, rng or Random(), self.metrics)
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> AsyncClient:
-        try:
-            await self._open()
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        return self
+        super().__init__()
 
     async def _open(self) -> None:
         model, tokenizer = await asyncio.to_thread(load_pair, self._source)
         unchanged = Unchanged(model)  # first: what changes while it is being named counts, too
         spec = await asyncio.to_thread(spec_of, model)
         session = Session(self._settings, spec, model.dtype)
-        self.session = await self._stack.enter_async_context(session)
-        self._stack.push_async_callback(self._audit.close)
+        self.session = await self._parts.enter_async_context(session)
+        self._parts.push_async_callback(self._audit.close)
         rooms = Rooms(spec, model.dtype)
         self.engine = Engine(
             model, tokenizer, spec, session.namespace, Prompts(tokenizer), rooms, unchanged
@@ -140,18 +132,6 @@ class AsyncClient:
         self.contexts = Contexts(
             self.engine, session, self._quality, self._deadline_s, speeds, self.now_s
         )
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Finish publishing, as far as that takes no longer than a few seconds."""
-        await self._stack.aclose()
 
     async def learn(self, name: str, what: Knowledge, *, on_read: OnRead | None = None) -> Learned:
         """Let the model read a text, token ids or messages, publish what nobody has yet, and give

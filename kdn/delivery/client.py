@@ -17,6 +17,7 @@ from random import Random
 
 from kdn.delivery.decode import Decoder
 from kdn.delivery.endpoints import Endpoint, Endpoints
+from kdn.delivery.estimate import Estimator
 from kdn.delivery.flight import Limits, ThroughputEstimator
 from kdn.delivery.front import Front
 from kdn.delivery.known import Known
@@ -79,17 +80,11 @@ async def deliver(
         endpoints,
         known,
         policy or default,
-        estimator or _default_estimator(),
+        estimator or Estimator(),
         on_progress or (lambda snapshot: None),
         limits or Limits(),
     )
     return await delivery.run()
-
-
-def _default_estimator() -> ThroughputEstimator:
-    from kdn.delivery.estimate import Estimator
-
-    return Estimator()
 
 
 class Delivery:

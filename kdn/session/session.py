@@ -16,10 +16,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from itertools import takewhile
 from random import Random
-from types import TracebackType
 
 import torch
 
@@ -41,6 +39,7 @@ from kdn.places import Places, open_places
 from kdn.session.delivered import Delivered, Grade, may_be_published
 from kdn.session.host_memory import HostMemory, open_host_memory
 from kdn.session.keeper import Keeper
+from kdn.session.opened import Opened
 from kdn.session.profiles import codec_for
 from kdn.session.settings import SessionSettings
 from kdn.session.spooling import open_spool
@@ -50,7 +49,7 @@ LOOKUPS_AT_ONCE = 8
 """More would take each other's time."""
 
 
-class Session:
+class Session(Opened):
     """`async with Session(...)`. Its methods belong to the loop that it was entered in."""
 
     places: Places
@@ -72,15 +71,7 @@ class Session:
         self._keeper: Keeper | None = None
         self._clock, self._rng = clock, Random()
         self._asking = asyncio.Semaphore(LOOKUPS_AT_ONCE)
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> Session:
-        try:
-            await self._open()
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        return self
+        super().__init__()
 
     async def _open(self) -> None:
         settings = self.settings
@@ -88,11 +79,11 @@ class Session:
         self.host = await asyncio.to_thread(open_host_memory, settings, self.spec, self.dtype)
         if self.host is not None:
             self._keeper = Keeper(self.host)
-            self._stack.callback(self._keeper.close)
+            self._parts.callback(self._keeper.close)
         places = open_places(
             settings.where, token=own.token, client=settings.client, tls_ca=own.tls_ca
         )
-        self.places = await self._stack.enter_async_context(places)
+        self.places = await self._parts.enter_async_context(places)
         self.codec = await codec_for(
             settings.codec, self.spec, self.places, seal_key(settings.secret), settings.profile
         )
@@ -103,23 +94,11 @@ class Session:
             open_spool, settings, self.places.publish_to, self.namespace
         )
         if spool is not None:
-            self._stack.push_async_callback(asyncio.to_thread, spool.close)
+            self._parts.push_async_callback(asyncio.to_thread, spool.close)
         self.publisher = Publisher(
             self.places.publish_to, self.codec, spool=spool, max_queue_bytes=settings.queue_bytes
         )
-        await self._stack.enter_async_context(self.publisher)
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Finish publishing, as far as that takes no longer than a few seconds."""
-        await self._stack.aclose()
+        await self._parts.enter_async_context(self.publisher)
 
     # what is known
 
