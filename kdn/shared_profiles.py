@@ -28,8 +28,8 @@ from kdn.errors import (
     StoreError,
     UnsupportedError,
 )
-from kdn.manifests import entry_of, with_entry
-from kdn.places import Places
+from kdn.places.manifests import entry_of, with_entry
+from kdn.places.places import Places
 
 if TYPE_CHECKING:
     from kdn.codec.klt import Profile

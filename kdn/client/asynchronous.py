@@ -50,8 +50,8 @@ from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import spec_of
 from kdn.engines.unchanged import Unchanged
 from kdn.errors import FormatError, MismatchError, StoreError, UnsupportedError
-from kdn.manifests import entry_of
-from kdn.places import Places, Where, checked_places, open_places
+from kdn.places.manifests import entry_of
+from kdn.places.places import Places, Where, checked_places, open_places
 from kdn.shared_profiles import codec_for, share_profile
 
 

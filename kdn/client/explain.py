@@ -13,7 +13,7 @@ from kdn.cache.keys import PUBLIC_SECRET, TAIL_MULTIPLE, Chunk, Namespace, Token
 from kdn.client.asynchronous import AsyncClient
 from kdn.codec.exact import ExactCodec
 from kdn.codec.profiles import load_profile
-from kdn.manifests import Manifest
+from kdn.places.manifests import Manifest
 
 MAX_NAMES = 500
 

@@ -16,8 +16,8 @@ from kdn.delivery.lookup import Question, ask
 from kdn.delivery.publish import Answer, Publisher
 from kdn.engines.reading import pieces
 from kdn.errors import StoreError
-from kdn.manifests import Manifest, with_entry
-from kdn.places import Places
+from kdn.places.manifests import Manifest, with_entry
+from kdn.places.places import Places
 
 FLUSH_S = 600.0
 WAIT_S = 0.05

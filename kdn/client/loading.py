@@ -20,7 +20,7 @@ from kdn.delivery.request import FAR_S, Request, Result
 from kdn.engines.compute import ChunkReader
 from kdn.engines.growing import Room
 from kdn.errors import KdnError
-from kdn.places import Places
+from kdn.places.places import Places
 
 
 @dataclass

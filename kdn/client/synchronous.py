@@ -17,7 +17,7 @@ from kdn.client.answers import Learned, Loaded, Metrics, Stats
 from kdn.client.asynchronous import AsyncClient
 from kdn.client.conversation import Conversation as AsyncConversation
 from kdn.engines.prompts import Knowledge
-from kdn.places import Where
+from kdn.places.places import Where
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

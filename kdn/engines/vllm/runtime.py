@@ -32,7 +32,7 @@ from kdn.delivery.publish import Counts, Publisher
 from kdn.engines.host_tier import HostTier, default_place
 from kdn.engines.vllm.settings import Settings
 from kdn.errors import KdnError, StoreError
-from kdn.places import Places, open_places
+from kdn.places.places import Places, open_places
 from kdn.shared_profiles import codec_for
 
 logger = logging.getLogger(__name__)
