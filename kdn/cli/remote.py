@@ -16,7 +16,7 @@ from kdn.checked import checked_text, shown
 from kdn.config import load_config
 from kdn.depot.manifests import checked_name
 from kdn.errors import StoreError, UnsupportedError
-from kdn.names import NodeNames
+from kdn.places.names import NodeNames
 from kdn.store.http import HttpStore
 from kdn.store.node_client import HttpLimits, NodeClient
 from kdn.store.tls import client_tls

@@ -51,7 +51,7 @@ from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import spec_of
 from kdn.engines.unchanged import Unchanged
 from kdn.errors import KdnError, StoreError, UnsupportedError
-from kdn.places import Where, checked_places
+from kdn.places.places import Where, checked_places
 from kdn.session.opened import Opened
 from kdn.session.profiles import share_profile
 from kdn.session.quality import Quality, enough_kld

@@ -17,7 +17,7 @@ from kdn.codec.exact import ExactCodec
 from kdn.codec.profiles import find_profile
 from kdn.delivery.endpoints import Endpoints
 from kdn.errors import KdnError
-from kdn.manifests import Manifest
+from kdn.places.manifests import Manifest
 from kdn.session.session import Session
 
 MAX_NAMES = 500

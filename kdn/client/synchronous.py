@@ -15,7 +15,7 @@ from kdn.client.engine import ModelSource
 from kdn.defaults import CODEC, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
 from kdn.delivery.request import OnProgress
 from kdn.engines.prompts import Knowledge
-from kdn.places import Where
+from kdn.places.places import Where
 from kdn.session.loop import LoopThread
 from kdn.session.quality import Quality
 

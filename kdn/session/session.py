@@ -35,7 +35,7 @@ from kdn.delivery.publish import Admission, Publisher, Source
 from kdn.delivery.request import FAR_S, Compute, OnProgress, Request, enough_levels, worst_kld
 from kdn.delivery.sink import Sink
 from kdn.delivery.speeds import Told
-from kdn.places import Places, open_places
+from kdn.places.places import Places, open_places
 from kdn.session.delivered import Delivered, Grade, may_be_published
 from kdn.session.host_memory import HostMemory, open_host_memory
 from kdn.session.keeper import Keeper

@@ -15,12 +15,12 @@ from kdn.cli.main import app
 from kdn.config import load_config
 from kdn.depot.stores import open_store
 from kdn.errors import StoreError, UnsupportedError
-from kdn.places import open_places
+from kdn.places.places import open_places
 from kdn.store.evict import Owners, Retention, open_policy
 from kdn.store.http import HttpStore
 from kdn.store.tls import client_tls, explain
 from tests.node.harness import Running, key_of, run, tenant, with_node
-from tests.test_places import put, read
+from tests.places.test_places import put, read
 
 Pair = tuple[str, str]
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kdn.errors import StoreError, UnsupportedError
-from kdn.names import Manifest, Names
-from kdn.places import open_places
+from kdn.places.names import Manifest, Names
+from kdn.places.places import open_places
 from tests.node.harness import Running, key_of, run, with_node
-from tests.test_places import put
+from tests.places.test_places import put
 
 Test = Callable[[Any], Awaitable[None]]
 

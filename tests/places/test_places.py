@@ -11,7 +11,7 @@ from xxhash import xxh3_64_intdigest
 
 from kdn.errors import StoreError, UnsupportedError
 from kdn.node.server import listen, open_node
-from kdn.places import open_places
+from kdn.places.places import open_places
 from kdn.store.base import Hints, Store
 from tests.node.harness import (
     Running,
@@ -128,6 +128,6 @@ def test_nothing_is_refused_by_name() -> None:
 
 
 def test_no_torch_is_needed() -> None:
-    code = "import sys, kdn.places, kdn.node.server; print('torch' in sys.modules)"
+    code = "import sys, kdn.places.places, kdn.node.server; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -19,7 +19,7 @@ from kdn.depot.manifests import checked_name
 from kdn.depot.names import Version
 from kdn.depot.tenants import Tenant
 from kdn.errors import ConditionError, FormatError, StoreError, UnsupportedError
-from kdn.manifests import Manifest
+from kdn.places.manifests import Manifest
 from kdn.protocol.limits import MAX_LISTED, MAX_MANIFEST_BYTES, MAX_REPORT_BYTES
 from kdn.store.http_answers import member
 from kdn.store.node_client import NodeClient

@@ -22,7 +22,7 @@ from kdn.config import NodeSettings
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.depot.depot import open_depot
 from kdn.errors import UnsupportedError
-from kdn.names import FolderNames, Names, NodeNames
+from kdn.places.names import FolderNames, Names, NodeNames
 from kdn.store.base import Store
 from kdn.store.http import HttpStore
 from kdn.store.node_client import NodeClient
