@@ -254,6 +254,14 @@ def test_tokens_are_found_by_hash() -> None:
         tenants.authenticate(f"Bearer {surrogates}")
 
 
+def test_a_tenant_called_public_is_not_everybody() -> None:
+    assert Tenants(tenants_of([]), lambda: 0.0).open
+    tenants = Tenants(tenants_of([TenantSettings("public")]), lambda: 0.0)
+    assert not tenants.open
+    with pytest.raises(Refusal):
+        tenants.authenticate(None)
+
+
 def test_a_bad_client_id(tmp_path: Path) -> None:
     async def test(node: Running) -> None:
         assert (await node.ask("GET", "/v1/names", Kdn_Client="worker-1"))[0] == 200
