@@ -30,7 +30,7 @@ from kdn.store.tls import explain
 class HttpLimits:
     """Seconds, connections and bytes that a node may cost."""
 
-    connections: int = 16
+    connections: int = 32
     connect_s: float = 3.0
     """Including the wait for one of the connections."""
     silence_s: float = 10.0
