@@ -24,8 +24,8 @@ from kdn.cli.progress import share
 from kdn.client.answers import Stats
 from kdn.client.asynchronous import AsyncClient
 from kdn.client.audit import kld
+from kdn.client.contexts import Options
 from kdn.client.engine import Context, ContextSource
-from kdn.client.options import Options
 from kdn.codec.format import Bitstream
 from kdn.delivery.request import Snapshot
 from kdn.engines.generating import Sampling, TextPieces

@@ -33,11 +33,10 @@ from kdn.checked import (
 )
 from kdn.client.answers import Answer, Learned, Loaded, Metrics, Stats
 from kdn.client.audit import Audit
-from kdn.client.contexts import Contexts
+from kdn.client.contexts import Contexts, Options
 from kdn.client.conversation import Conversation
 from kdn.client.engine import Context, Engine, ModelSource, check_source, load_pair, values_of_cache
 from kdn.client.naming import find_name, give_name
-from kdn.client.options import Options
 from kdn.codec import CODECS
 from kdn.config import find_credentials
 from kdn.defaults import CODEC, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from kdn.cache.keys import PUBLIC_SECRET, TAIL_MULTIPLE, Chunk, Namespace, Tokens, cut
 from kdn.cache.spec import ModelSpec
 from kdn.client.asynchronous import AsyncClient
-from kdn.client.options import Options
+from kdn.client.contexts import Options
 from kdn.codec.exact import ExactCodec
 from kdn.codec.profiles import find_profile
 from kdn.delivery.endpoints import Endpoints

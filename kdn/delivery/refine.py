@@ -18,11 +18,11 @@ from contextlib import suppress
 
 from kdn.delivery.decode import Decoder, is_waiting
 from kdn.delivery.endpoints import Endpoints
+from kdn.delivery.estimate import Gauge
 from kdn.delivery.flight import Limits, ThroughputEstimator
 from kdn.delivery.lookup import Incoming, Question, reject_spoilt
 from kdn.delivery.plan import Fetch
 from kdn.delivery.sink import Sink
-from kdn.delivery.speeds import Gauge
 from kdn.delivery.transfer import Transfer
 
 TICK_S = 0.05

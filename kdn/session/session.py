@@ -27,14 +27,13 @@ from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.header import StreamInfo
 from kdn.delivery.client import deliver
-from kdn.delivery.estimate import Estimator
+from kdn.delivery.estimate import Estimator, Told
 from kdn.delivery.known import Known, Wish, longest_known
 from kdn.delivery.lookup import Question, Stream, Streams, ask
 from kdn.delivery.plan import Speeds
 from kdn.delivery.publish import Admission, Publisher, Source
 from kdn.delivery.request import FAR_S, Compute, OnProgress, Request, enough_levels, worst_kld
 from kdn.delivery.sink import Sink
-from kdn.delivery.speeds import Told
 from kdn.places.places import Places, open_places
 from kdn.session.delivered import Delivered, Grade, may_be_published
 from kdn.session.host_memory import HostMemory, open_host_memory

@@ -10,8 +10,8 @@ import pytest
 from kdn.client.answers import Stats
 from kdn.client.asynchronous import AsyncClient
 from kdn.client.audit import kld
+from kdn.client.contexts import Options
 from kdn.client.engine import Context
-from kdn.client.options import Options
 from kdn.engines.generating import Sampling
 from kdn.engines.reading import forward, new_cache, read
 from kdn.node.server import listen, open_node
