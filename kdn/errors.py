@@ -13,6 +13,10 @@ class FormatError(KdnError):
     """Bytes from outside are not what they claim to be."""
 
 
+class MalformedError(FormatError):
+    """A request or a manifest that cannot be understood."""
+
+
 class TruncatedError(FormatError):
     """Bytes end before what the header promises."""
 
@@ -47,3 +51,16 @@ class StoreError(KdnError):
 
 class NoSpaceError(StoreError):
     """An object is larger than what the store may hold or the disk has left."""
+
+
+class QuotaError(NoSpaceError):
+    """A tenant would hold more than it may."""
+
+
+class ConditionError(KdnError):
+    """A change was made for another version of a name than `newest`: the etag that is there, None
+    if there is no such name."""
+
+    def __init__(self, newest: str | None):
+        super().__init__("the newest version is another one")
+        self.newest = newest

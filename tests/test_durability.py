@@ -123,7 +123,7 @@ def test_names_are_synced_by_sqlite(tmp_path: Path) -> None:
 
     async def test() -> None:
         async with open_node(config) as node:
-            settings = await node.names._run(
+            settings = await node.depot.names._run(
                 "anybody", lambda db: [db.execute(f"PRAGMA {one}").fetchone()[0] for one in PRAGMAS]
             )
             assert settings == list(PRAGMAS.values())

@@ -18,13 +18,13 @@ import kdn
 ROOT = Path(kdn.__file__).parent
 ORDER = (
     "defaults", "errors", "files", "background", "checked", "protocol", "cache", "credentials",
-    "codec", "config", "store", "depot", "node", "delivery", "manifests", "names", "places",
-    "shared_profiles", "session", "engines", "client", "__init__", "calibrate", "bench", "cli",
+    "codec", "config", "store", "depot", "node", "delivery", "places",
+    "session", "engines", "client", "__init__", "calibrate", "bench", "cli",
     "__main__",
 )  # fmt: skip
 """Nobody imports what is to the right; so only the command line knows the benchmarks."""
 
-BYTES_ONLY = ("protocol", "config", "store", "depot", "node", "manifests", "names", "places")
+BYTES_ONLY = ("protocol", "config", "store", "depot", "node", "places")
 """They move bytes: no torch, and of the codecs nothing but the container, in a node."""
 CONTAINER = ("kdn.codec.header.*", "kdn.codec.format.*")
 

@@ -7,25 +7,20 @@ prefill; the seconds saved weigh them by a model's prefill time, which grows wit
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress, TimeElapsedColumn
 
 from kdn.bench import options
 from kdn.bench.cache_replay import Replay
-from kdn.bench.cache_report import OPTIMUM, CacheRow, plot, print_report, write_json
+from kdn.bench.cache_report import OPTIMUM, CacheRow, document, plot, print_report
 from kdn.bench.cache_traces import load_trace
 from kdn.bench.options import JsonFile, PlotFile
-from kdn.bench.report import report_console
+from kdn.bench.processes import in_processes
+from kdn.bench.report import report_console, write_json
 from kdn.store.evict import POLICIES
 
 SHARES = (0.01, 0.05, 0.2)
@@ -53,24 +48,12 @@ def run(
     ]
     for path in dict.fromkeys(requests):
         load_trace(path)  # a file that is no trace is told at once
-    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        rows = list(progress.track(_replay_all(todo, jobs), len(todo), description="replaying"))
+    rows = in_processes(replay, todo, jobs, "replaying")
     if json_file:
-        write_json(json_file, rows, {"policies": names, "seed": seed})
+        write_json(json_file, document(rows, {"policies": names, "seed": seed}))
     if plot_file:
         plot(plot_file, rows)
     print_report(report_console(), rows)
-
-
-def _replay_all(todo: Sequence[ReplayJob], jobs: int) -> Iterator[CacheRow]:
-    """Rows in the order of `todo`."""
-    workers = min(jobs or os.cpu_count() or 1, len(todo))
-    if workers == 1:
-        yield from map(replay, todo)
-        return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(replay, todo)
 
 
 def replay(job: ReplayJob) -> CacheRow:

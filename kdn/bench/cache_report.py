@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from kdn.bench.cache_replay import PREFILL_S_PER_TOKEN, PREFILL_S_PER_TOKEN2
-from kdn.bench.report import commit
+from kdn.bench.report import commit, drawing, table_of
 
 OPTIMUM = "optimum"
 _COLOURS = {"lru": "#6c757d", "s3fifo": "#2e6f95", "cost": "#d1495b", OPTIMUM: "#1b1b1e"}
@@ -65,10 +63,6 @@ def document(rows: Sequence[CacheRow], settings: dict[str, Any]) -> dict[str, An
     }
 
 
-def write_json(path: Path, rows: Sequence[CacheRow], settings: dict[str, Any]) -> None:
-    path.write_text(json.dumps(document(rows, settings), indent=1) + "\n")
-
-
 def print_report(console: Console, rows: Sequence[CacheRow]) -> None:
     policies = list(dict.fromkeys(row.policy for row in rows))
     console.print(_table(rows, policies, "token_hit_ratio", "Token hit ratio"))
@@ -79,10 +73,7 @@ def print_report(console: Console, rows: Sequence[CacheRow]) -> None:
 
 def _table(rows: Sequence[CacheRow], policies: Sequence[str], field: str, title: str) -> Table:
     """The best online policy of each line is bold."""
-    table = Table(title=title, box=box.SIMPLE_HEAD)
-    table.add_column("trace")
-    for heading in ("footprint\ntokens", "cache", *policies):
-        table.add_column(heading, justify="right")
+    table = table_of(title, ["trace", "footprint\ntokens", "cache", *policies])
     previous = ""
     for (trace, share), group in by_capacity(rows).items():
         if previous and trace != previous:
@@ -102,23 +93,21 @@ def _table(rows: Sequence[CacheRow], policies: Sequence[str], field: str, title:
 
 def plot(path: Path, rows: Sequence[CacheRow]) -> None:
     """Token hit ratio over capacity, a panel per trace."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    traces = list(dict.fromkeys(row.trace for row in rows))
-    figure, panels = pyplot.subplots(
-        1, len(traces), figsize=(1.2 + 3.9 * len(traces), 4.2), squeeze=False, layout="constrained"
-    )
-    for panel, trace in zip(panels[0], traces, strict=True):
-        _draw(panel, [row for row in rows if row.trace == trace])
-        panel.set_title(trace.replace("_", " "), fontsize=10, loc="left")
-    panels[0][0].set_ylabel("token hit ratio")
-    handles, names = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
-    figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+    with drawing(path) as pyplot:
+        traces = list(dict.fromkeys(row.trace for row in rows))
+        figure, panels = pyplot.subplots(
+            1,
+            len(traces),
+            figsize=(1.2 + 3.9 * len(traces), 4.2),
+            squeeze=False,
+            layout="constrained",
+        )
+        for panel, trace in zip(panels[0], traces, strict=True):
+            _draw(panel, [row for row in rows if row.trace == trace])
+            panel.set_title(trace.replace("_", " "), fontsize=10, loc="left")
+        panels[0][0].set_ylabel("token hit ratio")
+        handles, names = panels[0][0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
 
 
 def _draw(panel: Any, rows: Sequence[CacheRow]) -> None:

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress, TimeElapsedColumn
 
 from kdn.bench import options
 from kdn.bench.calibration import Calibration
+from kdn.bench.codec_report import document, plot, print_report
 from kdn.bench.measure import measure
 from kdn.bench.options import JsonFile, PlotFile
-from kdn.bench.report import hardware, plot, print_report, report_console, write_json
+from kdn.bench.report import hardware, progress_bar, report_console, write_json
 from kdn.bench.rivals import NAMES, open_rivals
 from kdn.cache.keys import TAIL_MULTIPLE
 from kdn.calibrate.corpus import (
@@ -72,7 +71,7 @@ def run(
     learnt = [(part, part.tokens(tokenizer)) for part in fitted or default_calibration()]
     shared = {s.name: max(overlap(s.tokens, ids) for _, ids in learnt) for s in samples}
     notes = _notes(samples, shared, contexts)
-    with _progress() as progress:
+    with progress_bar() as progress:
         for note in notes:
             progress.console.print(note, style="yellow")
         fit = Calibration.of(
@@ -98,16 +97,10 @@ def run(
         "commit": facts["commit"],
     }  # fmt: skip
     if json_file:
-        write_json(json_file, rows, extra)
+        write_json(json_file, document(rows, extra))
     if plot_file:
         plot(plot_file, rows)
     print_report(report_console(), rows, extra)
-
-
-def _progress() -> Progress:
-    """On stderr: stdout is for the report."""
-    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True))
 
 
 def _unique(texts: Iterable[Text]) -> Iterator[Text]:

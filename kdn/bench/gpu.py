@@ -9,7 +9,6 @@ chunks, over and over.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -20,7 +19,7 @@ from rich.table import Table
 
 from kdn.bench import options
 from kdn.bench.options import JsonFile
-from kdn.bench.report import report_console
+from kdn.bench.report import report_console, write_json
 from kdn.errors import UnsupportedError
 
 LINKS_GBIT = (1, 3, 10, 25, 100)
@@ -64,7 +63,7 @@ def run(
         setting = (group_layers, chunks, seed)
         results["shapes"][name] = _shape(SHAPES[name], lengths, ceilings, setting)
         if json_file:
-            json_file.write_text(json.dumps(results, indent=1))
+            write_json(json_file, results)
     report(report_console(), results)
 
 

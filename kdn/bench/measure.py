@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.progress import Progress
 
+from kdn.bench.codec_report import row_line
 from kdn.bench.figures import CodecRow
-from kdn.bench.report import row_line
 from kdn.bench.rivals.base import CodedLevel, ExactContext, Rival
 from kdn.cache.keys import TAIL_MULTIPLE, TokenIds
 from kdn.cache.tensors import KVCache

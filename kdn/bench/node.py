@@ -32,7 +32,7 @@ from kdn.bench.node_load import (
     full_speed,
     slow_readers,
 )
-from kdn.bench.node_report import plot, print_report, write_json
+from kdn.bench.node_report import plot, print_report
 from kdn.bench.node_servers import (
     Server,
     absent,
@@ -42,7 +42,7 @@ from kdn.bench.node_servers import (
     start_redis,
 )
 from kdn.bench.options import JsonFile, PlotFile
-from kdn.bench.report import hardware, report_console
+from kdn.bench.report import hardware, report_console, write_json
 from kdn.node.scheduler import ORDERS
 
 KIB = 1024

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kdn.bench.report import drawing, print_end, table_of
+
 _COLOURS = {"kdn": "#d1495b", "redis": "#2e6f95", "nginx": "#3f7d20"}
 _ORDERS = {"fair": "fair", "fifo": "first in, first out", "inverse": "random, inverse length"}
-
-
-def write_json(path: Path, results: dict[str, Any]) -> None:
-    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def print_report(console: Console, results: dict[str, Any]) -> None:
@@ -25,26 +21,14 @@ def print_report(console: Console, results: dict[str, Any]) -> None:
     console.print(_fairness_table(results))
     console.print(_attack_table(results["attack"]))
     console.print(_attack_line(results["attack"]))
-    for name, passed in results["passes"].items():
-        console.print(f"{name}: {'passes' if passed else 'FAILS'}", style=None if passed else "red")
-    for note in results["notes"]:
-        console.print(note, style="yellow")
-    facts = results["hardware"]
-    console.print("  ".join(f"{name} {fact}" for name, fact in facts.items()), style="dim")
-
-
-def _table(title: str, headings: list[str]) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left")
-    return table
+    print_end(console, results)
 
 
 def _speed_table(results: dict[str, Any]) -> Table:
     by_size = results["bytes_per_s_by_size"]
     sizes = list(by_size["kdn"])
     headings = ["GB/s: median (min-max)", *(f"{int(size) >> 10} KiB" for size in sizes), "all"]
-    table = _table("Batch reads over loopback", [*headings, "server CPU s/GB"])
+    table = table_of("Batch reads over loopback", [*headings, "server CPU s/GB"])
     for name, figures in by_size.items():
         cells = [
             f"{f['median'] / 1e9:.2f} ({f['min'] / 1e9:.2f}-{f['max'] / 1e9:.2f})"
@@ -85,7 +69,7 @@ def _fairness_table(results: dict[str, Any]) -> Table:
         f"heavy clients with {load['depth']} requests waiting each"
     )
     uneven = "/".join(map(str, load["uneven_depths"]))
-    table = _table(
+    table = table_of(
         title,
         [
             "order", "alone\np50 ms", "\np99 ms", "beside\np50 ms", "\np99 ms", "bar\nms", "asked",
@@ -122,7 +106,7 @@ def _attack_table(attack: dict[str, Any]) -> Table:
         f"A tenant beside one that attacks: {load['clients']} clients read contexts of "
         f"{load['chunks']} chunks of {load['chunk_bytes'] >> 10} KiB"
     )
-    table = _table(title, ["", "p50 ms", "p99 ms", "puts' p99 ms", "hits, %"])
+    table = table_of(title, ["", "p50 ms", "p99 ms", "puts' p99 ms", "hits, %"])
     for name in ("alone", "attacked"):
         times = (attack[f"{name}_{what}_s"] * 1e3 for what in ("p50", "p99", "put_p99"))
         table.add_row(name, *(f"{ms:.2f}" for ms in times), f"{attack[f'{name}_hits']:.1%}")
@@ -146,17 +130,11 @@ def _percent(shares: list[float]) -> str:
 
 
 def plot(path: Path, results: dict[str, Any]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (speed, light, beside) = pyplot.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    _plot_speed(speed, results["bytes_per_s_by_size"])
-    _plot_light(light, results["fairness"])
-    _plot_attack(beside, results["attack"])
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with drawing(path) as pyplot:
+        _, (speed, light, beside) = pyplot.subplots(1, 3, figsize=(14, 4), layout="constrained")
+        _plot_speed(speed, results["bytes_per_s_by_size"])
+        _plot_light(light, results["fairness"])
+        _plot_attack(beside, results["attack"])
 
 
 def _plot_speed(panel: Any, by_size: dict[str, Any]) -> None:

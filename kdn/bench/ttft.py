@@ -27,8 +27,8 @@ from rich.console import Console
 
 from kdn.bench import options
 from kdn.bench.options import JsonFile, PlotFile
-from kdn.bench.report import hardware, report_console
-from kdn.bench.ttft_report import TtftRow, plot, print_report, write_json
+from kdn.bench.report import hardware, report_console, write_json
+from kdn.bench.ttft_report import TtftRow, document, plot, print_report
 from kdn.cache.keys import Namespace, TokenIds, cut
 from kdn.cache.tensors import KVCache
 from kdn.calibrate.corpus import default_calibration, default_texts, load_text
@@ -87,15 +87,15 @@ def run(
     links = _links(mbits, traces)
     names = options.words("ways", ways, WAYS)
     kld = enough_kld(kld)
-    document = load_text(text) if text else default_texts()[0]
+    source = load_text(text) if text else default_texts()[0]
     told = Console(stderr=True)
     with told.status(f"loading {model}"):
         loaded, tokenizer = load_model(model)
         use_grouped_attention(loaded)
-    tokens = document.tokens(tokenizer)[: context + CONTINUATION_TOKENS]
+    tokens = source.tokens(tokenizer)[: context + CONTINUATION_TOKENS]
     if len(tokens) < context + CONTINUATION_TOKENS:
-        raise UnsupportedError(f"{document.name} has {len(tokens)} tokens, expected more")
-    with told.status(f"reading {context} tokens of {document.name}"):
+        raise UnsupportedError(f"{source.name} has {len(tokens)} tokens, expected more")
+    with told.status(f"reading {context} tokens of {source.name}"):
         probe = QualityProbe(loaded, tokens, context)
     question = np.asarray(tokenizer(QUESTION, add_special_tokens=False).input_ids, np.uint32)
     bench = Bench(loaded, tokens[:context], question, probe, told)
@@ -103,12 +103,12 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(bench.measure(chosen, links, Path(folder)))
     extra: dict[str, Any] = {
-        "settings": {"model": model, "text": document.name, "context": context, "kld": kld},
+        "settings": {"model": model, "text": source.name, "context": context, "kld": kld},
         "answer": tokenizer.decode(bench.answer),
         "hardware": hardware("cpu"),
     }
     if json_file:
-        write_json(json_file, rows, extra)
+        write_json(json_file, document(rows, extra), allow_nan=False)
     if plot_file:
         plot(plot_file, rows)
     print_report(report_console(), rows, extra)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
+
+from kdn.bench.report import drawing, table_of
 
 _COLOURS = {
     "text": "#6c757d", "fp16": "#8d99ae", "int8": "#2e6f95", "cachegen": "#3f7d20", "klt": "#d1495b"
@@ -51,18 +50,11 @@ def document(rows: Sequence[TtftRow], extra: dict[str, Any]) -> dict[str, Any]:
     return {**extra, "rows": lines}
 
 
-def write_json(path: Path, rows: Sequence[TtftRow], extra: dict[str, Any]) -> None:
-    path.write_text(json.dumps(document(rows, extra), indent=1, allow_nan=False) + "\n")
-
-
 def print_report(console: Console, rows: Sequence[TtftRow], extra: dict[str, Any]) -> None:
     settings = extra["settings"]
     title = f"Time to first token, {settings['context']} tokens of {settings['text']}"
-    table = Table(title=title, box=box.SIMPLE_HEAD)
-    for heading in ("link", "way"):
-        table.add_column(heading)
-    for heading in ("seconds", "spread", "speedup", "MB", "KLD", "recall", "same\nanswer"):
-        table.add_column(heading, justify="right")
+    figures = ("seconds", "spread", "speedup", "MB", "KLD", "recall", "same\nanswer")
+    table = table_of(title, ["link", "way", *figures], texts=2)
     table.add_column("chunks")
     for row in rows:
         table.add_row(*_cells(row), end_section=row.way == "klt")
@@ -95,30 +87,26 @@ def _chunks(row: TtftRow) -> str:
 
 def plot(path: Path, rows: Sequence[TtftRow]) -> None:
     """Seconds by link, a bar for each way."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    links = list(dict.fromkeys(row.link for row in rows))
-    ways = list(dict.fromkeys(row.way for row in rows))
-    width = 0.8 / len(ways)
-    figure, panel = pyplot.subplots(figsize=(2 + 1.4 * len(links), 4), layout="constrained")
-    for number, way in enumerate(ways):
-        mine = [row for row in rows if row.way == way]
-        at = [links.index(row.link) + (number - len(ways) / 2 + 0.5) * width for row in mine]
-        bars = panel.bar(
-            at, [row.ttft_s for row in mine], width, color=_COLOURS.get(way), label=way
+    with drawing(path) as pyplot:
+        links = list(dict.fromkeys(row.link for row in rows))
+        ways = list(dict.fromkeys(row.way for row in rows))
+        width = 0.8 / len(ways)
+        figure, panel = pyplot.subplots(figsize=(2 + 1.4 * len(links), 4), layout="constrained")
+        for number, way in enumerate(ways):
+            mine = [row for row in rows if row.way == way]
+            at = [links.index(row.link) + (number - len(ways) / 2 + 0.5) * width for row in mine]
+            bars = panel.bar(
+                at, [row.ttft_s for row in mine], width, color=_COLOURS.get(way), label=way
+            )
+            for bar, row in zip(bars, mine, strict=True):
+                if row.stopped:
+                    bar.set_hatch("///")
+                    bar.set_edgecolor("white")
+        panel.set_yscale("log")
+        panel.set_ylabel("seconds to the first token")
+        panel.set_xticks(
+            range(len(links)), [name.replace("_", "\n", 2) for name in links], fontsize=8
         )
-        for bar, row in zip(bars, mine, strict=True):
-            if row.stopped:
-                bar.set_hatch("///")
-                bar.set_edgecolor("white")
-    panel.set_yscale("log")
-    panel.set_ylabel("seconds to the first token")
-    panel.set_xticks(range(len(links)), [name.replace("_", "\n", 2) for name in links], fontsize=8)
-    title = "hatched: stopped, it would have taken longer"
-    figure.legend(loc="outside upper center", ncols=len(ways), fontsize=8, title=title)
-    panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+        title = "hatched: stopped, it would have taken longer"
+        figure.legend(loc="outside upper center", ncols=len(ways), fontsize=8, title=title)
+        panel.spines[["top", "right"]].set_visible(False)

@@ -29,7 +29,7 @@ from rich.console import Console
 
 from kdn.bench import options
 from kdn.bench.options import JsonFile, PlotFile
-from kdn.bench.report import hardware, report_console
+from kdn.bench.report import hardware, report_console, write_json
 from kdn.bench.vllm_engine import (
     EngineError,
     EngineProcess,
@@ -38,7 +38,7 @@ from kdn.bench.vllm_engine import (
     need_vllm,
     start_engine,
 )
-from kdn.bench.vllm_report import VllmRow, document, plot, print_report, read_rows, write_json
+from kdn.bench.vllm_report import VllmRow, document, plot, print_report, read_rows
 from kdn.bench.vllm_systems import (
     LINKS,
     LOOPBACK,
@@ -113,8 +113,8 @@ def run(
     console = Console(stderr=True)
     if quality is not None:
         quality = enough_kld(quality)
-    chosen_links = _chosen("links", links, tuple(LINKS))
-    names = _chosen("systems", systems, SYSTEMS)
+    chosen_links = options.words("links", links, tuple(LINKS))
+    names = options.words("systems", systems, SYSTEMS)
     chosen, notes = choose(names, _found(python), _found(lmcache_python or python), quality)
     task, told = make_task(model, text, context, documents, answer, seed)
     rows = read_rows(add or [], told)
@@ -131,14 +131,6 @@ def run(
     if plot_file:
         plot(plot_file, results)
     print_report(report_console(), results)
-
-
-def _chosen(what: str, given: str, known: Sequence[str]) -> list[str]:
-    names = [name.strip() for name in given.split(",") if name.strip()]
-    for name in names:
-        if name not in known:
-            raise UnsupportedError(f"expected {what} of {', '.join(known)}, found {name!r}")
-    return names
 
 
 def _found(python: str) -> str:

@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kdn.bench.report import drawing, print_end, table_of
 from kdn.bench.vllm_systems import LINKS, LOOPBACK
 from kdn.errors import FormatError
 
@@ -193,18 +193,9 @@ def _bytes_bars(link: str, own: dict[str, Any], other: dict[str, Any]) -> dict[s
     return told
 
 
-def write_json(path: Path, results: dict[str, Any]) -> None:
-    path.write_text(json.dumps(results, indent=1) + "\n")
-
-
 def print_report(console: Console, results: dict[str, Any]) -> None:
     console.print(_table(results))
-    for name, passed in results["passes"].items():
-        console.print(f"{name}: {'passes' if passed else 'FAILS'}", style=None if passed else "red")
-    for note in results["notes"]:
-        console.print(note, style="dim")
-    facts = results["hardware"]
-    console.print("  ".join(f"{name} {fact}" for name, fact in facts.items()), style="dim")
+    print_end(console, results)
 
 
 def _table(results: dict[str, Any]) -> Table:
@@ -213,13 +204,11 @@ def _table(results: dict[str, Any]) -> Table:
         f"A fresh vLLM engine, {task['model']}, {task['documents']} documents of "
         f"{task['context']:,} tokens ({task['text']})"
     )
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     headings = (
         "link", "system", "first token, s", "at 16 bit", "known\ntokens", "stored, MB\n(at 16 bit)",
         "moved, MB\n(at 16 bit)", "same first\ntoken", "same\ntokens",
     )  # fmt: skip
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number > 1 else "left", no_wrap=True)
+    table = table_of(title, headings, texts=2, no_wrap=True)
     previous = ""
     for one in results["figures"]:
         if previous and one["link"] != previous:
@@ -254,18 +243,12 @@ def _sizes(one: dict[str, Any], what: str) -> str:
 
 def plot(path: Path, results: dict[str, Any]) -> None:
     """Time to first token by link, and bytes a document."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (times, sizes) = pyplot.subplots(
-        1, 2, figsize=(11, 4), layout="constrained", width_ratios=(2, 1)
-    )
-    _plot_times(times, results["figures"])
-    _plot_bytes(sizes, results["figures"])
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with drawing(path) as pyplot:
+        _, (times, sizes) = pyplot.subplots(
+            1, 2, figsize=(11, 4), layout="constrained", width_ratios=(2, 1)
+        )
+        _plot_times(times, results["figures"])
+        _plot_bytes(sizes, results["figures"])
 
 
 def _plot_times(panel: Any, figures: Sequence[dict[str, Any]]) -> None:

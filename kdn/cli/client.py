@@ -75,7 +75,7 @@ def as_quality(told: str) -> str | float:
 
 def learn(door: Door, name: str, path: Path) -> None:
     from kdn.cli.progress import reading_bar
-    from kdn.names import checked_name
+    from kdn.depot.manifests import checked_name
 
     checked_name(name)
     text = read_text(path)
@@ -95,7 +95,7 @@ def learn(door: Door, name: str, path: Path) -> None:
 
 def ask(door: Door, name: str, question: str, deadline_s: float | None, max_tokens: int) -> None:
     from kdn.cli.progress import bar
-    from kdn.names import checked_name
+    from kdn.depot.manifests import checked_name
 
     checked_name(name)
     checked_text("question", question)
@@ -127,7 +127,10 @@ def describe(stats: Stats) -> str:
     if stats.known_tokens:
         known += f" ({stats.fetched_bytes / 1e6:.1f} MB in {stats.delivery_s:.2f} s)"
     line = f"{known}, {stats.computed_tokens:,} read; first token after {stats.ttft_s:.2f} s"
-    finer = [f"{stats.refined_chunks} chunks refined meanwhile"] if stats.refined_chunks else []
+    refined = (
+        f"{stats.refined_chunks} chunks refined meanwhile ({stats.refined_bytes / 1e6:.1f} MB)"
+    )
+    finer = [refined] if stats.refined_chunks else []
     return "; ".join([line, *finer, *stats.troubles])
 
 
@@ -140,13 +143,14 @@ def explain(door: Door, path: Path, raw: bool) -> None:
         engine = client.engine
         tokens = engine.tokenizer(text).input_ids if raw else engine.prompts.learn(text)[0]
         table = Table("tokens", "known", "why")
-        findings = await find_out(client, tokens)
-        for one in findings:
+        found = await find_out(client, tokens)
+        for one in found.findings:
             table.add_row(f"{one.start:,} to {one.end:,}", "yes" if one.known else "no", one.why)
         console = Console(highlight=False)
         console.print(table)
-        known = sum(one.end - one.start for one in findings if one.known)
-        console.print(f"{known:,} of {len(tokens):,} tokens need no reading")
+        known = sum(one.end - one.start for one in found.findings if one.known)
+        told = f"; loading them takes about {found.loading_s:.2f} s" if known else ""
+        console.print(f"{known:,} of {len(tokens):,} tokens need no reading{told}")
 
     run_with(door, work)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -55,16 +54,11 @@ class Screen:
         self._live = Live(console=console, refresh_per_second=8, transient=True)
 
     def __enter__(self) -> Screen:
-        self._live.__enter__()
+        self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
 
     def say(self, text: str) -> None:
         if text != self._said and not self._console.is_terminal:

@@ -24,8 +24,8 @@ from kdn.cli.progress import share
 from kdn.client.answers import Stats
 from kdn.client.asynchronous import AsyncClient
 from kdn.client.audit import kld
+from kdn.client.contexts import Options
 from kdn.client.engine import Context, ContextSource
-from kdn.client.options import Options
 from kdn.codec.format import Bitstream
 from kdn.delivery.request import Snapshot
 from kdn.engines.generating import Sampling, TextPieces
@@ -59,7 +59,7 @@ async def learn(task: dict[str, Any]) -> None:
         teller.began_s = perf_counter()
         learned = await client.learn(NAME, task["text"])
         stored = 0
-        store = await client.session.places.publish_to.store()
+        store = client.session.places.publish_to.store
         async for entry in store.list():
             stored += entry.size_bytes
         values = client.engine.spec.values_per_token * learned.num_tokens

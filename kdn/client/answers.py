@@ -62,6 +62,8 @@ class Stats:
     """Of each chunk that was asked for, by now; 0: computed."""
     refined_chunks: int = 0
     """Chunks that became finer while the answer was being given."""
+    refined_bytes: int = 0
+    """Fetched for that."""
     troubles: tuple[str, ...] = ()
 
 

@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from random import Random
-from types import TracebackType
 from typing import Any
 
 from kdn.cache.keys import Chunk, Tokens, cut
@@ -34,15 +33,15 @@ from kdn.checked import (
 )
 from kdn.client.answers import Answer, Learned, Loaded, Metrics, Stats
 from kdn.client.audit import Audit
-from kdn.client.contexts import Contexts
+from kdn.client.contexts import Contexts, Options
 from kdn.client.conversation import Conversation
 from kdn.client.engine import Context, Engine, ModelSource, check_source, load_pair, values_of_cache
 from kdn.client.naming import find_name, give_name
-from kdn.client.options import Options
 from kdn.codec import CODECS
 from kdn.config import find_credentials
 from kdn.defaults import CODEC, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
 from kdn.delivery.request import OnProgress
+from kdn.depot.manifests import checked_name
 from kdn.engines.generating import Sampling, TextPieces
 from kdn.engines.growing import Rooms
 from kdn.engines.prompts import Knowledge, Prompts
@@ -51,8 +50,8 @@ from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import spec_of
 from kdn.engines.unchanged import Unchanged
 from kdn.errors import KdnError, StoreError, UnsupportedError
-from kdn.names import checked_name
-from kdn.places import Where, checked_places
+from kdn.places.places import Where, checked_places
+from kdn.session.opened import Opened
 from kdn.session.profiles import share_profile
 from kdn.session.quality import Quality, enough_kld
 from kdn.session.session import Session
@@ -65,7 +64,7 @@ OnRead = Callable[[int, int], None]
 """How many tokens the model has read, and how many there are."""
 
 
-class AsyncClient:
+class AsyncClient(Opened):
     """`async with AsyncClient(where, model=...) as client`. `connect` tells the parameters."""
 
     session: Session
@@ -113,23 +112,15 @@ class AsyncClient:
         self._quality, self._deadline_s = quality, deadline_s
         self._recompute = recompute
         self._audit = Audit(audit_share, rng or Random(), self.metrics)
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> AsyncClient:
-        try:
-            await self._open()
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        return self
+        super().__init__()
 
     async def _open(self) -> None:
         model, tokenizer = await asyncio.to_thread(load_pair, self._source)
         unchanged = Unchanged(model)  # first: what changes while it is being named counts, too
         spec = await asyncio.to_thread(spec_of, model)
         session = Session(self._settings, spec, model.dtype)
-        self.session = await self._stack.enter_async_context(session)
-        self._stack.push_async_callback(self._audit.close)
+        self.session = await self._parts.enter_async_context(session)
+        self._parts.push_async_callback(self._audit.close)
         rooms = Rooms(spec, model.dtype)
         self.engine = Engine(
             model, tokenizer, spec, session.namespace, Prompts(tokenizer), rooms, unchanged
@@ -140,18 +131,6 @@ class AsyncClient:
         self.contexts = Contexts(
             self.engine, session, self._quality, self._deadline_s, speeds, self.now_s
         )
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Finish publishing, as far as that takes no longer than a few seconds."""
-        await self._stack.aclose()
 
     async def learn(self, name: str, what: Knowledge, *, on_read: OnRead | None = None) -> Learned:
         """Let the model read a text, token ids or messages, publish what nobody has yet, and give

@@ -6,20 +6,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, cut
 from kdn.cache.tensors import KVCache
+from kdn.checked import checked_deadline, checked_function
 from kdn.client.answers import Stats
 from kdn.client.engine import Context, ContextSource, Engine
-from kdn.client.options import Options
 from kdn.delivery.known import Known
 from kdn.delivery.plan import Speeds
 from kdn.delivery.publish import Admission, Values
 from kdn.delivery.refine import Refinement
-from kdn.delivery.request import FAR_S
+from kdn.delivery.request import FAR_S, OnProgress
 from kdn.delivery.sink import HostSink
 from kdn.engines.compute import ChunkReader
+from kdn.engines.generating import Sampling
 from kdn.engines.growing import Room
 from kdn.engines.reading import pieces
 from kdn.session.delivered import Delivered
@@ -32,6 +33,22 @@ APPLY_S = 0.25
 
 Told = Callable[[int], None]
 """Called with how many tokens the model has read."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one request wants: None where the client's own setting holds."""
+
+    quality: Quality | None = None
+    deadline_s: float | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    on_progress: OnProgress | None = None
+
+    def __post_init__(self) -> None:
+        if self.quality is not None:
+            enough_kld(self.quality)
+        checked_deadline(self.deadline_s)
+        checked_function("on_progress", self.on_progress)
 
 
 @dataclass
@@ -143,6 +160,7 @@ class Contexts:
         async with self.engine.lock:
             improved = await better.apply(APPLY_S)
         stats.refined_chunks += len(improved)
+        stats.refined_bytes = better.fetched_bytes
         stats.levels = better.levels + stats.levels[len(better.levels) :]
 
     # reading and publishing

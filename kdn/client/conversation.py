@@ -17,7 +17,7 @@ from kdn.engines.prompts import CHAT, PLAIN
 
 if TYPE_CHECKING:
     from kdn.client.asynchronous import AsyncClient
-    from kdn.client.options import Options
+    from kdn.client.contexts import Options
 
 
 class Conversation:

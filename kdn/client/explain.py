@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from kdn.cache.keys import PUBLIC_SECRET, TAIL_MULTIPLE, Chunk, Namespace, Tokens, cut
 from kdn.cache.spec import ModelSpec
 from kdn.client.asynchronous import AsyncClient
+from kdn.client.contexts import Options
 from kdn.codec.exact import ExactCodec
 from kdn.codec.profiles import find_profile
 from kdn.delivery.endpoints import Endpoints
 from kdn.errors import KdnError
-from kdn.manifests import Manifest
+from kdn.places.manifests import Manifest
 from kdn.session.session import Session
 
 MAX_NAMES = 500
@@ -41,6 +42,13 @@ class Finding:
     why: str
 
 
+@dataclass(frozen=True)
+class Explanation:
+    findings: list[Finding]
+    loading_s: float
+    """To deliver what is known, as far as can be told."""
+
+
 @dataclass
 class Suspects:
     """Under what else the tokens may be known, by what to say then; and keys that names use."""
@@ -49,22 +57,24 @@ class Suspects:
     named: dict[bytes, str] = field(default_factory=dict)
 
 
-async def explain(client: AsyncClient, tokens: Tokens) -> list[Finding]:
-    known = await client.session.know(tokens)
+async def explain(client: AsyncClient, tokens: Tokens) -> Explanation:
+    session, contexts = client.session, client.contexts
+    known = await session.know(tokens)
     findings = [Finding(chunk.start, chunk.end, True, KNOWN) for chunk in known.chunks]
     reach = known.end
-    chunks = cut(tokens, client.session.namespace)
+    chunks = cut(tokens, session.namespace)
     rest = [number for number, chunk in enumerate(chunks) if chunk.end > reach]
     if rest:
-        suspects = await _suspects(client.session)
-        reasons = await _reasons(client.session.places.endpoints, tokens, chunks, suspects)
+        suspects = await _suspects(session)
+        reasons = await _reasons(session.places.endpoints, tokens, chunks, suspects)
         for number in rest:
             chunk, why = chunks[number], reasons[number]
             findings.append(Finding(max(reach, chunk.start), chunk.end, False, why))
     end = chunks[-1].end if chunks else 0
     if end < len(tokens):
         findings.append(Finding(end, len(tokens), False, SHORT))
-    return findings
+    enough = contexts.enough_kld(Options())
+    return Explanation(findings, session.loading_s(known, enough, contexts.speeds))
 
 
 async def _reasons(
@@ -89,7 +99,7 @@ async def _stored(endpoints: Endpoints, chunks: Sequence[Chunk]) -> list[bool]:
     found = [False] * len(chunks)
     for endpoint in endpoints if chunks else ():
         try:
-            entries = await (await endpoint.store()).lookup([chunk.key for chunk in chunks])
+            entries = await endpoint.store.lookup([chunk.key for chunk in chunks])
         except (KdnError, OSError):
             continue
         found = [a or b is not None for a, b in zip(found, entries, strict=True)]
@@ -101,13 +111,13 @@ async def _suspects(session: Session) -> Suspects:
     for name, profile in _own_profiles(session.spec).items():
         suspects.namespaces[OTHER_PROFILE.format(name)] = replace(own, profile=profile)
     count = 0
-    async for name in session.places.names.list():
+    async for about in session.places.names.list():
         count += 1
         if count > MAX_NAMES:
             break
-        found = await session.places.names.get(name)
+        found = await session.places.names.get(about.name)
         if found is not None:
-            _note(suspects, name, found.manifest, own)
+            _note(suspects, about.name, found.manifest, own)
     if own.secret != PUBLIC_SECRET:
         suspects.namespaces[OTHER_SECRET] = replace(own, secret=PUBLIC_SECRET)
     suspects.namespaces = {why: one for why, one in suspects.namespaces.items() if one != own}

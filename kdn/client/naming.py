@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kdn.cache.keys import Chunk
 from kdn.engines.prompts import PLAIN
 from kdn.errors import FormatError, MismatchError, StoreError
-from kdn.manifests import Manifest, entry_of, with_entry
+from kdn.places.manifests import Manifest, entry_of, with_entry
 from kdn.session.session import Session
 
 

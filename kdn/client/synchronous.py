@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from kdn.cache.keys import Tokens
@@ -16,7 +15,7 @@ from kdn.client.engine import ModelSource
 from kdn.defaults import CODEC, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
 from kdn.delivery.request import OnProgress
 from kdn.engines.prompts import Knowledge
-from kdn.places import Where
+from kdn.places.places import Where
 from kdn.session.loop import LoopThread
 from kdn.session.quality import Quality
 
@@ -179,12 +178,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -17,15 +17,22 @@ from random import Random
 
 from kdn.delivery.decode import Decoder
 from kdn.delivery.endpoints import Endpoint, Endpoints
+from kdn.delivery.estimate import Estimator, Gauge
 from kdn.delivery.flight import Limits, ThroughputEstimator
 from kdn.delivery.front import Front
 from kdn.delivery.known import Known
 from kdn.delivery.lookup import HEAD_BYTES, Incoming, Question, look_up, read_local, reject_spoilt
-from kdn.delivery.outcome import result_of
 from kdn.delivery.plan import Fetch, Offer, Plan, Policy, Progress, Reading, Situation
 from kdn.delivery.planner import default
-from kdn.delivery.request import FAR_S, OnProgress, Request, Result, Snapshot
-from kdn.delivery.speeds import Gauge
+from kdn.delivery.refine import Refinement
+from kdn.delivery.request import (
+    FAR_S,
+    OnProgress,
+    Request,
+    Result,
+    Snapshot,
+    enough_levels,
+)
 from kdn.delivery.transfer import Transfer
 from kdn.store.base import Store
 
@@ -72,17 +79,11 @@ async def deliver(
         endpoints,
         known,
         policy or default,
-        estimator or _default_estimator(),
+        estimator or Estimator(),
         on_progress or (lambda snapshot: None),
         limits or Limits(),
     )
     return await delivery.run()
-
-
-def _default_estimator() -> ThroughputEstimator:
-    from kdn.delivery.estimate import Estimator
-
-    return Estimator()
 
 
 class Delivery:
@@ -154,7 +155,7 @@ class Delivery:
         self._raise_crashes()
         reject_spoilt(self.known, self.endpoints, self.question.clock())
         self._report(force=True)
-        return result_of(self)
+        return _result_of(self)
 
     async def _look_up(self, until_s: float) -> None:
         """A model that can read does not wait long for it: whatever becomes of the lookup, the
@@ -177,7 +178,7 @@ class Delivery:
         self.lookup_s = self.now_s()
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, until_s - self.question.clock())):
-                enough = self.request.enough_levels(self.request.enough_kld)
+                enough = enough_levels(self.request.expected_kld, self.request.enough_kld)
                 await read_local(self.known, self.endpoints, enough)
 
     async def _find(self, until_s: float) -> Known:
@@ -340,3 +341,41 @@ def _progress(one: Incoming) -> Progress:
     if one.lost:  # nothing more will come: for a planner it is as good as done
         return Progress(one.assembly.level_ends[-1], len(one.assembly.level_ends))
     return Progress(one.assembly.arrived_bytes, one.decoded, one.computed)
+
+
+def _result_of(delivery: Delivery) -> Result:
+    known, transfer = delivery.known, delivery.transfer
+    rest = len(delivery.request.chunks) - len(known)
+    first_s = transfer.first_byte_s
+
+    def refine(enough_kld: float) -> Refinement:
+        levels = enough_levels(delivery.request.expected_kld, enough_kld)
+        return Refinement(
+            known, levels, delivery.question, delivery.endpoints, delivery.estimator,
+            delivery.limits, delivery.request.sink, delivery.gauge,
+        )  # fmt: skip
+
+    return Result(
+        sink=delivery.request.sink,
+        num_levels=delivery.request.codec.num_levels,
+        levels=tuple(one.decoded for one in known) + (0,) * rest,
+        computed=tuple(i < delivery.front.num_read for i in range(len(known) + rest)),
+        stream_ids=tuple(one.decoded_id for one in known) + (b"",) * rest,
+        known=len(known),
+        fetched_bytes=transfer.fetched_bytes,
+        lookup_s=delivery.lookup_s,
+        first_byte_s=None if first_s is None else first_s - delivery.began_s,
+        done_s=delivery.now_s(),
+        failures=transfer.failures,
+        troubles=(*transfer.troubles, *delivery.decoder.troubles),
+        kld=_expected_kld(delivery),
+        _refine=refine,
+    )
+
+
+def _expected_kld(delivery: Delivery) -> float:
+    request = delivery.request
+    tokens = [chunk.num_tokens for chunk in request.chunks]
+    parts = [count * weight for count, weight in zip(tokens, request.weights(), strict=True)]
+    loaded = [(part, one.decoded) for part, one in zip(parts, delivery.known, strict=False)]
+    return sum(part * request.expected_kld[n - 1] for part, n in loaded if n) / sum(parts)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from kdn.codec.threads import num_cores
 from kdn.delivery.assemble import Assembly
+from kdn.delivery.estimate import Gauge
 from kdn.delivery.lookup import Incoming
 from kdn.delivery.plan import Fetch
 from kdn.delivery.sink import Arrival, Sink
-from kdn.delivery.speeds import Gauge
 from kdn.errors import FormatError, KdnError
 
 HASTE = 1.25

@@ -1,21 +1,32 @@
-"""How fast the link is, from the bytes as they arrive, and how sure that is.
+"""How fast the link and this machine are, for the planner: as told, corrected by what is measured.
 
-Time counts only while something is under way: between a request and its first byte it is latency,
-with nothing asked for it is nothing at all. What is left is cut into slots long enough that the
-bursts of a socket average out and short enough that a change is seen: a fraction of the time
-measured so far, so the same code serves transfers of ten milliseconds and of minutes. Older slots
-count less. The spread of the slots, and how few they are, tell how far the near future may fall
-below their mean.
+The link, from the bytes as they arrive, and how sure that is. Time counts only while something is
+under way: between a request and its first byte it is latency, with nothing asked for it is nothing
+at all. What is left is cut into slots long enough that the bursts of a socket average out and short
+enough that a change is seen: a fraction of the time measured so far, so the same code serves
+transfers of ten milliseconds and of minutes. Older slots count less. The spread of the slots, and
+how few they are, tell how far the near future may fall below their mean.
+
+The machine, from how long decoding takes. A planner keeps what it derives from a `Speeds` object,
+so these never change: `Gauge` makes a new one when what was measured has moved away from what the
+last one said.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
-from kdn.delivery.plan import Link
+from kdn.delivery.plan import Link, Speeds
 
 UNKNOWN = Link(rate=12.5e6, low_rate=0.25e6, latency_s=0.05)
 """Before anything was measured: 100 Mbit/s perhaps, 2 Mbit/s hardly less."""
+
+DECODE_S_PER_TOKEN = 1e-4
+"""Until something was decoded; SmolLM2 on two cores."""
+NEVER_S_PER_TOKEN = 1e3
+DRIFT = 0.2
+MAX_RATIO = 4.0
 
 MIN_SLOT_S = 0.001
 SLOTS_PER_MEMORY = 16
@@ -106,3 +117,43 @@ class Estimator:
         self._rate2 = fading * self._rate2 + self._slot_s * rate**2
         self._slot_bytes = 0
         self._slot_s = 0.0
+
+
+@dataclass(frozen=True)
+class Told:
+    """`Speeds`: what whoever measured this machine says; None: nobody did."""
+
+    told: Speeds | None = None
+    can_compute: bool = False
+    factor: float = 1.0
+    """Decoding takes so many times what was told."""
+
+    def decode_s(self, num_tokens: int, levels: int) -> float:
+        return self.factor * self.plain_decode_s(num_tokens, levels)
+
+    def plain_decode_s(self, num_tokens: int, levels: int) -> float:
+        if self.told is None:
+            return DECODE_S_PER_TOKEN * num_tokens
+        return max(self.told.decode_s(num_tokens, levels), 1e-9)
+
+    def prefill_s(self, start: int, end: int) -> float:
+        if end <= start:
+            return 0.0
+        if self.told is None or not self.can_compute:
+            return NEVER_S_PER_TOKEN * (end - start)
+        return self.told.prefill_s(start, end)
+
+
+class Gauge:
+    def __init__(self, told: Speeds | None, can_compute: bool) -> None:
+        self.speeds = Told(told, can_compute)
+        self._factor = 1.0
+        self._samples = 0 if told is None else 1
+
+    def decoded(self, num_tokens: int, levels: int, took_s: float) -> None:
+        """What was told counts as the first sample; one that was held up says little."""
+        ratio = min(took_s / self.speeds.plain_decode_s(num_tokens, levels), MAX_RATIO)
+        self._samples += 1
+        self._factor += (ratio - self._factor) * max(1 / self._samples, 0.25)
+        if abs(self._factor - self.speeds.factor) > DRIFT * self.speeds.factor:
+            self.speeds = replace(self.speeds, factor=self._factor)

@@ -53,6 +53,11 @@ class Known:
         mine = {chunk.key for chunk in self.chunks}
         return all(chunk.key in self.streams or chunk.key not in mine for chunk in chunks)
 
+    def size_bytes(self, levels: int) -> int:
+        """Of the first levels of all streams, headers included."""
+        streams = filter(None, self.streams.values())
+        return sum(stream.assembly.level_ends[levels - 1] for stream in streams)
+
     def heads(self, chunks: Iterable[Chunk]) -> tuple[bytes, ...]:
         """The verified beginnings of streams, for another process; empty where there is none."""
         streams = (self.streams.get(chunk.key) for chunk in chunks)

@@ -161,7 +161,7 @@ async def _persist(question: Question, endpoint: Endpoint) -> list[Assembly | No
 
 async def ask(question: Question, endpoint: Endpoint) -> list[Assembly | None]:
     """What one endpoint has of these chunks, each verified as far as it came. Asked once."""
-    store = await endpoint.store()
+    store = endpoint.store
     keys = [chunk.key for chunk in question.chunks]
     entries = await store.lookup(keys, head_bytes=question.head_bytes)
     entries = await _with_whole_headers(store, entries)
@@ -261,7 +261,7 @@ async def read_local(known: Sequence[Incoming], endpoints: Endpoints, levels: in
         ]
         by_key = {one.chunk.key: one for one in here}
         try:
-            async with aclosing(read_spans(await endpoint.store(), asks)) as pieces:
+            async with aclosing(read_spans(endpoint.store, asks)) as pieces:
                 async for piece in pieces:
                     one = by_key[asks[piece.number].key]
                     if piece.data is None:

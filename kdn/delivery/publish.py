@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from random import Random
-from types import TracebackType
 from typing import Protocol
 
 from kdn.background import supervise
@@ -115,12 +114,7 @@ class Publisher:
         self._tasks = [asyncio.create_task(supervise(*work)) for work in works.items()]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property

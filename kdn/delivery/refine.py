@@ -15,15 +15,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
 
 from kdn.delivery.decode import Decoder, is_waiting
 from kdn.delivery.endpoints import Endpoints
+from kdn.delivery.estimate import Gauge
 from kdn.delivery.flight import Limits, ThroughputEstimator
 from kdn.delivery.lookup import Incoming, Question, reject_spoilt
 from kdn.delivery.plan import Fetch
 from kdn.delivery.sink import Sink
-from kdn.delivery.speeds import Gauge
 from kdn.delivery.transfer import Transfer
 
 TICK_S = 0.05
@@ -132,12 +131,7 @@ class Refinement:
         self._task.add_done_callback(lambda _: self._news.set())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -52,11 +52,6 @@ class Request:
         assert self.deadline_s > 0
         assert self.enough_kld >= 0
 
-    def enough_levels(self, enough_kld: float) -> int:
-        """With which any chunk is good enough; all if none are."""
-        good = (i + 1 for i, kld in enumerate(self.expected_kld) if kld <= enough_kld)
-        return next(good, len(self.expected_kld))
-
     def weights(self) -> list[float]:
         """How much a token of each chunk counts: those of the end as much as all before them."""
         start, end = self.chunks[0].start, self.chunks[-1].end
@@ -64,6 +59,12 @@ class Request:
         tail = max(1.0, (border - start) / (end - border))
         shares = [min(1.0, max(0, one.end - border) / one.num_tokens) for one in self.chunks]
         return [1 + share * (tail - 1) for share in shares]
+
+
+def enough_levels(expected_kld: Sequence[float], enough_kld: float) -> int:
+    """With which any chunk is good enough; all if none are."""
+    good = (i + 1 for i, kld in enumerate(expected_kld) if kld <= enough_kld)
+    return next(good, len(expected_kld))
 
 
 def worst_kld(chunk: Chunk, end: int | None, enough_kld: float) -> float:

@@ -133,7 +133,7 @@ class Sender:
     async def _put(self, parcel: Parcel) -> bool:
         """True if the place has these bytes, False if it keeps another's."""
         bad = self.endpoint.rejected(parcel.key) or parcel.replacing
-        entry = await (await self.endpoint.store()).put(
+        entry = await self.endpoint.store.put(
             parcel.key, parcel.data, etag=parcel.etag, checksum=xxh3_64_intdigest(parcel.data),
             hints=parcel.hints, replacing=bad,
         )  # fmt: skip

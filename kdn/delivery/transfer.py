@@ -195,7 +195,7 @@ class Transfer:
             for part in flight.parts
         ]
         try:
-            store = await flight.endpoint.store()
+            store = flight.endpoint.store
             async with aclosing(read_spans(store, asks)) as pieces:
                 async for piece in pieces:
                     self._take(flight, piece)

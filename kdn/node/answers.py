@@ -1,6 +1,6 @@
 """What goes wrong in a request, as a status, a stable code and a sentence (`docs/protocol.md`).
 
-Handlers raise `Refusal`; errors of stores and formats become one here; whatever else escapes is a
+Handlers raise `Refusal`; errors of depots and formats become one here; whatever else escapes is a
 fault of ours, logged, and answered without a word about it.
 """
 
@@ -13,10 +13,13 @@ from aiohttp import web
 
 from kdn.errors import (
     ChecksumError,
+    ConditionError,
     FormatError,
     KdnError,
+    MalformedError,
     MismatchError,
     NoSpaceError,
+    QuotaError,
     StoreError,
 )
 
@@ -38,12 +41,19 @@ class Refusal(Exception):
     """Ends a request with an error answer."""
 
     def __init__(
-        self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        code: str,
+        message: str,
+        headers: Mapping[str, str] | None = None,
+        members: Mapping[str, object] | None = None,
     ):
+        """`members`: of the answer, besides code and message."""
         super().__init__(message)
         self.status = status
         self.code = code
         self.headers = dict(headers or {})
+        self.members = dict(members or {})
 
 
 def bad_request(message: str) -> Refusal:
@@ -56,7 +66,14 @@ def not_found() -> Refusal:
 
 
 def refusal_of(error: KdnError) -> Refusal:
-    """What an error of a store or a format means to the client."""
+    """What an error of a depot, a store or a format means to the client."""
+    if isinstance(error, ConditionError):
+        headers = {} if error.newest is None else {"ETag": f'"{error.newest}"'}
+        return Refusal(412, "precondition_failed", str(error), headers)
+    if isinstance(error, MalformedError):
+        return bad_request(str(error))
+    if isinstance(error, QuotaError):
+        return Refusal(507, "quota_exceeded", str(error))
     if isinstance(error, NoSpaceError):
         return Refusal(507, "no_space", str(error))
     if isinstance(error, StoreError):
@@ -77,7 +94,7 @@ def refusal_of_http(error: web.HTTPException) -> Refusal:
 
 
 def answer(refusal: Refusal) -> web.Response:
-    body = {"code": refusal.code, "message": str(refusal)}
+    body = {"code": refusal.code, "message": str(refusal), **refusal.members}
     return web.json_response(body, status=refusal.status, headers=refusal.headers, dumps=dumps)
 
 

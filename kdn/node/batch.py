@@ -18,22 +18,27 @@ from aiohttp import web
 from xxhash import xxh3_64_intdigest
 
 from kdn.codec.header import PROBE_BYTES, header_size
+from kdn.depot.tenants import COLLECTIONS, Tenant
+from kdn.depot.turns import Work
 from kdn.errors import FormatError, KdnError
 from kdn.node.answers import bad_request
-from kdn.node.bodies import parse_object
-from kdn.node.objects import MAX_SAVED_S
 from kdn.node.sending import Data, Sender
-from kdn.node.state import CLIENT, NODE, TENANT, Node, parse_hex
-from kdn.node.tenants import COLLECTIONS, Tenant
-from kdn.node.turns import Work
+from kdn.node.state import CLIENT, NODE, TENANT, Node
 from kdn.protocol import frames
 from kdn.protocol.frames import FIXED_BYTES, MAX_DATA_BYTES, MAX_ETAG_BYTES, Frame
-from kdn.protocol.limits import MAX_HEAD_BYTES, MAX_HEADS_BYTES, MAX_SPANS
+from kdn.protocol.limits import (
+    MAX_HEAD_BYTES,
+    MAX_HEADS_BYTES,
+    MAX_OFFSET,
+    MAX_QUESTION_BYTES,
+    MAX_SAVED_S,
+    MAX_SPANS,
+)
+from kdn.protocol.strict import parse_hex, parse_object
 from kdn.store.base import Entry
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_BYTES = 2 * 2**20
 SMALL_BYTES = 16 << 10
 """Of a request that is parsed at once."""
 LOOKED_UP = 64
@@ -49,7 +54,6 @@ SEEN = 16
 """Keys between two looks at the clock: some 20 us."""
 SENT = 64
 """Answers between two rests while they are sent: of large ones, sending them is rest enough."""
-MAX_OFFSET = 2**63
 SPAN_MEMBERS = frozenset({"key", "start", "end", "etag"})
 USUAL_HEADER_BYTES = 4096
 """A lookup without `head_bytes` reads so much first, and more only for longer headers."""
@@ -66,7 +70,7 @@ class Span(NamedTuple):
     etag: bytes | None = None
 
 
-class Answer(NamedTuple):
+class Found(NamedTuple):
     """One key or span and what will be answered: [start, end) of `entry` if the status is 200."""
 
     key: bytes
@@ -79,8 +83,8 @@ class Answer(NamedTuple):
 
 async def lookup(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
-    async with node.bodies.question(request, tenant.name, MAX_REQUEST_BYTES) as data:
-        work = Work(node.turns, tenant.name, LOOKUP_SLICE_S)
+    async with node.bodies.question(request, tenant.name, MAX_QUESTION_BYTES) as data:
+        work = Work(node.depot.turns, tenant.name, LOOKUP_SLICE_S)
         body = await _parse(work, data)
         collection = _collection(body, {"collection", "keys", "head_bytes"})
         keys = []
@@ -114,10 +118,10 @@ async def _look_up(
 ) -> list[Entry | None]:
     entries: list[Entry | None] = []
     for at in range(0, len(store_keys), LOOKED_UP):
-        some = node.store.lookup(store_keys[at : at + LOOKED_UP], head_bytes=head_bytes)
+        some = node.depot.store.lookup(store_keys[at : at + LOOKED_UP], head_bytes=head_bytes)
         if len(store_keys) > LOOKED_UP:
             some = _one_at_a_time(node, tenant, some)
-        entries += await node.wait(some)
+        entries += await node.depot.wait(some)
         if work.is_over:
             await work.rest()
     return entries
@@ -128,7 +132,7 @@ async def _one_at_a_time(
 ) -> list[Entry | None]:
     """A part of a long lookup. The threads that read files for it keep the event loop waiting, so
     each tenant has one of them at a time, and none most of the time while others want something."""
-    async with tenant.lookups:
+    async with node.lookups[tenant.name]:
         began_s = perf_counter()
         entries = await lookup
         took_s = perf_counter() - began_s
@@ -139,9 +143,9 @@ async def _one_at_a_time(
 
 async def _heads(
     tenant: Tenant, work: Work, keys: list[bytes], entries: list[Entry | None], whole_header: bool
-) -> list[Answer]:
+) -> list[Found]:
     """`whole_header`: exactly the header of each chunk, instead of all that was looked up."""
-    answers: list[Answer] = []
+    answers: list[Found] = []
     for key, entry in zip(keys, entries, strict=True):
         if len(answers) % SEEN == SEEN - 1 and work.is_over:
             await work.rest()
@@ -151,14 +155,14 @@ async def _heads(
             if whole_header:
                 end = _header_bytes(entry)
         status = frames.MISS if entry is None else frames.OK
-        answers.append(Answer(key, status, entry, _parent(tenant, entry), 0, end))
+        answers.append(Found(key, status, entry, _parent(tenant, entry), 0, end))
     return answers
 
 
 async def read(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
-    async with node.bodies.question(request, tenant.name, MAX_REQUEST_BYTES) as data:
-        work = Work(node.turns, tenant.name, READ_SLICE_S)
+    async with node.bodies.question(request, tenant.name, MAX_QUESTION_BYTES) as data:
+        work = Work(node.depot.turns, tenant.name, READ_SLICE_S)
         body = await _parse(work, data)
         collection = _collection(body, {"collection", "spans"})
         spans = []
@@ -176,26 +180,26 @@ async def read(request: web.Request) -> web.StreamResponse:
 
 async def _spans(
     tenant: Tenant, work: Work, spans: list[Span], entries: list[Entry | None]
-) -> list[Answer]:
-    answers: list[Answer] = []
+) -> list[Found]:
+    answers: list[Found] = []
     for (key, start, end, etag), entry in zip(spans, entries, strict=True):
         if len(answers) % SEEN == SEEN - 1 and work.is_over:
             await work.rest()
         if entry is None:
-            answers.append(Answer(key, frames.MISS, None))
+            answers.append(Found(key, frames.MISS, None))
         elif etag not in (None, entry.etag):
-            answers.append(Answer(key, frames.OTHER_ETAG, entry, _parent(tenant, entry)))
+            answers.append(Found(key, frames.OTHER_ETAG, entry, _parent(tenant, entry)))
         else:
             size = entry.size_bytes
             stop = size if end is None else min(end, size)
             begin = min(start, size)
             parent = _parent(tenant, entry)
-            answers.append(Answer(key, frames.OK, entry, parent, begin, max(begin, stop)))
+            answers.append(Found(key, frames.OK, entry, parent, begin, max(begin, stop)))
     return answers
 
 
 async def _send(
-    node: Node, request: web.Request, work: Work, answers: list[Answer]
+    node: Node, request: web.Request, work: Work, answers: list[Found]
 ) -> web.StreamResponse:
     tenant = request[TENANT]
     hits = num_bytes = 0
@@ -218,7 +222,7 @@ async def _send(
     return response
 
 
-async def _send_answer(node: Node, sender: Sender, index: int, answer: Answer) -> None:
+async def _send_answer(node: Node, sender: Sender, index: int, answer: Found) -> None:
     """The frames of one answer. Their number and sizes are those of `_answer_bytes`."""
     key, status, entry, parent, start, last = answer
     etag, size_bytes, saved_s = b"", 0, 0.0
@@ -257,7 +261,7 @@ async def _read(sender: Sender, entry: Entry, start: int, end: int) -> tuple[int
     return (frames.GONE, None) if data is None else (frames.OK, data)
 
 
-def _answer_bytes(answer: Answer) -> int:
+def _answer_bytes(answer: Found) -> int:
     etag = b"" if answer.entry is None else answer.entry.etag
     head_bytes = FIXED_BYTES + len(answer.key) + len(etag) + len(answer.parent)
     num_bytes = answer.end - answer.start

@@ -8,11 +8,9 @@ body takes, and whoever announces and does not send is cut within `body_window_s
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from io import BytesIO
-from typing import Any
 
 from aiohttp import web
 
@@ -23,9 +21,6 @@ from kdn.node.shares import Shares
 
 PARSED = 4
 """Memory of a question for each byte of it: its body, and what the handler keeps of it."""
-MAX_CONTAINERS = 1 << 14
-"""Lists and objects in a JSON body, which take 25 times their bytes: a read of the most spans has a
-quarter of them."""
 
 
 class Pace:
@@ -124,27 +119,3 @@ async def _invite(request: web.Request) -> None:
     """Now that the body is wanted, answer a client that waits to be asked for it."""
     if "Expect" in request.headers and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-
-def parse_object(data: bytes) -> dict[str, Any]:
-    """A JSON object, strictly: no NaN, no repeated members, not too deep."""
-    if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
-        raise bad_request(f"expected at most {MAX_CONTAINERS} lists and objects in the body")
-    try:
-        value = json.loads(data.decode(), parse_constant=_refuse, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"the body is not JSON: {str(error)[:100]}") from None
-    if not isinstance(value, dict):
-        raise bad_request("expected a JSON object")
-    return value
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a member comes twice")
-    return value

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from types import TracebackType
 from typing import NamedTuple
 
 from kdn.node.answers import RETRY_AFTER, Refusal
@@ -118,10 +117,5 @@ class _Share:
     async def __aenter__(self) -> None:
         await self._budget._take(self._tenant, self._size_bytes)
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._budget._give_back(self._tenant, self._size_bytes)

@@ -10,6 +10,8 @@ from collections import OrderedDict
 
 import xxhash
 
+from kdn.store.base import Entry
+
 MAX_OBJECTS = 1 << 13
 MAX_SPANS = 32
 """Of one object: a reader asks for its levels, and there are few. All take 50 MB at the most."""
@@ -42,5 +44,5 @@ class Checksums:
             checksum = spans[span] = xxhash.xxh3_64_intdigest(data)
         return checksum
 
-    def forget(self, key: bytes, etag: bytes) -> None:
-        self._objects.pop(key + etag, None)
+    def forget(self, entry: Entry) -> None:
+        self._objects.pop(entry.key + entry.etag, None)

@@ -16,10 +16,10 @@ from typing import Any, cast
 
 from aiohttp import web
 
+from kdn.depot.tenants import Tenant
 from kdn.node.answers import Refusal, answer, refusal_of_http
 from kdn.node.shares import Shares
 from kdn.node.state import Node
-from kdn.node.tenants import Tenant
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 
 from kdn.errors import KdnError
 from kdn.node.scheduler import Queue, Ticket
@@ -184,10 +183,5 @@ class Turn(Ticket):
             await self._egress._begin(self)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._egress._end()

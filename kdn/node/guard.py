@@ -10,12 +10,13 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from kdn.errors import KdnError
+from kdn.depot.tenants import Tenant
+from kdn.errors import KdnError, QuotaError
 from kdn.node.answers import RETRY_AFTER, Refusal, answer, refusal_of, refusal_of_http
 from kdn.node.connection import Connection
 from kdn.node.egress import BusyError
 from kdn.node.state import CLIENT, NODE, TENANT, Node, client_of
-from kdn.node.tenants import Right, Tenant
+from kdn.node.tenants import Right
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ async def _answer(node: Node, request: web.Request, handler: Handler) -> web.Str
         return _refuse(request, Refusal(503, "overloaded", str(error), RETRY_AFTER))
     except KdnError as error:
         meaning = refusal_of(error)
-        if meaning.status >= 500:
+        if meaning.status >= 500 and not isinstance(error, QuotaError):
             log.error("store error", extra={"error": str(error), "path": request.path})
         return _refuse(request, meaning)
     except (ConnectionError, asyncio.CancelledError):
@@ -83,7 +84,7 @@ def _admitted(node: Node, request: web.Request, needed: Right) -> Iterator[None]
     if not node.requests.take(tenant.name, 1):
         raise Refusal(503, "overloaded", "too many requests are in progress", RETRY_AFTER)
     try:
-        tenant.rate.take()
+        node.tenants.rates[tenant.name].take()
         yield
     finally:
         node.requests.give_back(tenant.name, 1)

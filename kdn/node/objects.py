@@ -11,28 +11,29 @@ import math
 import re
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 from aiohttp import web
 
 from kdn.codec.format import Bitstream
 from kdn.codec.header import PROFILE_ID_BYTES
+from kdn.depot.depot import Depot, Put
+from kdn.depot.tenants import Tenant
+from kdn.depot.turns import Work
 from kdn.errors import ChecksumError, KdnError, MismatchError
 from kdn.node.answers import Refusal, bad_request, dumps, not_found
 from kdn.node.bodies import checked_length
 from kdn.node.ranges import names_etag, parse_range, quoted
 from kdn.node.sending import Data, Sender
-from kdn.node.state import CLIENT, NODE, TENANT, Node, close_iterator, parse_hex, query_number
-from kdn.node.tenants import Tenant
-from kdn.node.turns import Work
+from kdn.node.state import CLIENT, NODE, TENANT, Node, close_iterator, query_number
 from kdn.protocol.frames import MAX_DATA_BYTES, MAX_ETAG_BYTES, MAX_KEY_BYTES
-from kdn.store.base import Entry, Hints, is_taken
+from kdn.protocol.limits import MAX_LISTED, MAX_SAVED_S
+from kdn.protocol.strict import parse_hex
+from kdn.store.base import Entry, Hints
 
-MAX_LISTED = 1000
 LIST_SLICE_S = 0.001
 Range = tuple[int, int]
-MAX_SAVED_S = 1e9
 IN_THREAD_BYTES = 256 * 2**10
 """Bodies beyond this are hashed in a thread: the hashes let others run meanwhile."""
 
@@ -40,7 +41,7 @@ IN_THREAD_BYTES = 256 * 2**10
 async def get_object(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
     _, store_key = _keys(request)
-    (entry,) = await node.wait(node.store.lookup([store_key]))
+    (entry,) = await node.depot.wait(node.depot.store.lookup([store_key]))
     (node.stats.misses if entry is None else node.stats.hits).inc()
     if entry is None:
         raise not_found()
@@ -76,7 +77,8 @@ async def _send_span(
     first_end = min(end, start + MAX_DATA_BYTES)
     data: Data | None = b""
     if start < end:
-        found = await node.wait(node.store.get(entry.key, start, first_end, etag=entry.etag))
+        reading = node.depot.store.get(entry.key, start, first_end, etag=entry.etag)
+        found = await node.depot.wait(reading)
         data = found.data if found and len(found.data) == first_end - start else None
     if data is None:
         raise not_found()
@@ -103,12 +105,10 @@ async def put_object(request: web.Request) -> web.StreamResponse:
     limit = settings.max_profile_bytes if collection == "profiles" else settings.max_chunk_bytes
     size_bytes = checked_length(request, limit)
     if tenant.settings.quota_bytes:  # before a byte of the body is read
-        (old,) = await node.wait(node.store.lookup([store_key]))
-        if old is None or old.etag == replacing:
-            await _check_quota(node, tenant, size_bytes, old)
+        await node.depot.check_room(tenant, store_key, size_bytes, replacing)
     async with node.bodies.upload(request, tenant.name, limit) as data:
         node.stats.received_bytes.labels(tenant.name).inc(len(data))
-        await node.turns.wait(tenant.name)
+        await node.depot.turns.wait(tenant.name)
         try:
             if len(data) > IN_THREAD_BYTES:
                 etag = await asyncio.to_thread(_verify, collection, key, data, told)
@@ -117,71 +117,20 @@ async def put_object(request: web.Request) -> web.StreamResponse:
         except KdnError:
             node.stats.refused_puts.inc()
             raise
-        # One at a time, so that exactly one of many is told it created the object.
-        async with node.puts.setdefault(store_key, asyncio.Lock()):
-            put = Put(store_key, data, etag, told[0], hints, replacing)
-            entry, created = await _put(node, tenant, put)
-    body = {"key": key.hex(), "etag": entry.etag.hex(), "size_bytes": entry.size_bytes}
-    return web.json_response(
-        body, status=201 if created else 200, headers={"ETag": quoted(entry.etag)}, dumps=dumps
-    )
-
-
-async def _check_quota(node: Node, tenant: Tenant, size_bytes: int, old: Entry | None) -> None:
-    """`old` is there and gives way."""
-    more_bytes = size_bytes - (old.size_bytes if old else 0)
-    if tenant.settings.quota_bytes and more_bytes > 0:
-        tenant.quota.check(more_bytes, await node.held_bytes(tenant))
-
-
-class Put(NamedTuple):
-    """A verified body and what the store is told of it. `replacing`: the etag in `If-Match`."""
-
-    key: bytes
-    data: bytes
-    etag: bytes
-    checksum: int
-    hints: Hints
-    replacing: bytes | None
-
-
-async def _put(node: Node, tenant: Tenant, put: Put) -> tuple[Entry, bool]:
-    """What is there now, and whether this made it. Refusal (412): there is another one than
-    `replacing` tells."""
-    (old,) = await node.wait(node.store.lookup([put.key]))
-    if old is not None and is_taken(old, put.replacing):
-        return _unless_replacing(put, old), False
-    await _check_quota(node, tenant, len(put.data), old)
-    with tenant.quota.reserve(len(put.data)):
-        entry = await node.wait(
-            node.store.put(
-                put.key, put.data, etag=put.etag, checksum=put.checksum, hints=put.hints,
-                replacing=put.replacing,
-            )
-        )  # fmt: skip
-    for known in filter(None, (old, entry)):
-        node.checksums.forget(put.key, known.etag)
-    return _unless_replacing(put, entry), old is None and entry.etag == put.etag
-
-
-def _unless_replacing(put: Put, entry: Entry) -> Entry:
-    """What is there; it must be what was put if something else was to be replaced."""
-    if put.replacing is not None and entry.etag != put.etag:
-        raise Refusal(
-            412, "precondition_failed", "the object here is another one",
-            {"ETag": quoted(entry.etag)},
-        )  # fmt: skip
-    return entry
+        put = Put(store_key, data, etag, told[0], hints, replacing)
+        entry, created = await node.depot.put(tenant, put)
+    headers, told_back = {"ETag": quoted(entry.etag)}, _describe(tenant, entry)
+    if replacing is not None and entry.etag != etag:
+        message = "the object here is another one"
+        raise Refusal(412, "precondition_failed", message, headers, {"object": told_back})
+    status = 201 if created else 200
+    return web.json_response(told_back, status=status, headers=headers, dumps=dumps)
 
 
 async def delete_object(request: web.Request) -> web.StreamResponse:
-    node = request.app[NODE]
     _, store_key = _keys(request)
-    (entry,) = await node.wait(node.store.lookup([store_key]))
-    if not await node.wait(node.store.delete(store_key)):
+    if not await request.app[NODE].depot.delete(store_key):
         raise not_found()
-    if entry is not None:
-        node.checksums.forget(store_key, entry.etag)
     return web.Response(status=204)
 
 
@@ -192,8 +141,8 @@ async def list_objects(request: web.Request) -> web.StreamResponse:
         parse_hex(name, request.query[name]) if request.query.get(name) else b""
         for name in ("prefix", "after")
     )
-    found = await node.wait(
-        _collect(node, tenant, tenant.store_key(collection, prefix),
+    found = await node.depot.wait(
+        _collect(node.depot, tenant, tenant.store_key(collection, prefix),
                  tenant.store_key(collection, after), limit + 1)
     )  # fmt: skip
     shown = [_describe(tenant, entry) for entry in islice(found, limit)]
@@ -202,11 +151,12 @@ async def list_objects(request: web.Request) -> web.StreamResponse:
 
 
 async def _collect(
-    node: Node, tenant: Tenant, prefix: bytes, after: bytes, limit: int
+    depot: Depot, tenant: Tenant, prefix: bytes, after: bytes, limit: int
 ) -> list[Entry]:
     found: list[Entry] = []
-    work = Work(node.turns, tenant.name, LIST_SLICE_S)  # stores in memory never wait themselves
-    entries = node.store.list(prefix)
+    # Stores in memory never wait themselves.
+    work = Work(depot.turns, tenant.name, LIST_SLICE_S)
+    entries = depot.store.list(prefix)
     async for entry in entries:
         if work.is_over:
             await work.rest()
@@ -221,8 +171,8 @@ async def _collect(
 async def get_stats(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
     shown = {
-        "objects": node.store.usage(tenant.prefix).objects,
-        "size_bytes": await node.held_bytes(tenant),
+        "objects": node.depot.store.usage(tenant.prefix).objects,
+        "size_bytes": await node.depot.held_bytes(tenant),
         "quota_bytes": tenant.settings.quota_bytes,
     }
     return web.json_response(shown, dumps=dumps)

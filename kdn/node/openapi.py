@@ -6,15 +6,21 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from kdn.node.batch import MAX_OFFSET
-from kdn.node.names_api import MAX_LISTED, MAX_VERSION
-from kdn.node.tenants import COLLECTIONS
+from kdn.depot.manifests import NAME, NAME_PART
+from kdn.depot.tenants import COLLECTIONS
 from kdn.protocol import frames
 from kdn.protocol.frames import MAX_ETAG_BYTES, MAX_KEY_BYTES
-from kdn.protocol.limits import MAX_HEAD_BYTES, MAX_MANIFEST_KEYS, MAX_SPANS
+from kdn.protocol.limits import (
+    MAX_HEAD_BYTES,
+    MAX_LISTED,
+    MAX_MANIFEST_KEYS,
+    MAX_OFFSET,
+    MAX_SAVED_S,
+    MAX_SPANS,
+    MAX_VERSION,
+)
 
 Json = dict[str, Any]
-NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
 
 def _hex(max_bytes: int, min_bytes: int = 1) -> Json:
@@ -63,13 +69,13 @@ def _parameter(where: str, name: str, schema: Json, required: bool = False) -> J
 
 
 PATH_KEY = [_parameter("path", "collection", COLLECTION), _parameter("path", "key", KEY)]
-PATH_NAME = [_parameter("path", "name", {"type": "string", "pattern": NAME})]
+PATH_NAME = [_parameter("path", "name", {"type": "string", "pattern": f"^{NAME.pattern}$"})]
 PUT_HEADERS = [
     _parameter("header", "Kdn-Checksum", CHECKSUM, required=True),
     _parameter("header", "Kdn-Etag", ETAG),
     _parameter("header", "If-Match", {"type": "string", "pattern": f'^"{ETAG["pattern"][1:-1]}"$'}),
     _parameter("header", "Kdn-Parent", KEY),
-    _parameter("header", "Kdn-Saved-Seconds", {"type": "number", "minimum": 0, "maximum": 1e9}),
+    _parameter("header", "Kdn-Saved-Seconds", {**SECONDS, "maximum": MAX_SAVED_S}),
 ]
 CONDITIONS = [_parameter("header", name, TEXT) for name in ("If-Match", "If-None-Match")]
 
@@ -86,7 +92,7 @@ def _operation(
     body: Json | None = None,
     open_to_all: bool = False,
 ) -> Json:
-    """`answers`: content of each good status. Errors common to all are added."""
+    """`answers`: content of each status that is no plain error. Errors common to all are added."""
     common = (400, 405, 503) if open_to_all else (400, 401, 403, 405, 429, 503)
     responses = {
         str(status): {"description": summary, **(content or {})}
@@ -105,8 +111,7 @@ def _operation(
 
 
 def _objects() -> Json:
-    about = _object({"key": KEY, "etag": ETAG, "size_bytes": COUNT})
-    listed = _object(
+    about = _object(
         {"key": KEY, "etag": ETAG, "size_bytes": COUNT, "parent": NULLABLE_KEY, "saved_s": SECONDS}
     )
     data = _content(BINARY, "application/octet-stream")
@@ -116,14 +121,15 @@ def _objects() -> Json:
     beginning = _hex(MAX_KEY_BYTES, 0)
     pages += [_parameter("query", name, beginning) for name in ("prefix", "after")]
     pages.append(_parameter("query", "limit", LIMIT))
-    put = {200: _content(about), 201: _content(about)}
-    page = _object({"objects": _list(listed), "next": NULLABLE_KEY})
+    taken = _object({"code": TEXT, "message": TEXT, "object": about})
+    put = {200: _content(about), 201: _content(about), 412: _content(taken)}
+    page = _object({"objects": _list(about), "next": NULLABLE_KEY})
     return {
         "/v1/{collection}": {"get": _operation("List.", {200: _content(page)}, (404,), pages)},
         "/v1/{collection}/{key}": {
             "get": _operation("Read.", {200: data, 206: data, 304: None}, (404, 416), reading),
             "head": _operation("Look.", {200: None, 206: None, 304: None}, (404, 416), reading),
-            "put": _operation("Store.", put, (404, 412, 422, 507), [*PATH_KEY, *PUT_HEADERS], data),
+            "put": _operation("Store.", put, (404, 422, 507), [*PATH_KEY, *PUT_HEADERS], data),
             "delete": _operation("Delete.", {204: None}, (404,), PATH_KEY),
         },
     }
@@ -150,7 +156,7 @@ def _names() -> Json:
     gone = _object({"name": TEXT, "deleted": keys, "kept": keys, "missing": keys})
     page = _object({"names": _list(_object({"name": TEXT, **VERSION})),
                     "next": {**TEXT, "nullable": True}})  # fmt: skip
-    part = {"type": "string", "pattern": "^[A-Za-z0-9._-]{0,128}$"}
+    part = {"type": "string", "pattern": f"^{NAME_PART.pattern}$"}
     pages = [_parameter("query", "prefix", part), _parameter("query", "after", part)]
     pages.append(_parameter("query", "limit", LIMIT))
     version = {"type": "integer", "minimum": 1, "maximum": MAX_VERSION}

@@ -55,7 +55,7 @@ class Sender:
         """Exactly these bytes of exactly this object, or None. A store that takes too long cuts
         the response."""
         self._reading_since_s = self._loop.time()
-        span = await self._node.store.get(entry.key, start, end, etag=entry.etag)
+        span = await self._node.depot.store.get(entry.key, start, end, etag=entry.etag)
         self._reading_since_s = None
         return None if span is None or len(span.data) != end - start else span.data
 

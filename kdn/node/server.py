@@ -6,13 +6,12 @@ import asyncio
 import gc
 import ipaddress
 import logging
-import re
 import signal
 import ssl
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -21,27 +20,21 @@ from aiohttp import web
 
 from kdn.background import supervise
 from kdn.config import Config, NodeSettings
-from kdn.errors import StoreError, UnsupportedError
-from kdn.files import private_folder
+from kdn.depot.depot import Depot, open_depot
+from kdn.errors import UnsupportedError
 from kdn.node.app import make_app
 from kdn.node.bodies import BodyReader
 from kdn.node.budget import Budget
 from kdn.node.connection import Connections
 from kdn.node.egress import Egress
-from kdn.node.names import NameStore
 from kdn.node.scheduler import open_queue
 from kdn.node.shares import Shares
 from kdn.node.state import Node
-from kdn.node.storage import Retainer, open_store
 from kdn.node.tenants import Tenants
 from kdn.node.traces import TraceRate
-from kdn.store.base import Store
-from kdn.store.evict import open_policy
 
 log = logging.getLogger(__name__)
 
-DATA = re.compile(r"\w+\.sqlite(?:-\w+)?|objects|lost\+found")
-"""What there may be in a data folder."""
 BACKLOG = 1024
 HANDSHAKE_S = 10.0
 """For TLS to be agreed on: until then a connection is not even a stranger's."""
@@ -102,15 +95,13 @@ def make_egress(config: Config) -> Egress:
     return Egress(queue, rate, slots=settings.max_sends)
 
 
-def make_node(config: Config, store: Store, names: NameStore) -> Node:
-    settings = config.node
-    tenants = Tenants(config.tenants, time.monotonic)
+def make_node(config: Config, depot: Depot) -> Node:
+    settings, tenants = config.node, Tenants(depot.tenants, time.monotonic)
     uncapped = {tenant.name: 0 for tenant in tenants}
     request_caps = {tenant.name: tenant.settings.max_requests for tenant in tenants}
     return Node(
         settings,
-        store,
-        names,
+        depot,
         tenants,
         make_egress(config),
         requests=Shares(settings.max_requests, request_caps),
@@ -190,24 +181,9 @@ async def _reap(connections: Connections) -> None:
 
 @asynccontextmanager
 async def open_node(config: Config) -> AsyncIterator[Node]:
-    """A node with its stores, which are closed (and flushed) on leaving."""
-    data = config.node.data
-    try:
-        private_folder(data, DATA)
-    except OSError as error:
-        raise StoreError(f"data folder {data}: {error}") from error
-    async with AsyncExitStack() as opened:
-        names = NameStore(data / "names.sqlite")
-        opened.push_async_callback(names.close)
-        tenants = Tenants(config.tenants, time.monotonic)
-        owners = tenants.owners()
-        retainer = Retainer([open_policy(config.node.policy, owners=owners)])
-        await retainer.retain_all(tenants, names)
-        store = await open_store(config.node, retainer.policies[0], owners)
-        opened.push_async_callback(store.close)
-        node = make_node(config, store, names)
-        node.retainer = retainer
-        yield node
+    """A node with its depot, which is closed (and flushed) on leaving."""
+    async with open_depot(config.node, config.tenants) as depot:
+        yield make_node(config, depot)
 
 
 def _wait_for_nothing_else() -> None:

@@ -1,30 +1,22 @@
-"""Who is asking, and how much they may: tokens, namespaces, rates, quotas.
+"""Who is asking, what they may, and how often: tokens, rights, rates.
 
 A token is known by its SHA-256 only (tokens are random, so no slow hash is needed), and compared
-with every known one in constant time. A tenant's store keys begin with a digest of its name: what
-is another's is simply not there, and the same code answers both.
+with every known one in constant time.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from enum import IntEnum
-from hashlib import blake2b, sha256
+from hashlib import sha256
 
-from kdn.config import TOKEN_LISTS, TenantSettings
+from kdn.config import TOKEN_LISTS
+from kdn.depot.tenants import PUBLIC, Tenant
 from kdn.node.answers import Refusal
-from kdn.store.evict import Owners
 
-PUBLIC = TenantSettings("public")
-"""Everybody, at a node without tokens. May do everything."""
-
-COLLECTIONS = {"chunks": b"c", "profiles": b"p", "objects": b"o"}
-_PREFIX_BYTES = 8
 Clock = Callable[[], float]
 
 
@@ -77,75 +69,24 @@ class RateLimit:
         self._level -= 1
 
 
-class Tenant:
-    """One tenant of this node, and the namespace of its keys."""
-
-    def __init__(self, settings: TenantSettings, clock: Clock):
-        self.settings = settings
-        self.name = settings.name
-        self.prefix = blake2b(settings.name.encode(), digest_size=_PREFIX_BYTES).digest()
-        self.rate = RateLimit(settings.requests_per_s, clock)
-        self.quota = Quota(settings.quota_bytes)
-        self.lookups = asyncio.Lock()
-        """Held during each part of a long lookup."""
-        self.changes = asyncio.Lock()
-        """Guards deleting a name together with its chunks against every other change of names."""
-
-    def store_key(self, collection: str, key: bytes) -> bytes:
-        return self.prefix + COLLECTIONS[collection] + key
-
-    def public_key(self, store_key: bytes) -> bytes:
-        """The key as its tenant knows it."""
-        assert store_key.startswith(self.prefix)
-        return store_key[_PREFIX_BYTES + 1 :]
-
-
-class Quota:
-    """Bytes a tenant may hold. What it does hold the store counts, across restarts and evictions;
-    here is only what is on its way there."""
-
-    def __init__(self, limit_bytes: int):
-        self.limit_bytes = limit_bytes
-        self._reserved_bytes = 0
-
-    def check(self, size_bytes: int, held_bytes: int) -> None:
-        """Refuse what would not fit beside what is held."""
-        if self.limit_bytes and held_bytes + self._reserved_bytes + size_bytes > self.limit_bytes:
-            raise Refusal(
-                507, "quota_exceeded",
-                f"{size_bytes} more bytes do not fit into the quota of {self.limit_bytes}",
-            )  # fmt: skip
-
-    @contextmanager
-    def reserve(self, size_bytes: int) -> Iterator[None]:
-        """While an object is on its way in: two of them never take the same place."""
-        self._reserved_bytes += size_bytes
-        try:
-            yield
-        finally:
-            self._reserved_bytes -= size_bytes
-
-
 class Tenants:
-    """All tenants; without any, everybody is PUBLIC."""
+    """All tenants of a depot, known by their tokens."""
 
-    def __init__(self, settings: Sequence[TenantSettings], clock: Clock):
-        self.open = not settings
-        self._all = [Tenant(tenant, clock) for tenant in settings or (PUBLIC,)]
+    def __init__(self, tenants: Sequence[Tenant], clock: Clock):
+        self._all = tenants
+        self.open = tenants[0].settings is PUBLIC  # who may do everything
+        self.rates = {
+            tenant.name: RateLimit(tenant.settings.requests_per_s, clock) for tenant in tenants
+        }
         self._hashes = [
             (hash_, tenant, right)
-            for tenant in self._all
+            for tenant in tenants
             for kind, right in RIGHTS.items()
             for hash_ in getattr(tenant.settings, kind)
         ]
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._all)
-
-    def owners(self) -> Owners:
-        """Whose a store's object is, and what part of the store each tenant may fill."""
-        weights = {tenant.prefix: tenant.settings.weight for tenant in self._all}
-        return Owners(lambda key: key[:_PREFIX_BYTES], weights)
 
     def authenticate(self, authorization: str | None) -> tuple[Tenant, Right]:
         """Whose token this is, and what it may do. Every known hash is compared, whichever fits."""

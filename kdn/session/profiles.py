@@ -27,8 +27,8 @@ from kdn.errors import (
     MismatchError,
     StoreError,
 )
-from kdn.manifests import entry_of, with_entry
-from kdn.places import Places
+from kdn.places.manifests import entry_of, with_entry
+from kdn.places.places import Places
 
 if TYPE_CHECKING:
     from kdn.codec.klt import Profile

@@ -16,10 +16,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from itertools import takewhile
 from random import Random
-from types import TracebackType
 
 import torch
 
@@ -29,17 +27,18 @@ from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.header import StreamInfo
 from kdn.delivery.client import deliver
-from kdn.delivery.estimate import Estimator
+from kdn.delivery.estimate import Estimator, Told
 from kdn.delivery.known import Known, Wish, longest_known
 from kdn.delivery.lookup import Question, Stream, Streams, ask
 from kdn.delivery.plan import Speeds
 from kdn.delivery.publish import Admission, Publisher, Source
-from kdn.delivery.request import FAR_S, Compute, OnProgress, Request, worst_kld
+from kdn.delivery.request import FAR_S, Compute, OnProgress, Request, enough_levels, worst_kld
 from kdn.delivery.sink import Sink
-from kdn.places import Places, open_places
+from kdn.places.places import Places, open_places
 from kdn.session.delivered import Delivered, Grade, may_be_published
 from kdn.session.host_memory import HostMemory, open_host_memory
 from kdn.session.keeper import Keeper
+from kdn.session.opened import Opened
 from kdn.session.profiles import codec_for
 from kdn.session.settings import SessionSettings
 from kdn.session.spooling import open_spool
@@ -49,7 +48,7 @@ LOOKUPS_AT_ONCE = 8
 """More would take each other's time."""
 
 
-class Session:
+class Session(Opened):
     """`async with Session(...)`. Its methods belong to the loop that it was entered in."""
 
     places: Places
@@ -71,15 +70,7 @@ class Session:
         self._keeper: Keeper | None = None
         self._clock, self._rng = clock, Random()
         self._asking = asyncio.Semaphore(LOOKUPS_AT_ONCE)
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> Session:
-        try:
-            await self._open()
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        return self
+        super().__init__()
 
     async def _open(self) -> None:
         settings = self.settings
@@ -87,11 +78,11 @@ class Session:
         self.host = await asyncio.to_thread(open_host_memory, settings, self.spec, self.dtype)
         if self.host is not None:
             self._keeper = Keeper(self.host)
-            self._stack.callback(self._keeper.close)
+            self._parts.callback(self._keeper.close)
         places = open_places(
             settings.where, token=own.token, client=settings.client, tls_ca=own.tls_ca
         )
-        self.places = await self._stack.enter_async_context(places)
+        self.places = await self._parts.enter_async_context(places)
         self.codec = await codec_for(
             settings.codec, self.spec, self.places, seal_key(settings.secret), settings.profile
         )
@@ -102,23 +93,11 @@ class Session:
             open_spool, settings, self.places.publish_to, self.namespace
         )
         if spool is not None:
-            self._stack.push_async_callback(asyncio.to_thread, spool.close)
+            self._parts.push_async_callback(asyncio.to_thread, spool.close)
         self.publisher = Publisher(
             self.places.publish_to, self.codec, spool=spool, max_queue_bytes=settings.queue_bytes
         )
-        await self._stack.enter_async_context(self.publisher)
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Finish publishing, as far as that takes no longer than a few seconds."""
-        await self._stack.aclose()
+        await self._parts.enter_async_context(self.publisher)
 
     # what is known
 
@@ -164,6 +143,14 @@ class Session:
             chunk.key: Stream(one, others) for chunk, one in zip(first, found, strict=True) if one
         }
         return Known(tuple(first), streams)
+
+    def loading_s(self, known: Known, enough_kld: float, speeds: Speeds | None = None) -> float:
+        """How long it would take to deliver what is known, as far as link and decoder are known."""
+        levels = enough_levels(self.codec.expected_kld, enough_kld)
+        link, told = self.estimator.link(), Told(speeds)
+        fetched = [chunk for chunk in known.chunks if chunk.key in known.streams]
+        decode_s = sum(told.decode_s(chunk.num_tokens, levels) for chunk in fetched)
+        return link.latency_s + max(known.size_bytes(levels) / link.rate, decode_s)
 
     def _question(self, chunks: Sequence[Chunk]) -> Question:
         return Question(chunks, self.codec, self._clock, self._rng)

@@ -8,7 +8,7 @@ from pathlib import Path
 from kdn.cache.keys import PUBLIC_SECRET
 from kdn.credentials import Credentials
 from kdn.defaults import CODEC, HOST_BYTES, QUEUE_BYTES, SPOOL_BYTES
-from kdn.places import Place
+from kdn.places.places import Place
 
 
 @dataclass(frozen=True)

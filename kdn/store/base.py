@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from xxhash import xxh3_64_intdigest
 
 from kdn.errors import ChecksumError, LimitError
+from kdn.protocol.frames import MAX_ETAG_BYTES
 from kdn.store.tally import Usage
 
 MAX_KEY_BYTES = 64
-MAX_ETAG_BYTES = 32
+"""More than travels: a node puts something before the keys of its tenants."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,13 @@ class Store(ABC):
         a miss, never a mix. If this fails, there may be neither.
 
         `checksum` is the xxh3-64 of `data`, computed where the bytes came from: ChecksumError if
-        it does not fit. When this returns, the object survives whatever this store promises to
-        survive (a disk store: power loss). NoSpaceError if it cannot be kept.
+        it does not fit. NoSpaceError if it cannot be kept.
+
+        What is returned has been kept: the object survives whatever this store promises to survive
+        (on disk: a power loss; several tiers: the longest-lived of them; a node: whatever its own
+        store does; memory alone: nothing). It can be read from then on: a lookup through this store
+        finds exactly this entry, until it is evicted, deleted or replaced. So nobody who puts needs
+        to look again.
         """
 
     @abstractmethod

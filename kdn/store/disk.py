@@ -359,7 +359,7 @@ async def open_disk(
 ) -> DiskStore:
     """The store in the folder `path`, made if it is not there.
 
-    `policy` must be new, but may already pin or retain keys: what is here beyond `capacity_bytes`
+    `policy` must be new, but may already retain keys: what is here beyond `capacity_bytes`
     is evicted before this returns. `deadline_s` bounds every operation.
     """
     tasks = Tasks(threads, deadline_s)

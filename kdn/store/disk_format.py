@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from xxhash import xxh3_64_intdigest
 
 from kdn.errors import ChecksumError, FormatError, TruncatedError
-from kdn.store.base import MAX_ETAG_BYTES, MAX_KEY_BYTES, Entry, Hints
+from kdn.protocol.frames import MAX_ETAG_BYTES
+from kdn.store.base import MAX_KEY_BYTES, Entry, Hints
 
 MAGIC = b"KDNFILE\0"
 VERSION = 1

@@ -1,28 +1,17 @@
 """The store of another node, over its protocol (`docs/protocol.md`).
 
-Objects are read as frames, which carry checksums: what arrives damaged is a miss, counted. Every
-wait has a deadline, connections are bounded, and no answer may be longer than what was asked for.
-A request that a closing connection cut off is sent once more, which changes nothing but the answer
-to a delete: it may say that nothing was there.
+Objects are read as frames, which carry checksums: what arrives damaged is a miss, counted. How a
+node is asked at all is `node_client.py`.
 """
 
 from __future__ import annotations
 
 import json
-import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from io import BytesIO
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-import aiohttp
-
-from kdn.checked import checked_url
-from kdn.errors import (
-    FormatError,
-    LimitError,
-    StoreError,
-)
+from kdn.errors import FormatError, LimitError, StoreError
 from kdn.protocol.frames import (
     FAILED,
     FIXED_BYTES,
@@ -32,57 +21,24 @@ from kdn.protocol.frames import (
     Frame,
     split,
 )
-from kdn.protocol.limits import MAX_HEAD_BYTES, MAX_HEADS_BYTES, MAX_SPANS
+from kdn.protocol.limits import MAX_HEAD_BYTES, MAX_HEADS_BYTES, MAX_OFFSET, MAX_SPANS
 from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put
-from kdn.store.http_answers import Answer, entry_of, join, listed, member, unhex
-from kdn.store.session import open_session
+from kdn.store.http_answers import entry_of, join, member, told_entry
+from kdn.store.node_client import NodeClient
 from kdn.store.streaming import Ask, FrameSplitter, Piece
-from kdn.store.tls import explain
 
-MAX_JSON_BYTES = 4 << 20
-LIST_PAGE = 1000
 _MAX_FRAME_HEAD_BYTES = FIXED_BYTES + 2 * MAX_KEY_BYTES + MAX_ETAG_BYTES
 _MIN_FRAME_BYTES = 16 << 10
 """No node cuts a span finer than this on average; only used to bound the length of an answer."""
 
 
-@dataclass(frozen=True)
-class HttpLimits:
-    """Seconds, connections and bytes that a node may cost."""
-
-    connections: int = 16
-    connect_s: float = 3.0
-    """Including the wait for one of the connections."""
-    silence_s: float = 10.0
-    """Longest time without a byte."""
-    deadline_s: float = 60.0
-    """Of a whole request."""
-    object_bytes: int = 256 << 20
-
-
-class _CutError(StoreError):
-    """The connection ended before the answer began."""
-
-
 class HttpStore(Store):
-    def __init__(
-        self,
-        url: str,
-        *,
-        collection: str = "objects",
-        token: str | None = None,
-        client: str | None = None,
-        limits: HttpLimits | None = None,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        """`url` is the node's, as http://127.0.0.1:8700; `token` the tenant's; `client` names this
-        one for fair sharing; `tls` is needed only for certificates the system does not know."""
-        self._url = checked_url(url).rstrip("/")
+    """One collection of a node. Closing it closes its client, for all who share that."""
+
+    def __init__(self, node: NodeClient | str, *, collection: str = "objects") -> None:
+        """A URL is enough for a node that asks for no token."""
+        self._node = NodeClient(node) if isinstance(node, str) else node
         self._collection = collection
-        self._token, self._client = token, client
-        self._limits = limits or HttpLimits()
-        self._tls = tls
-        self._session: aiohttp.ClientSession | None = None
         self._hits = self._misses = self._puts = self._corruptions = 0
 
     # the interface
@@ -109,26 +65,15 @@ class HttpStore(Store):
             headers["Kdn-Saved-Seconds"] = repr(entry.hints.saved_s)
         if replacing is not None:
             headers["If-Match"] = f'"{replacing.hex()}"'
-        answer = await self._request("PUT", self._path(key), data, headers=headers)
-        if answer.status == 412:
-            return await self._taken(key, answer)
-        if answer.status not in (200, 201):
-            raise answer.error
-        kept = answer.json
-        kept_etag = unhex(member(kept, "etag", str))
-        entry = replace(entry, etag=kept_etag, size_bytes=member(kept, "size_bytes", int))
-        self._puts += answer.status == 201 or (replacing is not None and kept_etag == etag)
-        if entry.etag != etag:
-            [found] = await self.lookup([key])
-            return found or entry
-        return entry
-
-    async def _taken(self, key: bytes, answer: Answer) -> Entry:
-        """What is there instead of what was to be replaced."""
-        [found] = await self.lookup([key])
-        if found is None:
-            raise answer.error
-        return found
+        answer = await self._node.ask(
+            "PUT", self._path(key), data, headers=headers, expect=(200, 201, 412)
+        )
+        told = member(answer.json, "object", dict) if answer.status == 412 else answer.json
+        kept = told_entry(told)
+        if kept.key != key:
+            raise StoreError(f"{self._node.url}: put {key.hex()}, and {kept.key.hex()} is there")
+        self._puts += answer.status == 201 or (replacing is not None and kept.etag == etag)
+        return kept
 
     async def get(
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None
@@ -142,10 +87,11 @@ class HttpStore(Store):
     async def _get(
         self, key: bytes, start: int, end: int | None, etag: bytes | None
     ) -> Span | None:
-        most_bytes = self._limits.object_bytes
-        wanted: dict[str, Any] = {"key": key.hex(), "start": min(start, 2**62)}
+        most_bytes = self._node.limits.object_bytes
+        begin = min(start, MAX_OFFSET)
+        wanted: dict[str, Any] = {"key": key.hex(), "start": begin}
         if end is not None:
-            wanted["end"] = max(start, min(end, 2**62))
+            wanted["end"] = max(begin, min(end, MAX_OFFSET))
             most_bytes = min(most_bytes, max(0, end - start))
         if etag is not None:
             wanted["etag"] = etag.hex()
@@ -163,22 +109,12 @@ class HttpStore(Store):
             {"key": ask.key.hex(), "start": ask.start, "end": ask.end, "etag": ask.etag.hex()}
             for ask in asks
         ]
-        body = json.dumps({"collection": self._collection, "spans": spans}).encode()
+        question = {"collection": self._collection, "spans": spans}
         splitter = FrameSplitter(asks)
-        try:
-            async with self._open().post(
-                f"{self._url}/v1/read",
-                data=BytesIO(body),
-                headers={"Content-Type": "application/json"},
-                allow_redirects=False,
-            ) as answer:
-                if answer.status != 200:
-                    raise Answer(answer.status, await answer.content.read(MAX_JSON_BYTES)).error
-                async for data in answer.content.iter_any():
-                    for piece in splitter.feed(data):
-                        yield piece
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise StoreError(f"{self._url}: POST failed: {explain(error)}") from error
+        async with self._node.stream("/v1/read", question) as body:
+            async for data in body.iter_any():
+                for piece in splitter.feed(data):
+                    yield piece
         splitter.finish()
 
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
@@ -212,26 +148,17 @@ class HttpStore(Store):
     async def delete(self, key: bytes) -> bool:
         if not _askable(key):
             return False
-        answer = await self._request("DELETE", self._path(key))
-        if answer.status not in (204, 404):
-            raise answer.error
+        answer = await self._node.ask("DELETE", self._path(key), expect=(204, 404))
         return answer.status == 204
 
     async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
-        after: str | None = ""
-        while after is not None and len(prefix) <= MAX_KEY_BYTES:
-            query = {"prefix": prefix.hex(), "after": after, "limit": str(LIST_PAGE)}
-            page = await self._json(f"/v1/{self._collection}", query)
-            for told in member(page, "objects", list):
-                yield listed(told)
-            following = page.get("next")
-            if following is not None and not (isinstance(following, str) and following > after):
-                raise StoreError(f"expected to list on after {after!r}, found {following!r}")
-            after = following
+        if len(prefix) <= MAX_KEY_BYTES:
+            async for told in self._node.list(f"/v1/{self._collection}", "objects", prefix.hex()):
+                yield told_entry(told)
 
     async def stats(self) -> Stats:
         """Counters of this client; objects, bytes and quota of the tenant at the node."""
-        told = await self._json("/v1/stats", {})
+        told = (await self._node.ask("GET", "/v1/stats")).json
         return Stats(
             objects=member(told, "objects", int),
             size_bytes=member(told, "size_bytes", int),
@@ -243,9 +170,7 @@ class HttpStore(Store):
         )
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._node.close()
 
     # requests
 
@@ -258,74 +183,15 @@ class HttpStore(Store):
         """The answer's frames; None (and counted) if they arrived damaged."""
         body = json.dumps({"collection": self._collection, **asked}).encode()
         headers = {"Content-Type": "application/json"}
-        try:
-            answer = await self._request(
-                "POST", path, body, headers=headers, limit_bytes=limit_bytes
-            )
-        except _CutError:  # of other methods, aiohttp takes care itself
-            answer = await self._request(
-                "POST", path, body, headers=headers, limit_bytes=limit_bytes
-            )
-        if answer.status != 200:
-            raise answer.error
+        answer = await self._node.ask("POST", path, body, headers=headers, limit_bytes=limit_bytes)
         try:
             frames = tuple(split(answer.body))
         except FormatError:
             self._corruptions += 1
             return None
         if any(frame.status == FAILED for frame, _ in frames):
-            raise StoreError(f"{self._url}: the node's own store failed")
+            raise StoreError(f"{self._node.url}: the node's own store failed")
         return frames
-
-    async def _json(self, path: str, query: Mapping[str, str]) -> Any:
-        answer = await self._request("GET", path, query=query)
-        if answer.status != 200:
-            raise answer.error
-        return answer.json
-
-    async def _request(
-        self,
-        method: str,
-        path: str,
-        data: bytes | None = None,
-        *,
-        headers: Mapping[str, str] | None = None,
-        query: Mapping[str, str] | None = None,
-        limit_bytes: int = 0,
-    ) -> Answer:
-        """An answer of at most `limit_bytes` (or what JSON may take)."""
-        try:
-            async with self._open().request(
-                method,
-                self._url + path,
-                data=None if data is None else BytesIO(data),
-                headers=headers,
-                params=query,
-                allow_redirects=False,
-            ) as answer:
-                length, limit = answer.content_length, max(limit_bytes, MAX_JSON_BYTES)
-                if length is None and answer.status != 204:
-                    raise StoreError(f"{self._url}: expected Content-Length, found none")
-                if (length or 0) > limit:
-                    raise LimitError(f"{self._url}: expected at most {limit} bytes, found {length}")
-                return Answer(answer.status, await answer.read())
-        except (aiohttp.ServerDisconnectedError, ConnectionResetError) as error:
-            raise _CutError(f"{self._url}: {method} was cut off: {explain(error)}") from error
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise StoreError(f"{self._url}: {method} failed: {explain(error)}") from error
-
-    def _open(self) -> aiohttp.ClientSession:
-        """Made at the first request: a session belongs to a running loop."""
-        if self._session is None:
-            limits = self._limits
-            timeout = aiohttp.ClientTimeout(
-                total=limits.deadline_s, connect=limits.connect_s, sock_read=limits.silence_s
-            )
-            self._session = open_session(
-                timeout, token=self._token, client=self._client, tls=self._tls,
-                connections=limits.connections,
-            )  # fmt: skip
-        return self._session
 
 
 def _askable(key: bytes, etag: bytes | None = None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,9 +24,12 @@ _ERRORS: dict[str, type[KdnError]] = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
+    """The whole answer to a request."""
+
     status: int
     body: bytes
+    headers: Mapping[str, str]
 
     @property
     def json(self) -> Any:
@@ -35,14 +38,13 @@ class Answer:
         except (ValueError, RecursionError) as error:
             raise StoreError(f"expected JSON, found {self.body[:200]!r}") from error
 
-    @property
-    def error(self) -> KdnError:
-        """What a refusal means here, in the node's own words."""
+    def error(self, url: str) -> KdnError:
+        """What a refusal of the node at `url` means here, in its own words."""
         try:
             code, message = member(self.json, "code", str), member(self.json, "message", str)
         except StoreError:
             code, message = "unknown", repr(self.body[:200])
-        return _ERRORS.get(code, StoreError)(f"{self.status} {code}: {message}")
+        return _ERRORS.get(code, StoreError)(f"{url}: {self.status} {code}: {message}")
 
 
 def entry_of(frame: Frame) -> Entry:
@@ -73,8 +75,8 @@ def join(
     return Span(entry_of(first), begin, parts[0] if len(parts) == 1 else b"".join(parts))
 
 
-def listed(told: Any) -> Entry:
-    """An object as a list tells it."""
+def told_entry(told: Any) -> Entry:
+    """An object as a list, or the answer to a put, tells of it."""
     parent = told.get("parent") if isinstance(told, dict) else None
     hints = Hints(None if parent is None else unhex(parent), float(member(told, "saved_s", float)))
     key, etag = (unhex(member(told, name, str)) for name in ("key", "etag"))

@@ -5,7 +5,7 @@ No locks: every method runs on one event loop and none gives way in its middle.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
 from kdn.errors import NoSpaceError
@@ -33,13 +33,7 @@ def footprint_bytes(entry: Entry) -> int:
 class MemoryStore(Store):
     volatile = True
 
-    def __init__(
-        self,
-        capacity_bytes: int,
-        policy: Policy,
-        on_evict: Callable[[Entry, bytes], None] | None = None,
-    ) -> None:
-        self.on_evict = on_evict  # told what is evicted (not what is deleted), before it is gone
+    def __init__(self, capacity_bytes: int, policy: Policy) -> None:
         self._held: dict[bytes, _Held] = {}
         self._policy = policy
         self._tally = Tally()
@@ -83,8 +77,6 @@ class MemoryStore(Store):
                 self._policy.remove(entry.key)
                 self._size_bytes -= size_bytes
                 raise NoSpaceError(f"no room for {size_bytes} bytes: all else is to be kept")
-            if self.on_evict:
-                self.on_evict(self._held[victim].entry, self._held[victim].data)
             self._drop(victim)
             self._evictions += 1
 

@@ -5,14 +5,8 @@ background. Identical reads of lower tiers share one flight. A tier that fails o
 its deadline counts as a miss, with a counted error, so a broken tier costs time and hits but never
 an answer; after FAILURES failures in a row it is left alone for REST_S.
 
-Write-through: a put goes to all tiers, the lowest first, and succeeds if a tier keeps it whose
-objects outlive the process; if none does, nothing of it stays in memory. (Where every tier is
-memory, any will do.)
-
-Write-back: a put goes to the top tier (a MemoryStore) and returns; what that evicts, and what it
-still holds at `close`, is written to all tiers below. Until then an acknowledged object is lost if
-the process dies, and one that no tier below takes is lost, too (counted, and told by `close`). A
-node never writes back.
+A put goes to all tiers, the lowest first, and succeeds if a tier keeps it whose objects outlive the
+process; if none does, nothing of it stays in memory. (Where every tier is memory, any will do.)
 
 The first writer wins as far as one store can tell: a key that is taken in a tier that answers is
 not put into those above it.
@@ -24,16 +18,15 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from xxhash import xxh3_64_intdigest
 
 from kdn.errors import KdnError, LimitError, NoSpaceError, StoreError
-from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, clip, is_taken
+from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, is_taken
 from kdn.store.memory import MemoryStore
-from kdn.store.outbox import ATTEMPTS, Outbox
 from kdn.store.single_flight import SingleFlight
 from kdn.store.tally import Usage
 
@@ -42,8 +35,8 @@ REST_S = 2.0
 MAX_PROMOTIONS = 16
 MAX_PROMOTING_BYTES = 128 << 20
 """Of objects on their way to faster tiers; a larger one is only read where it is."""
-OUTBOX_BYTES = 256 << 20
-FLUSH_S = 60.0
+CLOSE_S = 60.0
+"""For reads and promotions under way to end, then for each tier to close."""
 FAULTS = (KdnError, OSError, TimeoutError)
 
 T = TypeVar("T")
@@ -66,20 +59,11 @@ class Tier:
 
 class TieredStore(Store):
     def __init__(
-        self,
-        tiers: Sequence[Tier],
-        *,
-        write_back: bool = False,
-        outbox_bytes: int = OUTBOX_BYTES,
-        flush_s: float = FLUSH_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, tiers: Sequence[Tier], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         assert tiers, "expected at least one tier"
         self.tiers = tuple(tiers)
         self._top, self._below = self.tiers[0], self.tiers[1:]
-        self._write_back = write_back and bool(self._below)
-        self._patience_s = ATTEMPTS * sum(tier.deadline_s for tier in self._below)
-        self._flush_s = flush_s
         self._clock = clock
         self._reads: SingleFlight[Span | None] = SingleFlight()
         self._promotions: SingleFlight[None] = SingleFlight()
@@ -87,14 +71,9 @@ class TieredStore(Store):
         self._deletes: SingleFlight[bool] = SingleFlight()
         # One replacement of a key at a time: the second must see what the first one put.
         self._replacing: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        self._outbox = Outbox(self._write_below, outbox_bytes)
-        self._dirty: set[bytes] = set()  # in the top tier and, as far as we know, in none below
         self._deletions = 0  # begun and ended; a read that spans one brings nothing up
         self._hits = self._misses = self._puts = 0
         self._closed = False
-        if self._write_back:
-            assert isinstance(self._top.store, MemoryStore), "write-back needs memory at the top"
-            self._top.store.on_evict = self._evicted
 
     # reads
 
@@ -108,21 +87,12 @@ class TieredStore(Store):
             span = await self._ask(top, lambda store: store.get(key, start, end, etag=etag))
         if span is not None:
             top.hits += 1
-        else:
-            span = self._leaving(key, start, end, etag)
-        if span is None and self._below:
+        elif self._below:
             read = (key, start, end, etag)
             span = await self._reads.run(read, lambda: self._get_below(key, start, end, etag))
         self._hits += span is not None
         self._misses += span is None
         return span
-
-    def _leaving(self, key: bytes, start: int, end: int | None, etag: bytes | None) -> Span | None:
-        found = self._outbox.find(key)
-        if found is None or etag not in (None, found[0].etag):
-            return None
-        begin, stop = clip(start, end, len(found[1]))
-        return Span(found[0], begin, memoryview(found[1])[begin:stop])
 
     async def _get_below(
         self, key: bytes, start: int, end: int | None, etag: bytes | None
@@ -170,18 +140,12 @@ class TieredStore(Store):
                 break
             entries = await self._ask(tier, _lookup(missing, head_bytes))
             found.update((entry.key, entry) for entry in entries or () if entry)
-            if tier is self._top:
-                found.update(self._leaving_entries(missing, head_bytes))
         return [found.get(key) for key in keys]
-
-    def _leaving_entries(self, keys: Sequence[bytes], head_bytes: int) -> dict[bytes, Entry]:
-        pairs = {key: self._outbox.find(key) for key in keys}
-        return {k: replace(p[0], head=p[1][:head_bytes]) for k, p in pairs.items() if p}
 
     async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
         """A tier that fails is left out from there on, with a counted error."""
         async with AsyncExitStack() as stack:
-            sources = [self._list_outbox(prefix), *(self._list(t, prefix) for t in self.tiers)]
+            sources = [self._list(tier, prefix) for tier in self.tiers]
             for source in sources:
                 await stack.enter_async_context(aclosing(source))
             heads = [await anext(source, None) for source in sources]
@@ -197,19 +161,14 @@ class TieredStore(Store):
         while entry := await self._ask(tier, lambda _: anext(entries, None)):
             yield entry
 
-    async def _list_outbox(self, prefix: bytes) -> AsyncGenerator[Entry]:
-        for entry in sorted(self._outbox.entries(), key=lambda entry: entry.key):
-            if entry.key.startswith(prefix):
-                yield entry
-
     def usage(self, prefix: bytes) -> Usage:
         """Of the tier that holds the most of it."""
         each = [tier.store.usage(prefix) for tier in self.tiers]
         return max(each, key=lambda usage: usage.size_bytes)
 
     async def stats(self) -> Stats:
-        """Hits, misses and puts of the whole; sizes of the fullest tier, which in write-through
-        holds what the others hold; evictions of the lowest."""
+        """Hits, misses and puts of the whole; sizes of the fullest tier, which holds what the
+        others hold; evictions of the lowest."""
         each = [await self._ask(tier, lambda store: store.stats()) for tier in self.tiers]
         known = [stats for stats in each if stats] or [Stats()]
         return Stats(
@@ -239,18 +198,16 @@ class TieredStore(Store):
         check_put(entry, data, checksum)
         if replacing is not None:
             kept = await self._replace(entry, data, replacing)
-        elif self._write_back:
-            kept = await self._put_on_top(entry, data)
         else:
-            kept = await self._put_through(self.tiers, entry, data)
+            kept = await self._put_through(entry, data)
         self._puts += kept.etag == etag
         return kept
 
-    async def _put_through(self, tiers: Sequence[Tier], entry: Entry, data: bytes) -> Entry:
-        """Into all of these tiers, the lowest first; one must keep it that outlives the process, if
-        there is such a tier."""
-        lasting = sum(not tier.store.volatile for tier in tiers) or len(tiers)
-        lowest_first = list(reversed(tiers))
+    async def _put_through(self, entry: Entry, data: bytes) -> Entry:
+        """Into all tiers, the lowest first; one must keep it that outlives the process, if there is
+        such a tier."""
+        lasting = sum(not tier.store.volatile for tier in self.tiers) or len(self.tiers)
+        lowest_first = list(reversed(self.tiers))
         lowest_first.sort(key=lambda tier: tier.store.volatile)
         kept, full = None, 0
         for number, tier in enumerate(lowest_first):
@@ -261,25 +218,14 @@ class TieredStore(Store):
                 full += 1
             elif answer is not None:
                 kept = answer
-                if answer.etag != entry.etag:
-                    break
+                if answer.etag != entry.etag:  # a reader finds what a tier above has before this
+                    [found] = await self.lookup([entry.key])
+                    return found or answer
         if kept is None:
             names = ", ".join(tier.name for tier in reversed(lowest_first[:lasting]))
             error = NoSpaceError if full == lasting else StoreError
             raise error(f"none of the tiers {names} can keep {len(data)} bytes")
         return kept
-
-    async def _put_on_top(self, entry: Entry, data: bytes) -> Entry:
-        await self._outbox.room(self._patience_s)
-        [found] = await self.lookup([entry.key])
-        if found:
-            return found
-        answer = await self._put_into(self._top, entry, data)
-        if not isinstance(answer, Entry):
-            return await self._put_through(self._below, entry, data)
-        if answer.etag == entry.etag:
-            self._dirty.add(entry.key)
-        return answer
 
     async def _replace(self, entry: Entry, data: bytes, replacing: bytes) -> Entry:
         """Take the old object out of every tier, then put the new one. StoreError if a tier does
@@ -288,9 +234,7 @@ class TieredStore(Store):
             [found] = await self.lookup([entry.key])
             if found and not is_taken(found, replacing):
                 await self.delete(entry.key)
-            if self._write_back:
-                return await self._put_on_top(entry, data)
-            return await self._put_through(self.tiers, entry, data)
+            return await self._put_through(entry, data)
 
     async def _put_into(self, tier: Tier, entry: Entry, data: bytes) -> Entry | NoSpaceError | None:
         """What the tier answers; None if it failed."""
@@ -305,29 +249,14 @@ class TieredStore(Store):
         except NoSpaceError as error:
             return error
 
-    def _evicted(self, entry: Entry, data: bytes) -> None:
-        """The top tier lets an object go."""
-        if entry.key in self._dirty:
-            self._dirty.remove(entry.key)
-            self._outbox.add(entry, data)
-
-    async def _write_below(self, entry: Entry, data: bytes) -> bool:
-        try:
-            await self._put_through(self._below, entry, data)
-        except KdnError:
-            return False
-        return True
-
     async def delete(self, key: bytes) -> bool:
         """StoreError if a tier does not answer: then the bytes may still be there."""
         return await self._deletes.run(key, lambda: self._delete(key))
 
     async def _delete(self, key: bytes) -> bool:
         self._deletions += 1
-        self._dirty.discard(key)
-        was_here = await self._outbox.drop(key, self._patience_s)
         await self._promotions.landed(key)
-        failed = []
+        was_here, failed = False, []
         for tier in reversed(self.tiers):
             try:
                 async with asyncio.timeout(tier.deadline_s):
@@ -341,43 +270,21 @@ class TieredStore(Store):
         return was_here
 
     async def close(self) -> None:
-        """Write below what is only at the top, then close all tiers. StoreError if an object could
-        not be written, or a tier not be closed."""
+        """StoreError if a tier could not be closed; the others are."""
         if self._closed:
             return
         self._closed = True
-        failed = [*await self._flush()]
-        await self._reads.close(self._flush_s)
-        await self._promotions.close(self._flush_s)
-        await self._outbox.close()
+        failed = []
+        await self._reads.close(CLOSE_S)
+        await self._promotions.close(CLOSE_S)
         for tier in self.tiers:
             try:
-                async with asyncio.timeout(self._flush_s):
+                async with asyncio.timeout(CLOSE_S):
                     await tier.store.close()
             except FAULTS as error:
                 failed.append(f"{tier.name}: {error!r}")
-        if self._outbox.lost:
-            failed.append(f"{self._outbox.lost} objects were taken by no tier below")
         if failed:
             raise StoreError("; ".join(failed))
-
-    async def _flush(self) -> tuple[str, ...]:
-        try:
-            async with asyncio.timeout(self._flush_s):
-                for key in sorted(self._dirty):
-                    await self._outbox.room(self._flush_s)
-                    span = await self._top.store.get(key)
-                    if span is not None:
-                        self._evicted(span.entry, bytes(span.data))
-                await self._outbox.drain(self._flush_s)
-        except FAULTS as error:
-            return (f"flushing: {error!r}",)
-        return ()
-
-    @property
-    def lost(self) -> int:
-        """Objects that left the top and that no tier below would take."""
-        return self._outbox.lost
 
     async def _ask(self, tier: Tier, call: Callable[[Store], Awaitable[T]]) -> T | None:
         """A tier's answer; None if it fails, takes too long, or did so lately."""

@@ -11,10 +11,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from kdn.bench.report import write_json
 from kdn.bench.rivals.plain import Half, Int8
 from kdn.bench.ttft import _links
 from kdn.bench.ttft_codecs import PackedCodec, cachegen_at, plain
-from kdn.bench.ttft_report import TtftRow, plot, print_report, write_json
+from kdn.bench.ttft_report import TtftRow, document, plot, print_report
 from kdn.cache.keys import Chunk, Namespace, cut
 from kdn.cache.tensors import KVCache
 from kdn.codec.cachegen import CacheGenCodec
@@ -84,7 +85,7 @@ def test_the_report_tells_all(tmp_path: Path) -> None:
     text = out.getvalue()
     for part in ("2.00x", "> 13.0", "0.0071", "read 1, 2 x 2, 3 x 1", "4.90 to 5.20"):
         assert part in text
-    write_json(tmp_path / "a.json", ROWS, EXTRA)
+    write_json(tmp_path / "a.json", document(ROWS, EXTRA), allow_nan=False)
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert rows[2]["speedup"] == 2.0
     assert rows[1]["kld"] is None

@@ -19,9 +19,10 @@ from kdn.bench import vllm, vllm_engine
 from kdn.bench.link_proxy import LinkPace, shaped
 from kdn.bench.node_servers import absent, start_redis
 from kdn.bench.node_wire import RedisDialect, call, redis_command
+from kdn.bench.report import write_json
 from kdn.bench.vllm import Task, choose, measure, settle
 from kdn.bench.vllm_engine import EngineError, has_package, need_vllm, start_engine
-from kdn.bench.vllm_report import VllmRow, document, plot, print_report, read_rows, write_json
+from kdn.bench.vllm_report import VllmRow, document, plot, print_report, read_rows
 from kdn.bench.vllm_systems import (
     LOOPBACK,
     Example,

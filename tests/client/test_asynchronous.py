@@ -147,7 +147,7 @@ def test_what_was_evicted_is_read_and_published_again(tiny_model: Any, tmp_path:
     async def _(client: AsyncClient) -> None:
         await client.learn("notes", TEXT)
         chunks = cut(client.engine.prompts.learn(TEXT)[0], client.session.namespace)
-        store = await client.session.places.publish_to.store()
+        store = client.session.places.publish_to.store
         assert await store.delete(chunks[1].key)
         answer = client.ask("notes", QUESTION, max_new_tokens=20)
         expected = own_answer(client.engine.model, prompt_of(TEXT, QUESTION), 20)
@@ -238,7 +238,7 @@ def test_names(tiny_model: Any, tmp_path: Path) -> None:
         await client.learn("notes", TEXT)
         assert await client.forget("notes")
         assert not await client.forget("notes")
-        store = await client.session.places.publish_to.store()
+        store = client.session.places.publish_to.store
         assert [entry async for entry in store.list()] == []
 
     @in_folder(tmp_path, tiny_model("llama"))
@@ -374,7 +374,7 @@ def test_a_node_that_is_away_costs_time_but_no_answer(tiny_model: Any, tmp_path:
             await client.learn("notes", TEXT)
             tokens, options = (await client.named("notes"))[0], client.ask("notes", QUESTION)
             await options.close()
-            await node.listening.node.store.close()
+            await node.listening.node.depot.store.close()
             answer = client.ask("notes", QUESTION, max_new_tokens=12, deadline_s=0.4)
             assert await answer.read() == own_answer(model, prompt_of(TEXT, QUESTION), 12)
             assert answer.stats.known_tokens == 0

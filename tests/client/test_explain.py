@@ -20,18 +20,18 @@ def test_known_unknown_and_short(tiny_model: Any, tmp_path: Path) -> None:
     async def _(client: AsyncClient) -> None:
         tokens, _ = client.engine.prompts.learn(TEXT)  # 709: two whole chunks, 192, and 5
         await client.learn("notes", TEXT)
-        found = await explain(client, tokens)
+        found = (await explain(client, tokens)).findings
         assert spans(found) == [
             (0, 256, True), (256, 512, True), (512, 704, True), (704, 709, False),
         ]  # fmt: skip
         assert found[-1].why == reasons.SHORT
-        found = await explain(client, [*tokens, *[7] * 300])
+        found = (await explain(client, [*tokens, *[7] * 300])).findings
         assert spans(found) == [
             (0, 256, True), (256, 512, True), (512, 704, True), (704, 768, False),
             (768, 1008, False), (1008, 1009, False),
         ]  # fmt: skip
         assert {one.why for one in found[3:5]} == {reasons.UNKNOWN}
-        assert spans(await explain(client, [7] * 9)) == [(0, 9, False)]
+        assert spans((await explain(client, [7] * 9)).findings) == [(0, 9, False)]
 
 
 def test_evicted_and_orphans(tiny_model: Any, tmp_path: Path) -> None:
@@ -41,9 +41,9 @@ def test_evicted_and_orphans(tiny_model: Any, tmp_path: Path) -> None:
 
         tokens, _ = client.engine.prompts.learn(TEXT)
         await client.learn("notes", TEXT)
-        store = await client.session.places.publish_to.store()
+        store = client.session.places.publish_to.store
         await store.delete(cut(tokens, client.session.namespace)[0].key)
-        found = await explain(client, tokens)
+        found = (await explain(client, tokens)).findings
         assert [one.why for one in found[:3]] == [
             reasons.EVICTED.format("notes"), reasons.ORPHAN, reasons.ORPHAN,
         ]  # fmt: skip
@@ -58,12 +58,12 @@ def test_other_models_secrets_and_profiles(tiny_model: Any, tmp_path: Path) -> N
 
     @in_folder(tmp_path, tiny_model("qwen2"))
     async def _(client: AsyncClient) -> None:
-        found = await explain(client, client.engine.prompts.learn(TEXT)[0])
+        found = (await explain(client, client.engine.prompts.learn(TEXT)[0])).findings
         assert "another model" in found[0].why
 
     @in_folder(tmp_path, learner, secret=b"own")
     async def _(client: AsyncClient) -> None:
-        found = await explain(client, client.engine.prompts.learn(TEXT)[0])
+        found = (await explain(client, client.engine.prompts.learn(TEXT)[0])).findings
         assert found[0].why == reasons.OTHER_SECRET
 
     @in_folder(tmp_path, learner)
@@ -71,5 +71,5 @@ def test_other_models_secrets_and_profiles(tiny_model: Any, tmp_path: Path) -> N
         from dataclasses import replace
 
         client.session.namespace = replace(client.session.namespace, profile=b"p" * 16)
-        found = await explain(client, client.engine.prompts.learn(TEXT)[0])
+        found = (await explain(client, client.engine.prompts.learn(TEXT)[0])).findings
         assert found[0].why == reasons.OTHER_PROFILE.format("exact")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 import threading
@@ -13,7 +12,6 @@ import pytest
 
 import kdn
 from kdn.errors import StoreError
-from kdn.session.loop import LoopThread
 from tests.client.letters import Letters
 from tests.client.test_asynchronous import QUESTION, TEXT, own_answer, prompt_of
 
@@ -41,23 +39,6 @@ def test_the_front_door(tiny_model: Any, tmp_path: Path) -> None:
         assert client.forget("notes")
         with pytest.raises(StoreError, match="no name"):
             client.ask("notes", "?").read()
-    assert not [thread for thread in threading.enumerate() if thread.name == "kdn"]
-
-
-def test_the_loop_outlives_an_exit_in_its_thread() -> None:
-    """Raised by a model's code, say: it reaches its caller, and the next caller is served."""
-
-    async def leave() -> None:
-        raise SystemExit(3)
-
-    async def answer() -> int:
-        return 7
-
-    loop = LoopThread()
-    with pytest.raises(SystemExit):
-        loop.run(asyncio.wait_for(leave(), 5.0))
-    assert loop.run(answer()) == 7
-    loop.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "kdn"]
 
 

@@ -12,7 +12,9 @@ from random import Random
 from xxhash import xxh3_64_intdigest
 
 from kdn.codec.header import Header
-from kdn.node.names import NameStore
+from kdn.depot.depot import Depot
+from kdn.depot.names import NameStore
+from kdn.depot.tenants import tenants_of
 from kdn.node.server import Listening, listen, make_node
 from kdn.store.evict import open_policy
 from kdn.store.memory import MemoryStore
@@ -35,7 +37,8 @@ class FragileNode:
 
     async def start(self) -> None:
         self._running = AsyncExitStack()
-        node = make_node(self._config, self._store, self._names)
+        depot = Depot(self._store, self._names, tenants_of(()), 60.0)
+        node = make_node(self._config, depot)
         [self._tenant] = node.tenants
         self.listening = await self._running.enter_async_context(listen(self._config, node))
 
@@ -71,12 +74,15 @@ class Gateway:
         self._node, self._rng, self._stall_s, self._seen = node, rng, stall_s, seen
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self.url = ""
+        self._port = 0  # any, the first time
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
 
     async def open(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        host, port = self._server.sockets[0].getsockname()[:2]
-        self.url = f"http://{host}:{port}"
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         if self._server is not None:
@@ -85,9 +91,10 @@ class Gateway:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    async def move(self) -> None:
-        """To another address; nobody answers at the old one, and all its connections break."""
+    async def restart(self, after_s: float) -> None:
+        """All its connections break, and nobody answers for a while."""
         await self.close()
+        await asyncio.sleep(after_s)
         await self.open()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -164,14 +171,14 @@ async def make_trouble(
     """One thing after another, until cancelled."""
     while True:
         await asyncio.sleep(rng.uniform(0.02, 0.25))
-        what = rng.choice(("kill", "republish", "republish", "move", "delete"))
+        what = rng.choice(("kill", "republish", "republish", "restart", "delete"))
         seen[what] += 1
         if what == "kill":
             await node.kill()
             await asyncio.sleep(rng.uniform(0.02, 0.2))
             await node.start()
-        elif what == "move":
-            await rng.choice(gateways).move()
+        elif what == "restart":
+            await rng.choice(gateways).restart(rng.uniform(0.0, 0.1))
         else:
             number = rng.randrange(len(world.chunks))
             await node.delete(world.chunks[number].key)

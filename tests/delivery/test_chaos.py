@@ -19,12 +19,12 @@ import pytest
 
 from kdn.delivery.assemble import Assembly
 from kdn.delivery.client import deliver
-from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.delivery.flight import Limits
 from kdn.delivery.planner import default
 from kdn.delivery.request import Result
 from kdn.store.base import Store
-from kdn.store.http import HttpLimits, HttpStore
+from kdn.store.http import HttpStore
+from kdn.store.node_client import HttpLimits, NodeClient
 from tests.delivery.chaos import FragileNode, Gateway, make_trouble
 from tests.delivery.world import World, level_major, make_world, run
 
@@ -53,29 +53,23 @@ def open_sockets() -> int:
 
 def connect(url: str) -> Store:
     limits = HttpLimits(connections=8, connect_s=0.5, silence_s=5.0)
-    return HttpStore(url, collection="chunks", limits=limits)
+    return HttpStore(NodeClient(url, limits=limits), collection="chunks")
 
 
 async def one_delivery(world: World, gateways: list[Gateway], rng: Random) -> tuple[Result, float]:
     """The result, and by how much it was late."""
-
-    def endpoint(gateway: Gateway) -> Endpoint:
-        async def resolve() -> str:
-            return gateway.url
-
-        return Endpoint.moving(resolve, connect)
-
-    chosen = rng.sample(gateways, rng.choice((1, 2)))
+    stores = [connect(one.url) for one in rng.sample(gateways, rng.choice((1, 2)))]
     request = world.request(
         deadline_s=rng.choice((0.2, 0.6, 1.2, 1.0 + STALL_S)),
         enough_kld=rng.choice((0.0, world.expected_kld[1])),
     )
     limits = Limits(hedge_s=0.1, silence_s=rng.choice((0.3, 1.0)))
     policy = rng.choice((level_major, default))
-    async with Endpoints(map(endpoint, chosen)) as endpoints:
-        began_s = time.monotonic()
-        result = await deliver(request, endpoints, policy=policy, limits=limits, rng=rng)
-        late_s = time.monotonic() - began_s - request.deadline_s
+    began_s = time.monotonic()
+    result = await deliver(request, stores, policy=policy, limits=limits, rng=rng)
+    late_s = time.monotonic() - began_s - request.deadline_s
+    for store in stores:
+        await store.close()
     world.check(result)
     return result, late_s
 
@@ -128,7 +122,7 @@ def test_chaos(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert open_sockets() <= sockets
     gc.collect()
     assert not [one for one in gc.get_objects() if type(one) is Assembly]
-    for what in ("cut", "stall", "flip", "kill", "republish", "move"):
+    for what in ("cut", "stall", "flip", "kill", "republish", "restart"):
         assert seen[what], f"no {what} happened: nothing was tested"
     every = DELIVERIES * len(world.chunks)
     assert seen["chunks"] >= every / 4, "a delivery that gives up at once is no delivery"

@@ -481,9 +481,9 @@ def test_endpoints_are_reused(world: World) -> None:
 
     async def test() -> None:
         store = Counting(await world.store())
-        async with Endpoints([store]) as endpoints:
-            for _ in range(3):
-                world.check(await deliver(world.request(), endpoints, policy=level_major))
+        endpoints = Endpoints([store])
+        for _ in range(3):
+            world.check(await deliver(world.request(), endpoints, policy=level_major))
         assert store.lookups == 3
 
     run(test())

@@ -56,7 +56,7 @@ def test_what_is_gone_is_reported_block_by_block(shared: SharedSession) -> None:
     gone = cut(TOKENS, SPACE)[1]
 
     async def delete() -> None:
-        assert await (await shared.session.places.publish_to.store()).delete(gone.key)
+        assert await shared.session.places.publish_to.store.delete(gone.key)
 
     shared.submit(delete).result(10)
     worker, paged = make_worker(shared)
@@ -104,7 +104,7 @@ def test_chunks_that_meet_within_a_block(shared: SharedSession) -> None:
     gone = cut(TOKENS, SPACE)[1]
 
     async def delete() -> None:
-        assert await (await shared.session.places.publish_to.store()).delete(gone.key)
+        assert await shared.session.places.publish_to.store.delete(gone.key)
 
     shared.submit(delete).result(10)
     worker, _ = make_worker(shared, block_tokens=96)

@@ -19,7 +19,9 @@ import xxhash
 from kdn.cache.keys import PUBLIC_SEAL_KEY
 from kdn.codec.format import CodecId, DType, Section, StreamInfo, write
 from kdn.config import ClientSettings, Config, NodeSettings, TenantSettings
-from kdn.node.names import NameStore
+from kdn.depot.depot import Depot
+from kdn.depot.names import NameStore
+from kdn.depot.tenants import tenants_of
 from kdn.node.server import Listening, listen, make_node
 from kdn.node.tenants import token_hash
 from kdn.store.base import Store
@@ -114,9 +116,10 @@ async def running(config: Config, store: Store | None = None) -> AsyncIterator[R
     store = store or MemoryStore(2**28, open_policy("lru"))
     config.node.data.mkdir(parents=True, exist_ok=True)
     names = NameStore(config.node.data / "names.sqlite")
+    depot = Depot(store, names, tenants_of(config.tenants), config.node.store_timeout_s)
     try:
         async with (
-            listen(config, make_node(config, store, names)) as listening,
+            listen(config, make_node(config, depot)) as listening,
             aiohttp.ClientSession(auto_decompress=False) as session,
         ):
             yield Running(listening, session)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import xxhash
 
 from kdn.node.checksums import MAX_SPANS, MIN_BYTES, Checksums
+from kdn.store.base import Entry
 
 DATA = bytes(range(256)) * 64
 OTHER = DATA[::-1]
@@ -17,9 +18,9 @@ def test_computed_once_until_forgotten() -> None:
     assert checksums.of(b"k", b"e", 0, OTHER) == right  # not looked at again
     assert checksums.of(b"k", b"f", 0, OTHER) == xxhash.xxh3_64_intdigest(OTHER)
     assert checksums.of(b"k", b"e", 1, OTHER) == xxhash.xxh3_64_intdigest(OTHER)
-    checksums.forget(b"k", b"e")
+    checksums.forget(Entry(b"k", b"e", 5000))
     assert checksums.of(b"k", b"e", 0, OTHER) == xxhash.xxh3_64_intdigest(OTHER)
-    checksums.forget(b"k", b"never seen")
+    checksums.forget(Entry(b"k", b"never seen", 5000))
 
 
 def test_small_spans_are_not_remembered() -> None:

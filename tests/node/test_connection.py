@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kdn.config import NodeSettings, TenantSettings
+from kdn.depot.tenants import tenants_of
 from kdn.node.connection import Connections
 from kdn.node.stats import NodeStats
 from kdn.node.tenants import Tenants
@@ -27,7 +28,7 @@ class Wire:
 
 def connections_for(settings: NodeSettings, *tenants: TenantSettings) -> Connections:
     node: Any = SimpleNamespace(
-        settings=settings, stats=NodeStats(), tenants=Tenants(tenants, lambda: 0.0)
+        settings=settings, stats=NodeStats(), tenants=Tenants(tenants_of(tenants), lambda: 0.0)
     )
     return Connections(node, None)  # type: ignore[arg-type]
 

@@ -99,7 +99,7 @@ def test_a_reader_that_does_not_drain_is_cut(tmp_path: Path) -> None:
         await asyncio.sleep(0.3)
         while node.node.num_requests:
             await asyncio.sleep(0.05)
-        text = node.node.stats.expose(await node.node.store.stats()).decode()
+        text = node.node.stats.expose(await node.node.depot.store.stats()).decode()
         assert "kdn_cut_readers_total 5.0" in text
         for reader, writer in readers:
             got = await closed(reader, 5)

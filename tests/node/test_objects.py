@@ -130,7 +130,8 @@ def test_a_put_is_idempotent_and_the_first_writer_wins(tmp_path: Path) -> None:
         for body in (stream, other):
             status, headers, said = await node.ask("PUT", URL, body, Kdn_Checksum=checksum(body))
             assert (status, headers["ETag"]) == (200, f'"{etag}"')
-            expected = {"key": KEY, "etag": etag, "size_bytes": len(stream)}
+            hints = {"parent": None, "saved_s": 0.0}
+            expected = {"key": KEY, "etag": etag, "size_bytes": len(stream), **hints}
             assert json.loads(said) == expected
         assert (await node.ask("GET", URL))[2] == stream
 
@@ -153,6 +154,10 @@ def test_an_object_gives_way_to_one_that_names_it(tmp_path: Path) -> None:
         etags = [f'"{Header.parse(stream).stream_id.hex()}"' for stream in (old, good, other)]
         status, told, said = await replace(node, good, etags[2])
         assert (status, told, said["code"]) == (412, etags[0], "precondition_failed")
+        assert said["object"] == {
+            "key": KEY, "etag": etags[0][1:-1], "size_bytes": len(old), "parent": None,
+            "saved_s": 0.0,
+        }  # fmt: skip
         assert (await node.ask("GET", URL))[2] == old
         assert (await replace(node, good, etags[0]))[:2] == (200, etags[1])
         assert (await node.ask("GET", URL))[2] == good
@@ -205,11 +210,11 @@ def test_a_reader_of_a_replaced_object_gets_no_mix(tmp_path: Path) -> None:
         old = await node.put_chunk(1, 3 * 2**20)
         body = json.dumps({"spans": [{"key": KEY}]}).encode()
         reading = asyncio.create_task(node.ask("POST", "/v1/read", body))
-        await node.node.store.reached.wait()
+        await node.node.depot.store.reached.wait()
         new = chunk_stream(key_of(1), 3 * 2**20, seed=8)
         etag = f'"{Header.parse(old).stream_id.hex()}"'
         assert (await replace(node, new, etag))[0] == 200
-        node.node.store.go_on.set()
+        node.node.depot.store.go_on.set()
         found = list(split((await reading)[2]))
         assert [frame.status for frame, _ in found] == [200, 410, 410, 410]
         assert {frame.etag for frame, _ in found} == {Header.parse(old).stream_id}

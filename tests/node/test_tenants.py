@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kdn.config import TenantSettings
+from kdn.depot.tenants import tenants_of
 from kdn.node.answers import Refusal
 from kdn.node.app import ROUTES
 from kdn.node.tenants import RateLimit, Right, Tenants, new_token, token_hash
@@ -243,13 +244,22 @@ def test_tokens_are_found_by_hash() -> None:
     assert len(token) >= 40
     assert new_token()[0] != token
     surrogates = b"\xdd\xff".decode(errors="surrogateescape")
-    tenants = Tenants([TenantSettings("x", (token_hash("other"), hashed))], lambda: 0.0)
+    known = tenants_of([TenantSettings("x", (token_hash("other"), hashed))])
+    tenants = Tenants(known, lambda: 0.0)
     assert tenants.authenticate(f"Bearer {token}")[0].name == "x"
     assert tenants.authenticate("bearer other")[1] is Right.PUBLISH
     with pytest.raises(Refusal):
         tenants.authenticate(f"Bearer {hashed}")
     with pytest.raises(Refusal):
         tenants.authenticate(f"Bearer {surrogates}")
+
+
+def test_a_tenant_called_public_is_not_everybody() -> None:
+    assert Tenants(tenants_of([]), lambda: 0.0).open
+    tenants = Tenants(tenants_of([TenantSettings("public")]), lambda: 0.0)
+    assert not tenants.open
+    with pytest.raises(Refusal):
+        tenants.authenticate(None)
 
 
 def test_a_bad_client_id(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ from kdn.errors import (
     MismatchError,
     UnsupportedError,
 )
-from kdn.manifests import with_entry
-from kdn.places import Places, open_places
+from kdn.places.manifests import with_entry
+from kdn.places.places import Places, open_places
 from kdn.session.profiles import _name, codec_for, share_profile
 from tests.client.letters import Letters
 from tests.client.test_asynchronous import TEXT

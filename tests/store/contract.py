@@ -25,7 +25,8 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from kdn.errors import ChecksumError, LimitError, NoSpaceError
-from kdn.store.base import MAX_ETAG_BYTES, MAX_KEY_BYTES, Entry, Hints, Span, Store
+from kdn.protocol.frames import MAX_ETAG_BYTES
+from kdn.store.base import MAX_KEY_BYTES, Entry, Hints, Span, Store
 from kdn.store.tally import Usage
 
 AMPLE_BYTES = 64 << 20
@@ -185,6 +186,23 @@ class StoreContract(ABC):
             entry = await put(store, b"key", second)
             assert (entry.etag, entry.size_bytes) == (etag_of(first), 100)
             assert await read(store, b"key") == first
+
+        self.run(test)
+
+    def test_a_put_tells_what_a_lookup_finds(self) -> None:
+        """So that nobody needs to look again."""
+
+        async def test(store: Store) -> None:
+            mine, others = content("mine", 300), content("others", 200)
+            for data, hints, replacing in (
+                (mine, Hints(b"parent", 0.5), None),  # new
+                (others, Hints(None, 8.0), None),  # taken
+                (others, Hints(None, 8.0), etag_of(others)),  # taken by another than it names
+                (others, Hints(None, 8.0), etag_of(mine)),  # replaced
+            ):
+                entry = await put(store, b"key", data, hints, replacing)
+                assert await store.lookup([b"key"]) == [entry]
+            assert entry == Entry(b"key", etag_of(others), 200, Hints(None, 8.0))
 
         self.run(test)
 

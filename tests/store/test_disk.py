@@ -185,10 +185,10 @@ def test_too_many_operations_are_refused(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
-def test_pinned_objects_stay_and_newcomers_are_refused(tmp_path: Path) -> None:
+def test_held_objects_stay_and_newcomers_are_refused(tmp_path: Path) -> None:
     async def work() -> None:
         policy = open_policy("lru")
-        policy.pin([b"0", b"1"])
+        policy.retain(b"name", [b"0", b"1"])
         size_bytes = footprint_bytes((b"0", bytes(16), 3000, None, 0, 0))
         async with closing(await open_disk(tmp_path, 2 * size_bytes, policy)) as store:
             for key in (b"0", b"1"):

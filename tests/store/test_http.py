@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,12 +16,13 @@ import tests.store.contract as contract
 from kdn.codec.format import Bitstream
 from kdn.errors import KdnError, LimitError, MismatchError, NoSpaceError, StoreError
 from kdn.protocol.frames import MAX_KEY_BYTES, Frame, pack
-from kdn.store.base import Hints, Store
+from kdn.store.base import Entry, Hints, Store
 from kdn.store.evict import open_policy
-from kdn.store.http import HttpLimits, HttpStore
+from kdn.store.http import HttpStore
 from kdn.store.memory import MemoryStore
+from kdn.store.node_client import HttpLimits, NodeClient
 from kdn.store.tiered import Tier, TieredStore
-from tests.node.harness import chunk_stream, config_for, key_of, running, tenant
+from tests.node.harness import Running, chunk_stream, config_for, key_of, running, tenant
 from tests.store.contract import StoreContract, closing, content, etag_of, listed, put, read
 
 LIMIT_S = 20.0
@@ -75,7 +77,7 @@ class TestHttp(StoreContract):
         self.run(test)
 
     def test_lists_page_by_page(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kdn.store.http.LIST_PAGE", 4)
+        monkeypatch.setattr("kdn.store.node_client.MAX_LISTED", 4)
 
         async def test(store: Store) -> None:
             keys = [b"%02d" % number for number in range(13)]
@@ -110,25 +112,72 @@ class TestHttp(StoreContract):
         self.run(test)
 
 
+def chunks_of(url: str, token: str) -> HttpStore:
+    return HttpStore(NodeClient(url, token=token), collection="chunks")
+
+
 def test_chunks_tokens_and_refusals(tmp_path: Path) -> None:
     async def test() -> None:
         config = config_for(tmp_path, tenant("a", "secret"), tenant("b", "other", quota_bytes=3000))
         async with running(config) as node:
             stream = chunk_stream(key_of(1))
             checksum, etag = xxh3_64_intdigest(stream), Bitstream.parse(stream).header.stream_id
-            async with closing(HttpStore(node.url, collection="chunks", token="secret")) as store:
+            async with closing(chunks_of(node.url, "secret")) as store:
                 with pytest.raises(MismatchError):
                     await store.put(key_of(2), stream, etag=b"e" * 16, checksum=checksum)
                 entry = await store.put(key_of(1), stream, etag=etag, checksum=checksum)
                 assert entry.etag == etag
                 assert await read(store, key_of(1)) == stream
-            async with closing(HttpStore(node.url, collection="chunks", token="other")) as store:
+            async with closing(chunks_of(node.url, "other")) as store:
                 assert await store.get(key_of(1)) is None
                 with pytest.raises(NoSpaceError, match="quota"):
                     await store.put(key_of(1), stream, etag=etag, checksum=checksum)
-            async with closing(HttpStore(node.url, token="wrong")) as store:
+            async with closing(chunks_of(node.url, "wrong")) as store:
                 with pytest.raises(StoreError, match="unauthorized"):
                     await store.get(b"key")
+
+    run(test())
+
+
+async def num_requests(node: Running) -> int:
+    """Requests for objects that the node has answered."""
+    text = (await node.ask("GET", "/metrics"))[2].decode()
+    counts = re.findall(r'kdn_request_seconds_count\{.*route="(.+?)".*\} (\d+)', text)
+    return sum(int(number) for route, number in counts if route.startswith("/v1/"))
+
+
+def test_every_put_is_one_request_and_tells_what_is_there(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running(config_for(tmp_path)) as node, closing(HttpStore(node.url)) as store:
+
+            async def asked(data: bytes, hints: Hints, replacing: bytes | None = None) -> Entry:
+                before = await num_requests(node)
+                entry = await put(store, b"key", data, hints, replacing=replacing)
+                assert await num_requests(node) == before + 1
+                [found] = await store.lookup([b"key"])
+                assert found == entry
+                return entry
+
+            old, new = content("old", 300), content("new", 400)
+            first = await asked(old, Hints(b"parent", 0.5))
+            assert first == Entry(b"key", etag_of(old), 300, Hints(b"parent", 0.5))
+            assert await asked(new, Hints(None, 8.0)) == first, "taken"
+            assert await asked(new, Hints(), replacing=etag_of(new)) == first, "another one: 412"
+            replaced = await asked(new, Hints(None, 8.0), replacing=etag_of(old))
+            assert replaced == Entry(b"key", etag_of(new), 400, Hints(None, 8.0))
+
+    run(test())
+
+
+def test_a_put_that_is_answered_with_another_key_is_refused() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        told = {"key": "00", "etag": "01", "size_bytes": 4, "parent": None, "saved_s": 0}
+        return web.json_response(told, status=201)
+
+    async def test() -> None:
+        async with fake(answer) as url, closing(quick(url)) as store:
+            with pytest.raises(StoreError, match="is there"):
+                await put(store, b"key", b"data")
 
     run(test())
 
@@ -155,9 +204,13 @@ async def fake(handler: Handler) -> AsyncIterator[str]:
 QUICK = HttpLimits(connections=2, connect_s=0.5, silence_s=0.2, deadline_s=0.5, object_bytes=10_000)
 
 
+def quick(url: str) -> HttpStore:
+    return HttpStore(NodeClient(url, limits=QUICK))
+
+
 def test_nobody_there_is_a_named_error() -> None:
     async def test() -> None:
-        async with closing(HttpStore("http://127.0.0.1:1", limits=QUICK)) as store:
+        async with closing(quick("http://127.0.0.1:1")) as store:
             for ask in (store.get(b"k"), store.lookup([b"k"]), store.delete(b"k"), store.stats()):
                 with pytest.raises(StoreError, match="127"):
                     await ask
@@ -175,7 +228,7 @@ def test_a_node_that_does_not_answer_costs_its_deadline() -> None:
         return web.Response()
 
     async def test() -> None:
-        async with fake(silent) as url, closing(HttpStore(url, limits=QUICK)) as store:
+        async with fake(silent) as url, closing(quick(url)) as store:
             started_s = asyncio.get_running_loop().time()
             results = await asyncio.gather(
                 *(store.get(b"%d" % i) for i in range(6)), return_exceptions=True
@@ -220,7 +273,7 @@ def test_wrong_bytes_are_a_counted_miss(body: bytes) -> None:
         return web.Response(body=body)
 
     async def test() -> None:
-        async with fake(answer) as url, closing(HttpStore(url, limits=QUICK)) as store:
+        async with fake(answer) as url, closing(quick(url)) as store:
             assert await store.get(b"key") is None
             stats = await store.stats()
             assert (stats.misses, stats.corruptions) == (1, 1)
@@ -234,7 +287,7 @@ def test_frames_that_carry_no_bytes_of_the_object(status: int, lost: bool) -> No
         return web.Response(body=frame_of(b"key", b"\0\0\0", status=status))
 
     async def test() -> None:
-        async with fake(answer) as url, closing(HttpStore(url, limits=QUICK)) as store:
+        async with fake(answer) as url, closing(quick(url)) as store:
             if lost:
                 assert await store.get(b"key") is None
             else:
@@ -249,7 +302,7 @@ def test_lookup_answers_for_other_keys_are_misses() -> None:
         return web.Response(body=frame_of(b"b", b"", number=0) + frame_of(b"a", b"", number=1))
 
     async def test() -> None:
-        async with fake(answer) as url, closing(HttpStore(url, limits=QUICK)) as store:
+        async with fake(answer) as url, closing(quick(url)) as store:
             assert await store.lookup([b"a", b"b"]) == [None, None]
 
     run(test())
@@ -260,7 +313,7 @@ def test_answers_longer_than_asked_for_are_refused_unread() -> None:
         return web.Response(body=b"x" * (5 << 20))
 
     async def test() -> None:
-        async with fake(answer) as url, closing(HttpStore(url, limits=QUICK)) as store:
+        async with fake(answer) as url, closing(quick(url)) as store:
             with pytest.raises(LimitError):
                 await store.get(b"key", 0, 10)
 
@@ -273,7 +326,7 @@ def test_json_that_is_not_the_protocols_is_a_named_error(body: bytes) -> None:
         return web.Response(body=body)
 
     async def test() -> None:
-        async with fake(answer) as url, closing(HttpStore(url, limits=QUICK)) as store:
+        async with fake(answer) as url, closing(quick(url)) as store:
             with pytest.raises(KdnError):
                 await listed(store)
             with pytest.raises(KdnError):
@@ -291,7 +344,7 @@ def test_refusals_are_named_errors_with_the_nodes_words(status: int) -> None:
         return web.json_response(body, status=status, headers={"Location": "/elsewhere"})
 
     async def test() -> None:
-        async with fake(answer) as url, closing(HttpStore(url, limits=QUICK)) as store:
+        async with fake(answer) as url, closing(quick(url)) as store:
             with pytest.raises(StoreError, match="some_code: why"):
                 await store.get(b"key")
 
@@ -314,10 +367,10 @@ def test_a_request_cut_off_once_is_sent_again() -> None:
             request.transport.abort()
             return web.Response()
 
-        async with fake(cut) as url, closing(HttpStore(url, limits=QUICK)) as store:
+        async with fake(cut) as url, closing(quick(url)) as store:
             with pytest.raises(StoreError, match="cut off"):
                 await store.get(b"key")
-        async with fake(cut_first) as url, closing(HttpStore(url, limits=QUICK)) as store:
+        async with fake(cut_first) as url, closing(quick(url)) as store:
             assert await read(store, b"key") == b"data"
         assert seen == ["POST", "POST"]
 
@@ -325,21 +378,20 @@ def test_a_request_cut_off_once_is_sent_again() -> None:
 
 
 def test_a_local_cache_over_a_node(tmp_path: Path) -> None:
-    """Evictions go to the node, and what others put there is found through it."""
+    """What is put reaches the node, and what others put there is found through it."""
 
     async def test() -> None:
         async with running(config_for(tmp_path)) as node:
             memory = MemoryStore(20_000, open_policy("cost"))
             tiers = [Tier("ram", memory, 1.0), Tier("node", HttpStore(node.url), 5.0)]
-            async with closing(TieredStore(tiers, write_back=True)) as store:
+            async with closing(TieredStore(tiers)) as store, closing(HttpStore(node.url)) as other:
                 for number in range(30):
                     await put(store, b"%02d" % number, content(b"%d" % number, 3000))
                 for number in range(30):
                     assert await read(store, b"%02d" % number) == content(b"%d" % number, 3000)
-            async with closing(HttpStore(node.url)) as other:
                 assert len(await listed(other)) == 30
-                [entry] = await other.lookup([b"07"])
-                assert entry is not None
-                assert entry.etag == etag_of(content(b"7", 3000))
+                entry = await put(other, b"new", content(b"new", 3000))
+                assert await store.lookup([b"new"]) == [entry]
+                assert await read(store, b"new") == content(b"new", 3000)
 
     run(test())

@@ -44,18 +44,18 @@ def test_evicts_the_least_recently_used_and_no_more_than_needed() -> None:
     asyncio.run(test())
 
 
-def test_refuses_a_newcomer_where_all_else_is_pinned() -> None:
+def test_refuses_a_newcomer_where_all_else_is_held() -> None:
     async def test() -> None:
         policy = open_policy("lru")
         store = MemoryStore(2 * FOOTPRINT, policy)
-        policy.pin([b"a", b"b"])
+        policy.retain(b"name", [b"a", b"b"])
         for key in (b"a", b"b"):
             await put(store, key, content(key, 1000))
         with pytest.raises(NoSpaceError):
             await put(store, b"c", content("c", 1000))
         assert await listed(store) == [b"a", b"b"]
         assert (await store.stats()).size_bytes == 2 * FOOTPRINT
-        policy.unpin([b"b"])
+        policy.retain(b"name", [b"a"])
         await put(store, b"c", content("c", 1000))
         assert await listed(store) == [b"a", b"c"]
 

@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 from kdn.cli.main import app
 from kdn.config import load_config
+from kdn.depot.stores import open_store
 from kdn.errors import StoreError, UnsupportedError
-from kdn.node.storage import open_store
-from kdn.places import open_places
+from kdn.places.places import open_places
 from kdn.store.evict import Owners, Retention, open_policy
 from kdn.store.http import HttpStore
 from kdn.store.tls import client_tls, explain
 from tests.node.harness import Running, key_of, run, tenant, with_node
-from tests.test_places import put, read
+from tests.places.test_places import put, read
 
 Pair = tuple[str, str]
 
@@ -32,12 +32,12 @@ def with_tls(folder: Path, certificate: Pair, test: Any, *tenants: Any) -> None:
 def test_a_private_authority_is_trusted_when_named(tmp_path: Path, certificate: Pair) -> None:
     async def test(node: Running) -> None:
         async with open_places(node.url, tls_ca=certificate[0]) as places:
-            data = await put(await places.publish_to.store(), 1)
-            assert await read(await places.publish_to.store(), 1) == data
+            data = await put(places.publish_to.store, 1)
+            assert await read(places.publish_to.store, 1) == data
             assert await places.names.get("notes") is None
             assert await read(places.profiles[0], 1) is None
         async with open_places(node.url) as places:
-            store = await places.publish_to.store()
+            store = places.publish_to.store
             for asking in (places.names.get("notes"), read(store, 1), put(store, 2)):
                 with pytest.raises(StoreError, match=r"certificate is not trusted.*set tls_ca"):
                     await asking
@@ -135,7 +135,7 @@ def test_an_answer_that_is_no_http_does_not_show_the_token() -> None:
         server = await asyncio.start_server(babble, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with server, open_places(url, token="T0KEN") as places:
-            store = await places.publish_to.store()
+            store = places.publish_to.store
             assert isinstance(store, HttpStore)
             for asking in (places.names.get("notes"), store.lookup([b"k"]), store.delete(b"k")):
                 with pytest.raises(StoreError, match="failed") as caught:

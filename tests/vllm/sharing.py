@@ -14,7 +14,7 @@ from kdn.delivery.publish import Publisher, Values
 from kdn.delivery.request import Request
 from kdn.delivery.sink import HostSink
 from kdn.engines.transformers import from_dynamic_cache, spec_of, to_dynamic_cache
-from kdn.places import open_places
+from kdn.places.places import open_places
 
 
 async def load(

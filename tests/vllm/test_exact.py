@@ -196,12 +196,12 @@ async def shuffle_all(url: str) -> int:
     from kdn.codec.header import Header
     from kdn.engines.checkpoint import spec_of_checkpoint
     from kdn.engines.models import smollm2_folder
-    from kdn.places import open_places
+    from kdn.places.places import open_places
 
     codec = open_codec("exact", spec_of_checkpoint(smollm2_folder()))
     none = np.zeros(0, np.uint32)
     async with open_places(url) as places:
-        store = await places.publish_to.store()
+        store = places.publish_to.store
         entries = [entry async for entry in store.list()]
         for entry in entries:
             span = await store.get(entry.key)

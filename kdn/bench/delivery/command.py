@@ -9,31 +9,27 @@ a little longer or shorter than the planner was told, chunk by chunk.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.progress import Progress, TimeElapsedColumn
 
 from kdn.bench import options
 from kdn.bench.delivery.machines import CHUNK_TOKENS, MACHINES, Machine, offers_of
 from kdn.bench.delivery.oracle import Oracle
 from kdn.bench.delivery.policies import POLICIES, LastBytes
-from kdn.bench.delivery.report import PolicyRun, document, plot, print_report, write_json
+from kdn.bench.delivery.report import PolicyRun, document, plot, print_report
 from kdn.bench.delivery.simulate import Scenario, SimulatedResult, simulate
 from kdn.bench.delivery.trace import LinkTrace, load_trace
 from kdn.bench.options import JsonFile, PlotFile
-from kdn.bench.report import report_console
+from kdn.bench.processes import in_processes
+from kdn.bench.report import report_console, write_json
 from kdn.checked import shown
 from kdn.delivery.estimate import UNKNOWN, Estimator
 from kdn.delivery.plan import Link
@@ -68,10 +64,7 @@ def run(
     todo = [(path, tokens, seed, names) for path, tokens in product(paths, lengths)]
     for path in paths:
         load_trace(path)  # a file that is no trace is told at once
-    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        groups = progress.track(_run_all(todo, jobs), len(todo), description="simulating")
-        rows = [row for group in groups for row in group]
+    rows = [row for group in in_processes(run_job, todo, jobs, "simulating") for row in group]
     settings = {"seed": seed, "contexts": lengths, "traces": [path.name for path in paths]}
     results = document(rows, names, settings)
     if json_file:
@@ -89,15 +82,6 @@ def _traces(folder: Path) -> list[Path]:
     if not paths:
         raise UnsupportedError(f"expected traces (*.csv) in {shown(str(folder))}")
     return paths
-
-
-def _run_all(todo: Sequence[TraceJob], jobs: int) -> Iterator[list[PolicyRun]]:
-    workers = min(jobs or os.cpu_count() or 1, len(todo))
-    if workers == 1:
-        yield from map(run_job, todo)
-        return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(run_job, todo)
 
 
 def run_job(job: TraceJob) -> list[PolicyRun]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kdn.bench.report import commit
+from kdn.bench.report import commit, drawing, print_passed, table_of
 
 if TYPE_CHECKING:
     from kdn.bench.delivery.simulate import Scenario, SimulatedResult
@@ -96,10 +94,6 @@ def _select(rows: Sequence[PolicyRun], name: str, *bucket: object) -> list[Polic
     ]
 
 
-def write_json(path: Path, results: dict[str, Any]) -> None:
-    path.write_text(json.dumps(results, indent=1) + "\n")
-
-
 def print_report(console: Console, results: dict[str, Any]) -> None:
     console.print(_bucket_table(results))
     console.print(_policy_table(results))
@@ -108,7 +102,7 @@ def print_report(console: Console, results: dict[str, Any]) -> None:
         passed = own["deadline_met_of_oracle"] >= MET_BAR and ratio <= KLD_BAR
         told = f"default meets {own['deadline_met_of_oracle']:.1%} (bar {MET_BAR:.0%}) at "
         told += f"{ratio:.3f} times the oracle's KLD (bar {KLD_BAR:g})"
-        console.print(f"{told}: {'passes' if passed else 'FAILS'}", style=None if passed else "red")
+        print_passed(console, told, passed)
     for note in results["notes"]:
         console.print(note, style="dim")
 
@@ -121,20 +115,11 @@ def _ratio(figures: dict[str, float]) -> str:
 
 
 def _policy_table(results: dict[str, Any]) -> Table:
-    table = Table(title="All runs", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    table.add_column("policy")
     headings = (
-        "met of\noracle",
-        "KLD",
-        "oracle's\nKLD",
-        "times",
-        "TTFT s\np50",
-        "\np95",
-        "MB",
+        "policy", "met of\noracle", "KLD", "oracle's\nKLD", "times", "TTFT s\np50", "\np95", "MB",
         "runs",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    )  # fmt: skip
+    table = table_of("All runs", headings)
     for name, one in results["policies"].items():
         table.add_row(
             name, f"{one['deadline_met_of_oracle']:.1%}", f"{one['kld_mean']:.5f}",
@@ -148,10 +133,7 @@ def _bucket_table(results: dict[str, Any]) -> Table:
     """Per bucket and policy: met, and divergence as multiples of the oracle's."""
     names = list(results["policies"])
     title = "Deadlines met, % / KLD over the oracle's on the runs met"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    table.add_column("model")
-    for heading in ("Gbit/s", "deadline", "oracle's\nKLD", *names):
-        table.add_column(heading, justify="right")
+    table = table_of(title, ["model", "Gbit/s", "deadline", "oracle's\nKLD", *names])
     previous = None
     for bucket in results["buckets"]:
         group = (bucket["model"], bucket["rate_gbit"])
@@ -170,22 +152,16 @@ def _bucket_table(results: dict[str, Any]) -> Table:
 
 def plot(path: Path, results: dict[str, Any], scenario: Scenario, outcome: SimulatedResult) -> None:
     """Left one run: the link, and what became of each chunk. Right all runs."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplot_mosaic(
-        [["link", "met"], ["chunks", "met"], ["chunks", "kld"], ["chunks", "kld"]],
-        figsize=(12, 7), width_ratios=(1.6, 1), layout="constrained",
-    )  # fmt: skip
-    _draw_link(panels["link"], scenario, outcome)
-    _draw_chunks(panels["chunks"], scenario, outcome)
-    _draw_summary(panels["met"], panels["kld"], results)
-    for panel in panels.values():
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+    with drawing(path) as pyplot:
+        _, panels = pyplot.subplot_mosaic(
+            [["link", "met"], ["chunks", "met"], ["chunks", "kld"], ["chunks", "kld"]],
+            figsize=(12, 7), width_ratios=(1.6, 1), layout="constrained",
+        )  # fmt: skip
+        _draw_link(panels["link"], scenario, outcome)
+        _draw_chunks(panels["chunks"], scenario, outcome)
+        _draw_summary(panels["met"], panels["kld"], results)
+        for panel in panels.values():
+            panel.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_link(panel: Any, scenario: Scenario, outcome: SimulatedResult) -> None:

@@ -11,7 +11,7 @@ from kdn.engines.vllm.layout import Layout, PagedCache, views
 from kdn.engines.vllm.settings import Settings
 from kdn.engines.vllm.weights import Weights, models_of
 from kdn.errors import UnsupportedError
-from kdn.places import is_url
+from kdn.places.places import is_url
 
 LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 """That load the files which a model is named after."""

@@ -27,7 +27,7 @@ from kdn.config import find_credentials
 from kdn.credentials import Credentials
 from kdn.defaults import ENGINE_QUALITY
 from kdn.errors import UnsupportedError
-from kdn.places import Place, checked_places
+from kdn.places.places import Place, checked_places
 from kdn.session.quality import QUALITIES, enough_kld
 from kdn.session.settings import SessionSettings
 

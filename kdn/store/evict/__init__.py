@@ -1,36 +1,30 @@
-"""Which object leaves next when a store is full: pure policies, no I/O, the clock passed in.
+"""Which object leaves next when a store is full: pure policies, no I/O, no clock.
 
-`open_policy` wraps a policy in `Shares`, where a store has several owners, and in `Retention`,
-which adds pins, retention by name and TTL.
+`open_policy` wraps a policy in `PerOwner`, where a store has several owners, and in `Retention`,
+which adds retention by name.
 """
 
 from __future__ import annotations
-
-import time
-from collections.abc import Callable
 
 from kdn.errors import UnsupportedError
 from kdn.store.evict.base import Policy
 from kdn.store.evict.cost import CostAware
 from kdn.store.evict.lru import LRU
+from kdn.store.evict.owners import Owners, PerOwner
 from kdn.store.evict.retention import Retention
 from kdn.store.evict.s3fifo import S3Fifo
-from kdn.store.evict.shares import Owners, Shares
 
 __all__ = [
-    "LRU", "POLICIES", "CostAware", "Owners", "Policy", "Retention", "S3Fifo", "Shares",
+    "LRU", "POLICIES", "CostAware", "Owners", "PerOwner", "Policy", "Retention", "S3Fifo",
     "open_policy",
 ]  # fmt: skip
 
 POLICIES: dict[str, type[Policy]] = {"lru": LRU, "s3fifo": S3Fifo, "cost": CostAware}
 
 
-def open_policy(
-    name: str, clock: Callable[[], float] = time.monotonic, owners: Owners | None = None
-) -> Retention:
-    """A policy by its name, with fair shares if there are `owners`. `clock` (seconds) is what TTLs
-    are measured on."""
+def open_policy(name: str, owners: Owners | None = None) -> Retention:
+    """A policy by its name, with fair shares if there are `owners`."""
     if name not in POLICIES:
         raise UnsupportedError(f"expected a policy of {', '.join(POLICIES)}, found {name!r}")
-    policy = Shares(POLICIES[name], owners) if owners else POLICIES[name]()
-    return Retention(policy, clock)
+    policy = PerOwner(POLICIES[name], owners) if owners else POLICIES[name]()
+    return Retention(policy)

@@ -40,7 +40,3 @@ class Policy(ABC):
     @abstractmethod
     def release(self, key: bytes) -> None:
         """A held key is ordinary again, as if just used."""
-
-    @abstractmethod
-    def demote(self, key: bytes) -> None:
-        """Name this key before all others, unless it is held."""

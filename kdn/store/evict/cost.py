@@ -49,7 +49,6 @@ class _Object:
     last_use: int = 0
     fresh: int = 0  # last use of it or of a child that has left since
     held: bool = False
-    demoted: bool = False
 
 
 def _weight(size_bytes: int, saved_s: float) -> float:
@@ -64,7 +63,6 @@ class CostAware(Policy):
         self._ghosts: OrderedDict[bytes, _Object] = OrderedDict()  # evicted, oldest first
         self._children: Counter[bytes] = Counter()  # of each key, how many are here
         self._leaves = Bag()  # what may go
-        self._first: dict[bytes, None] = {}  # what may go and is demoted, oldest first
         self._last: dict[bytes, None] = {}  # leaves that are held, oldest first
         self._pool: list[tuple[int, bytes]] = []  # the last sample's worst, the very worst last
         self._newest: bytes | None = None
@@ -103,9 +101,6 @@ class CostAware(Policy):
         item = self._objects.get(key)
         if item:
             self._use(key, item)
-            if item.demoted:
-                item.demoted = False
-                self._place(key)
 
     def _use(self, key: bytes, item: _Object) -> None:
         self._now += 1
@@ -142,7 +137,7 @@ class CostAware(Policy):
     def victim(self, held: bool = False) -> bytes | None:
         if self._now >= self._learn_at:
             self._learn()
-        self._named = next(iter(self._first), None) or self._worst()
+        self._named = self._worst()
         if self._named is None and held:
             self._named = next(iter(self._last), None)
         return self._named
@@ -183,20 +178,14 @@ class CostAware(Policy):
         item = self._objects.get(key)
         leaf = item is not None and key not in self._children
         held = item is not None and item.held
-        demoted = item is not None and item.demoted
-        may_go = leaf and not held
         if leaf and held:
             self._last.setdefault(key)
         else:
             self._last.pop(key, None)
-        if may_go and not demoted:
+        if leaf and not held:
             self._leaves.add(key)
         else:
             self._leaves.discard(key)
-        if may_go and demoted:
-            self._first.setdefault(key)
-        else:
-            self._first.pop(key, None)
 
     def hold(self, key: bytes) -> None:
         if key in self._objects:
@@ -208,9 +197,4 @@ class CostAware(Policy):
         if item and item.held:
             item.held = False
             item.fresh = self._now
-            self._place(key)
-
-    def demote(self, key: bytes) -> None:
-        if key in self._objects:
-            self._objects[key].demoted = True
             self._place(key)

@@ -40,7 +40,3 @@ class LRU(Policy):
         if key in self._held:
             del self._held[key]
             self._order[key] = None
-
-    def demote(self, key: bytes) -> None:
-        if key in self._order:
-            self._order.move_to_end(key, last=False)

@@ -45,13 +45,12 @@ class _Queue(OrderedDict[bytes, _Object]):
 class S3Fifo(Policy):
     def __init__(self) -> None:
         self._small, self._main = _Queue(), _Queue()
-        self._demoted = _Queue()
         self._ghost: OrderedDict[bytes, None] = OrderedDict()  # at most as many as are here
         self._held: dict[bytes, _Object] = {}
         self._named: bytes | None = None  # the last victim: only what was evicted becomes a ghost
 
     def add(self, key: bytes, size_bytes: int, hints: Hints) -> None:
-        if any(key in place for place in (self._small, self._main, self._demoted, self._held)):
+        if any(key in place for place in (self._small, self._main, self._held)):
             self.touch(key)
         elif key in self._ghost:
             del self._ghost[key]
@@ -63,8 +62,6 @@ class S3Fifo(Policy):
         item = self._small.get(key) or self._main.get(key)
         if item:
             item.uses = min(item.uses + 1, MAX_USES)
-        elif demoted := self._demoted.take(key):
-            self._main.push(key, demoted)
 
     def remove(self, key: bytes) -> None:
         evicted_newcomer = key == self._named and key in self._small
@@ -78,8 +75,7 @@ class S3Fifo(Policy):
 
     def victim(self, held: bool = False) -> bytes | None:
         self._named = (
-            next(iter(self._demoted), None)
-            or self._small_victim()
+            self._small_victim()
             or self._main_victim()
             or next(iter(self._small), None)
             or (next(iter(self._held), None) if held else None)
@@ -120,11 +116,5 @@ class S3Fifo(Policy):
         if item:
             self._main.push(key, item)
 
-    def demote(self, key: bytes) -> None:
-        item = self._take(key)
-        if item:
-            item.uses = 0
-            self._demoted.push(key, item)
-
     def _take(self, key: bytes) -> _Object | None:
-        return self._small.take(key) or self._main.take(key) or self._demoted.take(key)
+        return self._small.take(key) or self._main.take(key)

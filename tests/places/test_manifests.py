@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kdn.errors import AuthenticityError, FormatError
-from kdn.manifests import entry_of, with_entry
+from kdn.places.manifests import entry_of, with_entry
 
 KEY, MODEL = b"k" * 32, b"m" * 16
 ENTRY = {"profile": "00", "tokens": [1, 2, 3], "style": "plain"}

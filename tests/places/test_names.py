@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import pytest
 
 from kdn.errors import StoreError, UnsupportedError
-from kdn.names import Manifest, Names
-from kdn.places import open_places
+from kdn.places.names import Manifest, Names
+from kdn.places.places import open_places
 from tests.node.harness import Running, key_of, run, with_node
-from tests.test_places import put
+from tests.places.test_places import put
 
 Test = Callable[[Any], Awaitable[None]]
 
@@ -51,9 +52,19 @@ def test_versions_follow_each_other(with_places: Callable[[Test], None]) -> None
         second = await names.get("notes")
         assert second is not None
         assert (second.manifest, second.version) == ({"a": 2}, 2)
+        assert [(v.name, v.version, v.etag) for v in await names.history("notes")] == [
+            ("notes", 2, second.etag),
+            ("notes", 1, first.etag),
+        ]
+        assert await names.history("novel") == []
         assert await names.put("novel", {}, None)
-        assert [name async for name in names.list()] == ["notes", "novel"]
-        assert [name async for name in names.list("nov")] == ["novel"]
+        listed = [about async for about in names.list()]
+        assert [(v.name, v.version, v.size_bytes) for v in listed] == [
+            ("notes", 2, len(b'{"a":2}')),
+            ("novel", 1, len(b"{}")),
+        ]
+        assert abs(listed[0].created_s - time.time()) < 3600
+        assert [about.name async for about in names.list("nov")] == ["novel"]
 
     with_places(test)
 
@@ -78,7 +89,7 @@ def test_concurrent_changes_all_count(with_places: Callable[[Test], None]) -> No
 
 def test_a_name_takes_its_chunks_along(with_places: Callable[[Test], None]) -> None:
     async def test(places: Any) -> None:
-        store = await places.publish_to.store()
+        store = places.publish_to.store
         for number in (1, 2):
             await put(store, number)
         chunks = [key_of(number).hex() for number in (1, 2, 3)]

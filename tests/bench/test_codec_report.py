@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kdn.bench import report
+from kdn.bench import codec_report, report
 from kdn.bench.figures import CodecRow
 
 ROW = CodecRow("klt", 0, "wt", 1234567.0, 0.5, 32.0, 0.01, 0.1, 0.05, 0.9, 8.5, 1.0, 0.1, 9.0)
@@ -29,7 +29,7 @@ EXTRA = {
 
 def test_the_printed_report() -> None:
     console = Console(width=report.MIN_WIDTH, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    report.print_report(console, ROWS, EXTRA)
+    codec_report.print_report(console, ROWS, EXTRA)
     console.file.close()
     shown = console.export_text()
     assert "wt (prefill 9.00 s)" in shown
@@ -46,7 +46,7 @@ def test_the_printed_report() -> None:
 
 def test_the_written_json(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    report.write_json(path, ROWS, EXTRA)
+    report.write_json(path, codec_report.document(ROWS, EXTRA))
     found = json.loads(path.read_text())
     assert found["rows"][2]["codec"] == "kvtc"
     assert found["ratio_at_quality"]["klt"] == {"wt": 32.0}
@@ -58,8 +58,8 @@ def test_the_written_json(tmp_path: Path) -> None:
 
 def test_the_plot_has_a_row_of_panels_per_text(tmp_path: Path) -> None:
     one, two = tmp_path / "one.png", tmp_path / "two.png"
-    report.plot(one, ROWS)
-    report.plot(two, [*ROWS, *(replace(row, text="py", codec="new") for row in ROWS)])
+    codec_report.plot(one, ROWS)
+    codec_report.plot(two, [*ROWS, *(replace(row, text="py", codec="new") for row in ROWS)])
 
     def height(path: Path) -> int:
         return int.from_bytes(path.read_bytes()[20:24], "big")

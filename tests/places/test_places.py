@@ -11,7 +11,7 @@ from xxhash import xxh3_64_intdigest
 
 from kdn.errors import StoreError, UnsupportedError
 from kdn.node.server import listen, open_node
-from kdn.places import open_places
+from kdn.places.places import open_places
 from kdn.store.base import Hints, Store
 from tests.node.harness import (
     Running,
@@ -44,7 +44,7 @@ def test_what_a_folder_holds_is_what_a_node_serves(tmp_path: Path) -> None:
     async def work() -> None:
         async with open_places(tmp_path / "knowledge") as places:
             assert [endpoint.local for endpoint in places.endpoints] == [True]
-            chunks = await places.publish_to.store()
+            chunks = places.publish_to.store
             first = await put(chunks, 1)
             await put(chunks, 2, parent=key_of(1))
             [entry] = await chunks.lookup([key_of(2)])
@@ -59,7 +59,7 @@ def test_what_a_folder_holds_is_what_a_node_serves(tmp_path: Path) -> None:
             listen(config, node) as listening,
             open_places(listening.url) as places,
         ):
-            assert await read(await places.publish_to.store(), 1) == first
+            assert await read(places.publish_to.store, 1) == first
             named = await places.names.get("notes")
             assert named is not None
             assert named.manifest == manifest(1, 2)
@@ -92,15 +92,30 @@ def test_tokens_reach_nodes(tmp_path: Path) -> None:
     async def test(node: Running) -> None:
         async with open_places(node.url, token="wrong") as places:
             with pytest.raises(StoreError, match="401"):
-                await put(await places.publish_to.store(), 1)
+                await put(places.publish_to.store, 1)
             with pytest.raises(StoreError, match="401"):
                 await places.names.get("notes")
         async with open_places(node.url, token="right", client="me") as places:
-            data = await put(await places.publish_to.store(), 1)
-            assert await read(await places.publish_to.store(), 1) == data
+            data = await put(places.publish_to.store, 1)
+            assert await read(places.publish_to.store, 1) == data
             assert await places.names.get("notes") is None
 
     with_node(tmp_path, test, tenant("t", "right"))
+
+
+def test_stores_and_names_of_a_node_share_its_connections(tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        await node.ask("GET", "/healthz")
+        async with open_places(node.url) as places:
+            data = await put(places.publish_to.store, 1)
+            assert await read(places.publish_to.store, 1) == data
+            assert await read(places.profiles[0], 1) is None
+            assert await places.names.put("notes", manifest(1), None)
+            assert [about.name async for about in places.names.list()] == ["notes"]
+            shown = (await node.ask("GET", "/metrics"))[2].decode()
+            assert "kdn_connections 2.0" in shown, "this test's own, and one more"
+
+    with_node(tmp_path, test)
 
 
 def test_nothing_is_refused_by_name() -> None:
@@ -113,6 +128,6 @@ def test_nothing_is_refused_by_name() -> None:
 
 
 def test_no_torch_is_needed() -> None:
-    code = "import sys, kdn.places, kdn.node.server; print('torch' in sys.modules)"
+    code = "import sys, kdn.places.places, kdn.node.server; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -5,7 +5,7 @@ among themselves. Of all owners, the one that holds the most bytes for its weigh
 owner below its share (its weight's part of all that is held) never loses anything to others, and
 whatever some leave unused, others may use.
 
-What an owner holds (pins, names) is safe within its share only: beyond it, when the owner's turn
+What an owner holds (by names) is safe within its share only: beyond it, when the owner's turn
 has come and nothing else of it may go, what is held goes, too. It is still held: an object that
 comes back is kept again as far as there is room. An owner who is alone has all for its share.
 
@@ -51,9 +51,7 @@ class _Part:
 _LEVEL = attrgetter("level")
 
 
-class Shares(Policy):
-    """A demoted key goes first among those of its owner."""
-
+class PerOwner(Policy):
     def __init__(self, make: Callable[[], Policy], owners: Owners) -> None:
         self._make = make
         self._owners = owners
@@ -104,10 +102,6 @@ class Shares(Policy):
     def release(self, key: bytes) -> None:
         if part := self._part(key):
             part.policy.release(key)
-
-    def demote(self, key: bytes) -> None:
-        if part := self._part(key):
-            part.policy.demote(key)
 
     def _part(self, key: bytes) -> _Part | None:
         return self._parts.get(self._owners.of(key))

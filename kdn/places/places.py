@@ -1,9 +1,9 @@
 """Where knowledge lives, opened from strings: a folder, the URL of a node, or several of both.
 
-A folder is a node without a socket: the same stores, the same names, the same layout on disk. What
-was learned into it can be served later, with `kdn node --data FOLDER`; one process at a time may
-have it open. Everything is read from all places, folders first. What is new goes to one of them:
-the first node, or, if there is none, the first folder.
+A folder is a depot, as a node has one: the same stores, the same names, the same layout on disk.
+What was learned into it can be served later, with `kdn node --data FOLDER`; one process at a time
+may have it open. Everything is read from all places, folders first. What is new goes to one of
+them: the first node, or, if there is none, the first folder.
 
 Nothing here needs torch.
 """
@@ -18,12 +18,14 @@ from functools import partial
 from pathlib import Path
 
 from kdn.checked import checked_url, shown
-from kdn.config import ClientSettings, Config, NodeSettings
+from kdn.config import NodeSettings
 from kdn.delivery.endpoints import Endpoint, Endpoints
+from kdn.depot.depot import open_depot
 from kdn.errors import UnsupportedError
-from kdn.names import FolderNames, Names, NodeNames
+from kdn.places.names import FolderNames, Names, NodeNames
 from kdn.store.base import Store
 from kdn.store.http import HttpStore
+from kdn.store.node_client import NodeClient
 from kdn.store.part import PartStore
 from kdn.store.tls import client_tls
 
@@ -110,27 +112,23 @@ async def _open_node(
     tls: ssl.SSLContext | None,
 ) -> _Opened:
     """Nothing is asked of the node yet: one that is away now may be there later."""
+    node = NodeClient(url, token=token, client=client, tls=tls)
+    stack.push_async_callback(node.close)
     chunks, profiles = (
-        HttpStore(url, collection=collection, token=token, client=client, tls=tls)
-        for collection in ("chunks", "profiles")
+        HttpStore(node, collection=collection) for collection in ("chunks", "profiles")
     )
-    names = NodeNames(url, token=token, tls=tls)
-    for one in (chunks, profiles, names):
-        stack.push_async_callback(one.close)
-    return _Opened(Endpoint(chunks, name=url), profiles, names)
+    return _Opened(Endpoint(chunks, name=url), profiles, NodeNames(node))
 
 
 async def _open_folder(
     stack: AsyncExitStack, path: Path, memory_bytes: int, disk_bytes: int
 ) -> _Opened:
-    from kdn.node.server import open_node
-
     settings = NodeSettings(data=path, memory_bytes=memory_bytes, disk_bytes=disk_bytes)
-    node = await stack.enter_async_context(open_node(Config(settings, ClientSettings(), (), {})))
-    [tenant] = node.tenants
+    depot = await stack.enter_async_context(open_depot(settings))
+    [tenant] = depot.tenants
     chunks, profiles = (
-        PartStore(node.store, tenant.store_key(collection, b""))
+        PartStore(depot.store, tenant.store_key(collection, b""))
         for collection in ("chunks", "profiles")
     )
     endpoint = Endpoint(chunks, name=str(path), local=True)
-    return _Opened(endpoint, profiles, FolderNames(node, tenant))
+    return _Opened(endpoint, profiles, FolderNames(depot, tenant))

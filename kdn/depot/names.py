@@ -23,7 +23,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
 
-from kdn.errors import NoSpaceError, StoreError
+from kdn.errors import ConditionError, NoSpaceError, QuotaError, StoreError
 from kdn.files import FOLDER_MODE, private_database
 
 MAX_VERSIONS = 100
@@ -84,18 +84,6 @@ class Totals:
     """Each counted once for every name that uses it."""
 
 
-class TooManyError(Exception):
-    """More than a tenant may have; says of what."""
-
-
-class ConditionError(Exception):
-    """The condition does not hold; `newest` is the etag that is there."""
-
-    def __init__(self, newest: str | None):
-        super().__init__(newest)
-        self.newest = newest
-
-
 class NameStore:
     """All tenants' names. Methods may be called from many tasks of one event loop."""
 
@@ -142,7 +130,7 @@ class NameStore:
         must: Must,
         most: Totals | None = None,
     ) -> Version:
-        """Make the next version. ConditionError if `must` does not hold of the newest, TooManyError
+        """Make the next version. ConditionError if `must` does not hold of the newest, QuotaError
         if the tenant would have more than `most`; old versions of the name give way first."""
         created_s = self._clock()
 
@@ -288,7 +276,7 @@ def _keep_within(db: sqlite3.Connection, tenant: str, made: Version, most: Total
     while beyond := _beyond(_totals(db, tenant), most):
         (oldest,) = db.execute(query, (tenant, made.name)).fetchone()
         if oldest == made.version:
-            raise TooManyError(beyond)
+            raise QuotaError(beyond)
         _forget(db, tenant, made.name, oldest)
 
 

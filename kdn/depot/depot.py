@@ -1,0 +1,230 @@
+"""All that a data folder holds, for all its tenants: objects in a store, names in SQLite.
+
+Chunks that the newest version of a name uses are held on disk, as far as they fit into their
+tenant's share: eviction takes what nobody named. Every operation has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+from weakref import WeakValueDictionary
+
+from kdn.config import NodeSettings, TenantSettings
+from kdn.depot.manifests import chunks_of
+from kdn.depot.names import Must, NameStore, Totals, Version
+from kdn.depot.stores import open_store
+from kdn.depot.tenants import Tenant, owners_of, tenants_of
+from kdn.depot.turns import Turns, Work
+from kdn.errors import ConditionError, StoreError
+from kdn.files import private_folder
+from kdn.store.base import Entry, Hints, Store, is_taken
+from kdn.store.evict import Retention, open_policy
+
+DATA = re.compile(r"\w+\.sqlite(?:-\w+)?|objects|lost\+found")
+"""What there may be in a data folder."""
+DELETES_AT_ONCE = 32
+SLICE_S = 0.0005
+IN_THREAD_BYTES = 256 * 2**10
+"""Manifests beyond this are parsed in a thread: others may run while their keys are read."""
+Result = TypeVar("Result")
+Report = dict[str, list[str]]
+"""Of a deleted name: keys of chunks that are `deleted`, `kept` (others use them), `missing`."""
+
+
+class Put(NamedTuple):
+    """An object, and what the store is told of it. It may take the place of the one that has the
+    etag `replacing`."""
+
+    key: bytes
+    data: bytes
+    etag: bytes
+    checksum: int
+    hints: Hints
+    replacing: bytes | None
+
+
+@dataclass
+class Depot:
+    """Keys of objects are store keys here: those that a `Tenant` makes."""
+
+    store: Store
+    names: NameStore
+    tenants: Sequence[Tenant]
+    timeout_s: float
+    """For one operation."""
+    policy: Retention | None = None
+    """Of the disk: told what names use."""
+    changed: Callable[[Entry], None] = lambda entry: None
+    """Called with whatever was put, replaced or deleted."""
+    turns: Turns = field(default_factory=Turns)
+    _puts: WeakValueDictionary[bytes, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    """By store key: one put of a key at a time, so that exactly one of many created the object."""
+    _parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a large manifest is parsed: for that moment it takes up to 13 times its bytes."""
+
+    async def wait(self, operation: Awaitable[Result]) -> Result:
+        """An operation, with its deadline."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await operation
+        except TimeoutError:
+            raise StoreError(f"the store took longer than {self.timeout_s} s") from None
+
+    # objects
+
+    async def held_bytes(self, tenant: Tenant) -> int:
+        """What a tenant's objects and manifests take of its quota."""
+        names_bytes = await self.wait(self.names.size_bytes(tenant.name))
+        return names_bytes + self.store.usage(tenant.prefix).size_bytes
+
+    async def check_quota(self, tenant: Tenant, more_bytes: int) -> None:
+        """QuotaError if so much more would be too much."""
+        if tenant.quota.limit_bytes and more_bytes > 0:
+            tenant.quota.check(more_bytes, await self.held_bytes(tenant))
+
+    async def check_room(
+        self, tenant: Tenant, key: bytes, size_bytes: int, replacing: bytes | None
+    ) -> Entry | None:
+        """What is under a key. QuotaError if it is free (or gives way), and an object of that size
+        would be too much."""
+        (old,) = await self.wait(self.store.lookup([key]))
+        if not is_taken(old, replacing):
+            await self.check_quota(tenant, size_bytes - (old.size_bytes if old else 0))
+        return old
+
+    async def put(self, tenant: Tenant, put: Put) -> tuple[Entry, bool]:
+        """What is there now, and whether this made it."""
+        async with self._puts.setdefault(put.key, asyncio.Lock()):
+            old = await self.check_room(tenant, put.key, len(put.data), put.replacing)
+            if old is not None and is_taken(old, put.replacing):
+                return old, False
+            with tenant.quota.reserve(len(put.data)):
+                entry = await self.wait(
+                    self.store.put(
+                        put.key, put.data, etag=put.etag, checksum=put.checksum, hints=put.hints,
+                        replacing=put.replacing,
+                    )
+                )  # fmt: skip
+            for known in filter(None, (old, entry)):
+                self.changed(known)
+            return entry, old is None and entry.etag == put.etag
+
+    async def delete(self, key: bytes) -> bool:
+        """True if it was here."""
+        (entry,) = await self.wait(self.store.lookup([key]))
+        was_here = await self.wait(self.store.delete(key))
+        if was_here and entry is not None:
+            self.changed(entry)
+        return was_here
+
+    # names
+
+    async def put_manifest(self, tenant: Tenant, name: str, manifest: bytes, must: Must) -> Version:
+        """Make a name's next version, and hold what it uses. MalformedError, ConditionError if
+        `must` does not hold, QuotaError."""
+        return await self.wait(self._put_manifest(tenant, name, manifest, must))
+
+    async def _put_manifest(
+        self, tenant: Tenant, name: str, manifest: bytes, must: Must
+    ) -> Version:
+        own = tenant.settings
+        most = Totals(own.max_names, own.max_names_bytes, own.max_named_chunks)
+        async with tenant.changes:  # so that of each tenant one manifest at a time is parsed
+            if len(manifest) > IN_THREAD_BYTES:
+                async with self._parsing:
+                    chunks = await asyncio.to_thread(chunks_of, manifest)
+            else:
+                chunks = chunks_of(manifest)
+            await self.check_quota(tenant, len(manifest))
+            made = await self.names.put(tenant.name, name, manifest, chunks, must, most)
+            await self._retain(tenant, name, chunks)
+        return made
+
+    async def delete_manifest(
+        self, tenant: Tenant, name: str, must: Must, chunks: bool
+    ) -> Report | None:
+        """Forget a name, and the chunks that only it used if `chunks`. None if there is no such
+        name, ConditionError if `must` does not hold."""
+        return await self.wait(self._delete_manifest(tenant, name, must, chunks))
+
+    async def _delete_manifest(
+        self, tenant: Tenant, name: str, must: Must, chunks: bool
+    ) -> Report | None:
+        report: Report = {"deleted": [], "kept": [], "missing": []}
+        async with tenant.changes:
+            newest = await self.names.find(tenant.name, name)
+            if newest is None:
+                return None
+            if not must(newest.etag):
+                raise ConditionError(newest.etag)
+            if chunks:
+                report = await self._delete_chunks(tenant, name)
+            # Only now: after a crash the name still knows what is to be deleted.
+            await self.names.delete(tenant.name, name, must)
+            await self._retain(tenant, name, ())
+        return report
+
+    async def _delete_chunks(self, tenant: Tenant, name: str) -> Report:
+        """Delete what only this name uses, and look again whether it is gone."""
+        own, shared = await self.names.chunks_of(tenant.name, name)
+        keys = _keys(tenant, own)
+        entries = await self.store.lookup(keys)
+        deleted = [chunk.hex() for chunk, entry in zip(own, entries, strict=True) if entry]
+        missing = [chunk.hex() for chunk, entry in zip(own, entries, strict=True) if not entry]
+        for first in range(0, len(keys), DELETES_AT_ONCE):
+            # Even those that were not found: a damaged object may still lie there.
+            batch = keys[first : first + DELETES_AT_ONCE]
+            await asyncio.gather(*(self.store.delete(key) for key in batch))
+        for entry in filter(None, entries):
+            self.changed(entry)
+        left = await self.store.lookup(keys)
+        if any(left):
+            raise StoreError(f"{sum(map(bool, left))} chunks are still there after deletion")
+        return {"deleted": deleted, "kept": [chunk.hex() for chunk in shared], "missing": missing}
+
+    async def _retain(self, tenant: Tenant, name: str, chunks: Iterable[bytes]) -> None:
+        """`name` now uses these chunks; none to forget it."""
+        if self.policy is None:
+            return
+        work = Work(self.turns, tenant.name, SLICE_S)
+        steps = self.policy.retaining(tenant.prefix + name.encode(), _keys(tenant, chunks))
+        try:
+            for _ in steps:
+                if work.is_over:
+                    await work.rest()
+        finally:  # all of them, even if nobody waits for it any more
+            for _ in steps:
+                pass
+
+
+def _keys(tenant: Tenant, chunks: Iterable[bytes]) -> list[bytes]:
+    return [tenant.store_key("chunks", chunk) for chunk in chunks]
+
+
+@asynccontextmanager
+async def open_depot(
+    settings: NodeSettings, tenant_settings: Sequence[TenantSettings] = ()
+) -> AsyncIterator[Depot]:
+    """What is in the folder `settings.data`, which is made if need be; closed (and flushed) on
+    leaving. One process at a time may have it open."""
+    data, tenants = settings.data, tenants_of(tenant_settings)
+    try:
+        private_folder(data, DATA)
+    except OSError as error:
+        raise StoreError(f"data folder {data}: {error}") from error
+    async with AsyncExitStack() as opened:
+        names = NameStore(data / "names.sqlite")
+        opened.push_async_callback(names.close)
+        owners = owners_of(tenants)
+        policy = open_policy(settings.policy, owners=owners)
+        for tenant in tenants:  # before anything is evicted
+            async for name, chunks in names.newest_chunks(tenant.name):
+                policy.retain(tenant.prefix + name.encode(), _keys(tenant, chunks))
+        store = await open_store(settings, policy, owners)
+        opened.push_async_callback(store.close)
+        yield Depot(store, names, tenants, settings.store_timeout_s, policy)

@@ -1,0 +1,1 @@
+"""Where knowledge lives, under which names: stores and names opened from strings."""

@@ -1,0 +1,31 @@
+"""What is opened with `async with`, in parts that are closed again in turn, also when one fails."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AsyncExitStack
+from typing import Self
+
+
+class Opened(ABC):
+    def __init__(self) -> None:
+        self._parts = AsyncExitStack()
+
+    @abstractmethod
+    async def _open(self) -> None:
+        """Enter each part into `_parts`."""
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._open()
+        except BaseException:
+            await self._parts.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Finish publishing, as far as that takes no longer than a few seconds."""
+        await self._parts.aclose()

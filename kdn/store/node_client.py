@@ -1,0 +1,179 @@
+"""The client of one node (`docs/protocol.md`): whatever asks a node asks it through this.
+
+It is the one place where a token meets a header and a certificate is judged. All who share a client
+share its connections, which are bounded. Every wait has a deadline, no answer may be longer than
+what was asked for, and what a node refuses becomes a named error. A request that a closing
+connection cut off is sent once more, which changes nothing but the answer to a delete: it may say
+that nothing was there.
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import aiohttp
+
+from kdn.checked import checked_url
+from kdn.errors import LimitError, StoreError
+from kdn.protocol.limits import MAX_JSON_BYTES, MAX_LISTED
+from kdn.store.http_answers import Reply, member
+from kdn.store.tls import explain
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """Seconds, connections and bytes that a node may cost."""
+
+    connections: int = 32
+    connect_s: float = 3.0
+    """Including the wait for one of the connections."""
+    silence_s: float = 10.0
+    """Longest time without a byte."""
+    deadline_s: float = 60.0
+    """Of a whole request."""
+    object_bytes: int = 256 << 20
+
+
+class _CutError(StoreError):
+    """The connection ended before the answer began."""
+
+
+class NodeClient:
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        client: str | None = None,
+        limits: HttpLimits | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`url` is the node's, as http://127.0.0.1:8700; `token` the tenant's; `client` names this
+        one for fair sharing; `tls` is needed only for certificates the system does not know."""
+        self.url = checked_url(url).rstrip("/")
+        self.limits = limits or HttpLimits()
+        self._tls = tls
+        self._headers = {"Accept-Encoding": "identity"}  # a proxy must not compress what we count
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        if client:
+            self._headers["Kdn-Client"] = client
+        self._session: aiohttp.ClientSession | None = None
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        data: bytes | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        query: Mapping[str, str] | None = None,
+        expect: tuple[int, ...] = (200,),
+        limit_bytes: int = 0,
+        silence_s: float | None = None,
+    ) -> Reply:
+        """An answer of at most `limit_bytes` (or what JSON may take) with a status that is
+        expected; any other is raised as the error that it means. `silence_s`: for a request that
+        takes a node longer than most."""
+        asked = (method, path, data, headers, query, silence_s)
+        limit_bytes = max(limit_bytes, MAX_JSON_BYTES)
+        try:
+            reply = await self._ask(limit_bytes, *asked)
+        except _CutError:
+            if method != "POST":  # of other methods, aiohttp takes care itself
+                raise
+            reply = await self._ask(limit_bytes, *asked)
+        if reply.status not in expect:
+            raise reply.error(self.url)
+        return reply
+
+    async def _ask(self, limit_bytes: int, *asked: Any) -> Reply:
+        async with self._sent(*asked) as answer:
+            length = answer.content_length
+            if length is None and answer.status != 204:
+                raise StoreError(f"{self.url}: expected Content-Length, found none")
+            if (length or 0) > limit_bytes:
+                raise LimitError(
+                    f"{self.url}: expected at most {limit_bytes} bytes, found {length}"
+                )
+            return Reply(answer.status, await answer.read(), answer.headers)
+
+    @asynccontextmanager
+    async def stream(self, path: str, question: Any) -> AsyncIterator[aiohttp.StreamReader]:
+        """The body of the answer to a question in JSON, as it arrives."""
+        headers = {"Content-Type": "application/json"}
+        async with self._sent("POST", path, json.dumps(question).encode(), headers) as answer:
+            if answer.status != 200:
+                said = await answer.content.read(MAX_JSON_BYTES)
+                raise Reply(answer.status, said, answer.headers).error(self.url)
+            yield answer.content
+
+    async def list(self, path: str, kind: str, prefix: str) -> AsyncIterator[Any]:
+        """Everything in a list (member `kind` of its pages) that begins with `prefix`."""
+        after: str | None = ""
+        while after is not None:
+            query = {"prefix": prefix, "after": after, "limit": str(MAX_LISTED)}
+            page = (await self.ask("GET", path, query=query)).json
+            for item in member(page, kind, list):
+                yield item
+            following = page.get("next")
+            if following is not None and not (isinstance(following, str) and following > after):
+                raise StoreError(f"expected to list on after {after!r}, found {following!r}")
+            after = following
+
+    async def close(self) -> None:
+        """For all who share it."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    @asynccontextmanager
+    async def _sent(
+        self,
+        method: str,
+        path: str,
+        data: bytes | None,
+        headers: Mapping[str, str] | None = None,
+        query: Mapping[str, str] | None = None,
+        silence_s: float | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer, when its head has come."""
+        try:
+            async with self._opened().request(
+                method,
+                self.url + path,
+                data=None if data is None else BytesIO(data),
+                headers=headers,
+                params=query,
+                allow_redirects=False,
+                timeout=self._timeout(silence_s),
+            ) as answer:
+                yield answer
+        except (aiohttp.ServerDisconnectedError, ConnectionResetError) as error:
+            raise _CutError(f"{self.url}: {method} was cut off: {explain(error)}") from error
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise StoreError(f"{self.url}: {method} failed: {explain(error)}") from error
+
+    def _timeout(self, silence_s: float | None) -> aiohttp.ClientTimeout:
+        limits = self.limits
+        return aiohttp.ClientTimeout(
+            total=limits.deadline_s, connect=limits.connect_s,
+            sock_read=max(limits.silence_s, silence_s or 0.0),
+        )  # fmt: skip
+
+    def _opened(self) -> aiohttp.ClientSession:
+        """Made at the first request: a session belongs to a running loop."""
+        if self._session is None:
+            tls = True if self._tls is None else self._tls
+            connector = aiohttp.TCPConnector(limit=self.limits.connections, ssl=tls)
+            self._session = aiohttp.ClientSession(
+                connector=connector, headers=self._headers, auto_decompress=False,
+                raise_for_status=False,
+            )  # fmt: skip
+        return self._session
