@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -56,7 +57,8 @@ class SharedSession:
         try:
             self._loop.run(self.session.__aenter__(), OPEN_S)
         except BaseException as error:
-            self._loop.close(GRACE_S)
+            with suppress(TimeoutError):
+                self._loop.close(GRACE_S)
             if isinstance(error, TimeoutError):
                 where = ", ".join(map(str, settings.where))
                 raise StoreError(f"{where} did not open in {OPEN_S:g} s") from error
