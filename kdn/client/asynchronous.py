@@ -163,7 +163,8 @@ class AsyncClient(Opened):
         chunks: Sequence[Chunk],
         on_read: OnRead | None,
     ) -> None:
-        """And store it: StoreError if that takes too long, or if the place refuses a chunk."""
+        """Let the model read all chunks, and wait until they are stored. StoreError if that takes
+        too long, or if the place refuses a chunk."""
         publisher, place = self.session.publisher, self.session.places.publish_to.name
         refused = publisher.counts.refused
         told = on_read or (lambda num_read, num_tokens: None)
@@ -286,7 +287,8 @@ class AsyncClient(Opened):
         return self.contexts.publish_given(chunks, values, exact_until)
 
     async def flush(self, deadline_s: float = FLUSH_S) -> bool:
-        """Wait until all that was published is stored; False if that took too long."""
+        """Wait until every published chunk is at its place, or safe in the spool on disk, from
+        which it is sent when the place is back. False if that took too long."""
         return await self.session.publisher.flush(
             checked_number("deadline_s", deadline_s, 0, MAX_WAIT_S)
         )

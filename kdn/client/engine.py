@@ -1,6 +1,7 @@
 """A loaded model with all that goes with it, and a context that it is reading.
 
-Forward passes run in threads, one at a time: the event loop stays free for what is on the wire.
+Forward passes run in threads: the event loop stays free for what is on the wire. Those that go on from a
+context take turns; beside them the model may read along for a delivery (`kdn/engines/compute.py`).
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Engine:
     def context_of(
         self, cache: KVCache, tokens: Sequence[int], room: Room | None = None
     ) -> Context:
-        """That goes on from a delivered cache, in the room where it lies."""
+        """A context that goes on from a delivered cache, without a copy if it lies in `room`."""
         past = to_dynamic_cache(self.to_model(cache), self.config, room)
         return Context(past, list(tokens[: cache.end]), room=room)
 

@@ -48,7 +48,7 @@ class Incoming:
     undecodable: bool = False
     """It did not decode."""
     spoilt: bool = False
-    """Nor will it for anybody else."""
+    """The stream itself is bad: no reader can decode it."""
     decoded: int = 0
     """Levels of it in the cache, all of stream `decoded_id`."""
     decoded_id: bytes = b""

@@ -221,10 +221,10 @@ class Session(Opened):
     # publishing
 
     def publish(
-        self, chunk: Chunk, source: Source, *, exact_until: int | None = None, saved_s: float = 0.0
+        self, chunk: Chunk, source: Source, *, exact_until: int | None, saved_s: float = 0.0
     ) -> Admission:
-        """What the model computed of a context whose tokens before `exact_until` have no losses
-        (None: all of them). `saved_s`: how long that took."""
+        """Publish a chunk that the model computed, unless it rests on losses: see
+        `Delivered.exact_until`. `saved_s`: how long the model took for it."""
         if not may_be_published(chunk, exact_until):
             return Admission.LOSSY
         return self.publisher.publish(chunk, source, saved_s=saved_s)

@@ -131,12 +131,15 @@ class SharedSession:
         queued = self.session.publisher.queued_bytes
         return not self._loop.is_closed and queued < self.session.settings.queue_bytes
 
-    def publish(self, chunk: Chunk, cache: KVCache, saved_s: float) -> None:
+    def publish(
+        self, chunk: Chunk, cache: KVCache, exact_until: int | None, saved_s: float
+    ) -> None:
         """Later; `cache` must not change any more."""
 
         def publish() -> None:
             try:
-                self.session.publish(chunk, Values(cache, final=True), saved_s=saved_s)
+                source = Values(cache, final=True)
+                self.session.publish(chunk, source, exact_until=exact_until, saved_s=saved_s)
             except Exception as error:
                 fault("publishing", error)
 
