@@ -188,7 +188,7 @@ class AsyncClient(Opened):
         options = Options(quality, deadline_s, on_progress=on_progress)
         checked_tokens("tokens", tokens, self.engine.spec.vocab_size)
         await self.engine.names()
-        known = await self.session.know(tokens)
+        known, options = await self.contexts.know(tokens, options)
         if not known.chunks:
             return Loaded(None, 0, None, self.engine.config)
         got, sink = await self.contexts.deliver(known.chunks, options, known)
@@ -314,9 +314,10 @@ class AsyncClient(Opened):
     ) -> AsyncGenerator[str, None]:
         """Read what is left of the prompt, and answer."""
         held = context.num_tokens
-        del context.tokens[held:]
         stats.prompt_tokens = len(prompt)
         stats.computed_tokens += len(prompt) - held
+        if publish:  # a turn before this one may have been stopped just there
+            await self.contexts.publish_end(context)
         for start, end in pieces(held, len(prompt)):
             await self.engine.read(context, prompt[start:end])
             if publish:
