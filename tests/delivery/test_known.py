@@ -179,7 +179,8 @@ def test_heads_that_travel_to_another_process(world: World) -> None:
     async def test() -> None:
         store = Counting(await world.store())
         found = await know(world, Wish(tokens_of(world), namespace(world)), [store])
-        heads = found.heads(world.chunks)
+        heads = found.packed().heads(world.chunks)
+        assert heads == found.heads(world.chunks)
         again = Known.of_heads(world.chunks, heads, world.codec)
         result = await deliver(world.request(), [store], again)
         world.check(result)

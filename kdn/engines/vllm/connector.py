@@ -86,16 +86,14 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _look_up(
         self, tokens: Any, namespace: Namespace, enough_kld: float, limit_s: float
     ) -> Future[Known]:
-        return self._shared.submit(
-            lambda: self._shared.session.know(
-                tokens,
-                namespace=namespace,
-                enough_kld=enough_kld,
-                block_tokens=self._block_tokens,
-                whole=True,
-                limit_s=limit_s,
-            )
-        )
+        async def ask() -> Known:
+            known = await self._shared.session.know(
+                tokens, namespace=namespace, enough_kld=enough_kld,
+                block_tokens=self._block_tokens, whole=True, limit_s=limit_s,
+            )  # fmt: skip
+            return known.packed()  # requests may wait for vLLM by the thousand
+
+        return self._shared.submit(ask)
 
     @property
     def requires_kv_delivery(self) -> bool:
