@@ -107,7 +107,7 @@ class Metrics:
     audited_tokens: int = 0
     audit_kld_sum: float = 0.0
     audit_kld_max: float = 0.0
-    """Of one answer's mean."""
+    """Largest mean KLD of any audited answer."""
 
     @property
     def audit_kld(self) -> float:

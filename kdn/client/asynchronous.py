@@ -163,7 +163,8 @@ class AsyncClient(Opened):
         chunks: Sequence[Chunk],
         on_read: OnRead | None,
     ) -> None:
-        """And store it: StoreError if that takes too long, or if the place refuses a chunk."""
+        """Let the model read all chunks, and wait until they are stored. StoreError if that takes
+        too long, or if the place refuses a chunk."""
         publisher, place = self.session.publisher, self.session.places.publish_to.name
         refused = publisher.counts.refused
         told = on_read or (lambda num_read, num_tokens: None)
@@ -187,7 +188,7 @@ class AsyncClient(Opened):
         options = Options(quality, deadline_s, on_progress=on_progress)
         checked_tokens("tokens", tokens, self.engine.spec.vocab_size)
         await self.engine.names()
-        known = await self.session.know(tokens)
+        known, options = await self.contexts.know(tokens, options)
         if not known.chunks:
             return Loaded(None, 0, None, self.engine.config)
         got, sink = await self.contexts.deliver(known.chunks, options, known)
@@ -286,7 +287,8 @@ class AsyncClient(Opened):
         return self.contexts.publish_given(chunks, values, exact_until)
 
     async def flush(self, deadline_s: float = FLUSH_S) -> bool:
-        """Wait until all that was published is stored; False if that took too long."""
+        """Wait until every published chunk is at its place, or safe in the spool on disk, from
+        which it is sent when the place is back. False if that took too long."""
         return await self.session.publisher.flush(
             checked_number("deadline_s", deadline_s, 0, MAX_WAIT_S)
         )
@@ -312,9 +314,10 @@ class AsyncClient(Opened):
     ) -> AsyncGenerator[str, None]:
         """Read what is left of the prompt, and answer."""
         held = context.num_tokens
-        del context.tokens[held:]
         stats.prompt_tokens = len(prompt)
         stats.computed_tokens += len(prompt) - held
+        if publish:  # a turn before this one may have been stopped just there
+            await self.contexts.publish_end(context)
         for start, end in pieces(held, len(prompt)):
             await self.engine.read(context, prompt[start:end])
             if publish:

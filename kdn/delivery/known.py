@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, Tokens, cut, tails
+from kdn.cache.keys import CHUNK_TOKENS, TAIL_MULTIPLE, Chunk, Namespace, TokenIds, cut, tails
 from kdn.codec.base import Codec
 from kdn.codec.header import StreamInfo
 from kdn.delivery.assemble import Assembly
@@ -20,9 +20,11 @@ from kdn.delivery.endpoints import Endpoints
 from kdn.delivery.lookup import Incoming, Question, Stream, Streams, look_up, verified_head
 from kdn.errors import KdnError
 
-MAX_KEYS = 1024
-"""Of one lookup: beyond 15,000 tokens, tails are asked for at the end only, and again where the
+MAX_KEYS = 512
+"""Of one lookup: beyond 8,000 tokens, tails are asked for at the end only, and again where the
 known chunks end if that is before. A key costs 90 bytes on the wire."""
+TAILS = CHUNK_TOKENS // TAIL_MULTIPLE - 1
+"""That may follow a chunk."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Known:
 class Wish:
     """What of a context is of use to its reader."""
 
-    tokens: Tokens
+    tokens: TokenIds
     namespace: Namespace
     block_tokens: int = 1
     """A tail that adds no whole block, the last token left aside, is not asked for."""
@@ -108,14 +110,14 @@ async def longest_known(
     full = [chunk for chunk in every if chunk.num_tokens == CHUNK_TOKENS]
     held = list(takewhile(wish.is_held, full))
     search = _Search(wish, question, endpoints, until_s)
-    ends = [full[number - 1] if number else None for number in range(len(held), len(full) + 1)]
+    rest = full[len(held) :]
+    first = len(held) if len(rest) + TAILS * (len(rest) + 1) <= MAX_KEYS else len(full)
+    ends = [full[number - 1] if number else None for number in range(first, len(full) + 1)]
     at_ends = [wish.tails(after) for after in ends]
-    if len(full) - len(held) + sum(map(len, at_ends)) > MAX_KEYS:
-        at_ends[:-1] = [[] for _ in at_ends[1:]]
-    best = full[len(held) :] + at_ends[-1][:1]
-    if len(held) < len(full) or not any(map(wish.is_held, at_ends[-1])):
-        await search.ask([*full[len(held) :], *(tail for some in at_ends for tail in some)], best)
-    chunks = [*held, *takewhile(search.is_usable, full[len(held) :])]
+    if rest or not any(map(wish.is_held, at_ends[-1])):
+        every_tail = [tail for some in at_ends for tail in some]
+        await search.ask([*rest, *every_tail], [*rest, *at_ends[-1][:1]])
+    chunks = [*held, *takewhile(search.is_usable, rest)]
     late = len(chunks) == len(held) and search.is_late
     options = wish.tails(chunks[-1] if chunks else None)
     tail = [one for one in options if wish.is_held(one)][:1]

@@ -26,6 +26,8 @@ from kdn.store.streaming import Ask, read_spans
 
 HEAD_BYTES = 1024
 """Holds the header of most streams; what is missing of longer ones costs another round trip."""
+MAX_LONG_BYTES = 8 << 20
+"""Of all headers of one lookup that are longer."""
 ATTEMPT_S = 1.0
 GRACE_S = 0.25
 
@@ -48,7 +50,7 @@ class Incoming:
     undecodable: bool = False
     """It did not decode."""
     spoilt: bool = False
-    """Nor will it for anybody else."""
+    """The stream itself is bad: no reader can decode it."""
     decoded: int = 0
     """Levels of it in the cache, all of stream `decoded_id`."""
     decoded_id: bytes = b""
@@ -192,15 +194,18 @@ def _begun(
 
 
 async def _with_whole_headers(store: Store, entries: Sequence[Entry | None]) -> list[Entry | None]:
-    """Fetch the rest of the headers that are longer than what a lookup brought."""
+    """Fetch the rest of the headers that are longer than what a lookup brought, up to a bound: a
+    place says itself how long they are."""
     whole = list(entries)
     asks: list[Ask] = []
     places: list[int] = []
+    room_bytes = MAX_LONG_BYTES
     for place, entry in enumerate(entries):
         end = _header_bytes(entry)
-        if entry is not None and end > len(entry.head):
+        if entry is not None and len(entry.head) < end <= room_bytes:
             asks.append(Ask(entry.key, len(entry.head), end, entry.etag))
             places.append(place)
+            room_bytes -= end
     if asks:
         async with aclosing(read_spans(store, asks)) as pieces:
             async for piece in pieces:

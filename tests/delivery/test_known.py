@@ -10,7 +10,7 @@ from random import Random
 import pytest
 import torch
 
-from kdn.cache.keys import Chunk, Namespace, cut
+from kdn.cache.keys import Chunk, Namespace, TokenIds, cut, token_ids
 from kdn.delivery import known as module
 from kdn.delivery.client import deliver
 from kdn.delivery.endpoints import Endpoint, Endpoints
@@ -45,8 +45,8 @@ def world() -> World:
     return make_world(6, last_tokens=48)
 
 
-def tokens_of(world: World) -> list[int]:
-    return [int(token) for chunk in world.chunks for token in chunk.tokens]
+def tokens_of(world: World, *more: int) -> TokenIds:
+    return token_ids([*(int(token) for chunk in world.chunks for token in chunk.tokens), *more])
 
 
 def namespace(world: World) -> Namespace:
@@ -70,7 +70,7 @@ async def with_tail(world: World, tokens: Sequence[int], store: Store) -> Chunk:
 def test_full_chunks_and_the_tail_in_one_lookup(world: World) -> None:
     async def test() -> None:
         store = Counting(await world.store())
-        found = await know(world, Wish([*tokens_of(world), 1, 2], namespace(world)), [store])
+        found = await know(world, Wish(tokens_of(world, 1, 2), namespace(world)), [store])
         assert found.end == 5 * 256 + 48
         assert [chunk.key for chunk in found.chunks] == [chunk.key for chunk in world.chunks]
         assert store.lookups == 1
