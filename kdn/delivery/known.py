@@ -70,7 +70,7 @@ class Known:
         return self._packed.get(key, b"") if stream is None else stream.assembly.head
 
     def packed(self) -> Known:
-        """Of its streams only the heads, in a fiftieth of the memory: for who waits long with it."""
+        """With nothing of its streams but their heads: for those who wait long with it."""
         heads = {chunk.key: self._head(chunk.key) for chunk in self.chunks}
         return Known(self.chunks, {}, self.is_late, heads)
 
