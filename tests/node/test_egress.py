@@ -12,7 +12,7 @@ import pytest
 
 from kdn.errors import FormatError
 from kdn.node.egress import BusyError, Egress
-from kdn.node.scheduler import FairQueue, FifoQueue
+from kdn.node.scheduler import FairQueue
 from kdn.node.traces import ConstantRate, TraceRate
 
 BYTE_PER_S = 8.0
@@ -243,7 +243,7 @@ def test_cancelling_at_any_moment_loses_no_slot(cancel_at_s: float) -> None:
 
 def test_cancelled_between_the_grant_and_its_turn() -> None:
     async def main() -> None:
-        egress, told = Egress(FifoQueue(), slots=1), list[Any]()
+        egress, told = Egress(FairQueue(), slots=1), list[Any]()
         turn = egress.turn("t", "first", 1)
         await turn.__aenter__()
         victim = asyncio.create_task(send(egress, "victim", [10], told, "t"))
