@@ -18,7 +18,7 @@ from aiohttp import web
 
 from kdn.codec.format import Bitstream
 from kdn.codec.header import PROFILE_ID_BYTES
-from kdn.depot.depot import Depot, Put
+from kdn.depot.depot import Depot
 from kdn.depot.tenants import Tenant
 from kdn.depot.turns import Work
 from kdn.errors import ChecksumError, KdnError, MismatchError
@@ -117,8 +117,8 @@ async def put_object(request: web.Request) -> web.StreamResponse:
         except KdnError:
             node.stats.refused_puts.inc()
             raise
-        put = Put(store_key, data, etag, told[0], hints, replacing)
-        entry, created = await node.depot.put(tenant, put)
+        entry = Entry(store_key, etag, len(data), hints)
+        entry, created = await node.depot.put(tenant, entry, data, told[0], replacing)
     headers, told_back = {"ETag": quoted(entry.etag)}, _describe(tenant, entry)
     if replacing is not None and entry.etag != etag:
         message = "the object here is another one"

@@ -59,9 +59,10 @@ class Span:
     data: bytes | memoryview
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stats:
-    """Counters since the store was opened; `objects` and `size_bytes` are what it holds now."""
+    """Counters since the store was opened; `objects` and `size_bytes` are what it holds now.
+    A store counts in one of its own, and gives copies away."""
 
     objects: int = 0
     size_bytes: int = 0
@@ -80,7 +81,6 @@ class Store(ABC):
     volatile = False
     """Nothing here survives the end of the process."""
 
-    @abstractmethod
     async def put(
         self,
         key: bytes,
@@ -106,6 +106,14 @@ class Store(ABC):
         finds exactly this entry, until it is evicted, deleted or replaced. So nobody who puts needs
         to look again.
         """
+        entry = Entry(key, etag, len(data), hints or Hints())
+        return await self.put_entry(entry, data, checksum, replacing)
+
+    @abstractmethod
+    async def put_entry(
+        self, entry: Entry, data: bytes, checksum: int, replacing: bytes | None = None
+    ) -> Entry:
+        """`put`, for whoever has an entry of the new object."""
 
     @abstractmethod
     async def get(
@@ -149,6 +157,7 @@ def is_taken(entry: Entry | None, replacing: bytes | None) -> bool:
 
 def check_put(entry: Entry, data: bytes, checksum: int) -> None:
     """What every store refuses before it touches anything."""
+    assert entry.size_bytes == len(data), f"an entry of {entry.size_bytes}, not {len(data)} bytes"
     hints = entry.hints
     for what, value, limit in (
         ("key", entry.key, MAX_KEY_BYTES),

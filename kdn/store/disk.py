@@ -64,25 +64,23 @@ class DiskStore(Store):
         self._folder = folder
         self._tasks = tasks
         self._unlock = unlock
-        self._capacity_bytes = capacity_bytes
+        self._counts = Stats(capacity_bytes=capacity_bytes)  # bytes: with what is being written
         self._policy = policy
         self._rows: dict[bytes, Row] = {}
         self._tally = Tally()  # of the rows
         self._used: dict[bytes, int] = {}  # those used since the start, in the index at the end
-        self._size_bytes = 0  # with what is being written
         self._holds = Holds()  # a key with a row is free, or held by one who waits for nothing
         self._policy_filled: Task[None]
         self._entering: set[bytes] = set()  # held by puts that wait for `_room`
         self._room = Lock()  # one put at a time makes room, so that no two evict for the same bytes
-        self._hits = self._misses = self._puts = self._evictions = self._corruptions = 0
         self._ticks = count()
 
     def _fill(self, rows: Sequence[Row], corruptions: int) -> None:
         """Take over what `heal` found; `_fill_policy` is yet to come."""
-        self._size_bytes = sum(footprint_bytes(row) for row in rows)
+        self._counts.size_bytes = sum(footprint_bytes(row) for row in rows)
         self._rows = {row[0]: row for row in rows}
         self._ticks = count(rows[-1][-1] + 1 if rows else 0)
-        self._corruptions = corruptions
+        self._counts.corruptions = corruptions
 
     async def _fill_policy(self, rows: Sequence[Row]) -> None:
         """Tell the policy what is here, a little at a time: a third of all that a start takes, and
@@ -97,17 +95,9 @@ class DiskStore(Store):
 
     # Store
 
-    async def put(
-        self,
-        key: bytes,
-        data: bytes,
-        *,
-        etag: bytes,
-        checksum: int,
-        hints: Hints | None = None,
-        replacing: bytes | None = None,
+    async def put_entry(
+        self, entry: Entry, data: bytes, checksum: int, replacing: bytes | None = None
     ) -> Entry:
-        entry = Entry(key, etag, len(data), hints or Hints())
         return await self._tasks.finish(self._put(entry, data, checksum, replacing))
 
     async def get(
@@ -118,9 +108,9 @@ class DiskStore(Store):
         if row is not None and etag in (None, row[1]):
             [reading] = await self._tasks.finish(self._read([row], start, end))
         if row is None or reading is None:
-            self._misses += 1
+            self._counts.misses += 1
             return None
-        self._hits += 1
+        self._counts.hits += 1
         self._use(key)
         return Span(reading.entry, reading.start, reading.data)
 
@@ -147,16 +137,7 @@ class DiskStore(Store):
         return self._tally.of(prefix, ((row[0], row[2]) for row in self._rows.values()))
 
     async def stats(self) -> Stats:
-        return Stats(
-            objects=len(self._rows),
-            size_bytes=self._size_bytes,
-            capacity_bytes=self._capacity_bytes,
-            hits=self._hits,
-            misses=self._misses,
-            puts=self._puts,
-            evictions=self._evictions,
-            corruptions=self._corruptions,
-        )
+        return replace(self._counts, objects=len(self._rows))
 
     async def close(self) -> None:
         if not await self._tasks.drain():
@@ -192,7 +173,7 @@ class DiskStore(Store):
                 self._discount(row)
                 raise
             self._add_row(row)
-            self._puts += 1
+            self._counts.puts += 1
             return entry
         finally:
             self._holds.release(entry.key)
@@ -200,8 +181,10 @@ class DiskStore(Store):
     async def _make_room(self, newcomer: Row) -> None:
         """Count the newcomer and evict until all fits; refuse it if it is what should go."""
         size_bytes = footprint_bytes(newcomer)
-        if size_bytes > self._capacity_bytes:
-            raise NoSpaceError(f"expected at most {self._capacity_bytes} bytes, found {size_bytes}")
+        if size_bytes > self._counts.capacity_bytes:
+            raise NoSpaceError(
+                f"expected at most {self._counts.capacity_bytes} bytes, found {size_bytes}"
+            )
         # Whoever has the room may be waiting to evict this key, of which nothing is here.
         self._entering.add(newcomer[0])
         self._holds.stir(newcomer[0])
@@ -217,11 +200,11 @@ class DiskStore(Store):
 
     async def _shrink(self, newcomer: bytes | None = None) -> None:
         """Evict until all fits into the capacity. The policy must be filled."""
-        while self._size_bytes > self._capacity_bytes:
+        while self._counts.size_bytes > self._counts.capacity_bytes:
             victim = self._policy.victim()
             if victim is None or victim == newcomer:
                 raise NoSpaceError(
-                    f"no room within {self._capacity_bytes} bytes: all else is to be kept"
+                    f"no room within {self._counts.capacity_bytes} bytes: all else is to be kept"
                 )
             self._policy.remove(victim)
             await self._evict(victim)
@@ -242,7 +225,7 @@ class DiskStore(Store):
             except BaseException:
                 self._add(row)
                 raise
-            self._evictions += 1
+            self._counts.evictions += 1
         finally:
             self._holds.release(key)
 
@@ -294,7 +277,7 @@ class DiskStore(Store):
                 await self._tasks.in_thread(self._folder.forget, entry.key)
             else:
                 logger.warning("%s is damaged and set aside: %s", file_name(entry), damage)
-                self._corruptions += 1
+                self._counts.corruptions += 1
                 await self._tasks.in_thread(self._folder.set_aside, entry.key, file_name(entry))
         finally:
             self._holds.release(entry.key)
@@ -329,7 +312,7 @@ class DiskStore(Store):
         self._discount(row)
 
     def _count(self, row: Row) -> None:
-        self._size_bytes += footprint_bytes(row)
+        self._counts.size_bytes += footprint_bytes(row)
         self._tell_policy(row)
 
     def _tell_policy(self, row: Row) -> None:
@@ -337,7 +320,7 @@ class DiskStore(Store):
         self._policy.add(key, footprint_bytes(row), Hints(parent, saved_s))
 
     def _discount(self, row: Row) -> None:
-        self._size_bytes -= footprint_bytes(row)
+        self._counts.size_bytes -= footprint_bytes(row)
         self._policy.remove(row[0])
 
     def _use(self, key: bytes) -> None:
@@ -371,7 +354,7 @@ async def open_disk(
         raise
     store._policy_filled = tasks.start(store._fill_policy(tuple(store._rows.values())))
     try:
-        if store._size_bytes > capacity_bytes:
+        if store._counts.size_bytes > capacity_bytes:
             await store._policy_filled
             await store._shrink()
     except StoreError as error:
