@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from contextlib import aclosing
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
@@ -26,7 +27,7 @@ from kdn.node.answers import Refusal, bad_request, dumps, not_found
 from kdn.node.bodies import checked_length
 from kdn.node.ranges import names_etag, parse_range, quoted
 from kdn.node.sending import Data, Sender
-from kdn.node.state import CLIENT, NODE, TENANT, Node, close_iterator, query_number
+from kdn.node.state import CLIENT, NODE, TENANT, Node, query_number
 from kdn.protocol.frames import MAX_DATA_BYTES, MAX_ETAG_BYTES, MAX_KEY_BYTES
 from kdn.protocol.limits import MAX_LISTED, MAX_SAVED_S
 from kdn.protocol.strict import parse_hex
@@ -156,15 +157,14 @@ async def _collect(
     found: list[Entry] = []
     # Stores in memory never wait themselves.
     work = Work(depot.turns, tenant.name, LIST_SLICE_S)
-    entries = depot.store.list(prefix)
-    async for entry in entries:
-        if work.is_over:
-            await work.rest()
-        if entry.key > after:
-            found.append(entry)
-            if len(found) == limit:
-                break
-    await close_iterator(entries)
+    async with aclosing(depot.store.list(prefix)) as entries:
+        async for entry in entries:
+            if work.is_over:
+                await work.rest()
+            if entry.key > after:
+                found.append(entry)
+                if len(found) == limit:
+                    break
     return found
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
@@ -131,7 +131,7 @@ class Store(ABC):
         """True if it was here. When this returns, the bytes are gone."""
 
     @abstractmethod
-    def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+    def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
         """All objects whose key begins so, in key order. What comes and goes meanwhile may or may
         not be among them."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 from asyncio import Lock, Task, shield, sleep
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from pathlib import Path
 from kdn.errors import FormatError, NoSpaceError, StoreError
 from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, is_taken
 from kdn.store.disk_files import Files
-from kdn.store.disk_folder import ObjectFolder, Reading, file_name, open_folder
+from kdn.store.disk_folder import ObjectFolder, file_name, open_folder
 from kdn.store.disk_format import header_bytes
 from kdn.store.disk_index import Index, Row, entry_of, row_of
 from kdn.store.disk_tasks import Holds, Tasks
@@ -104,15 +104,15 @@ class DiskStore(Store):
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None
     ) -> Span | None:
         row = self._rows.get(key)
-        reading = None
+        span = None
         if row is not None and etag in (None, row[1]):
-            [reading] = await self._tasks.finish(self._read([row], start, end))
-        if row is None or reading is None:
+            [span] = await self._tasks.finish(self._read([row], start, end))
+        if span is None:
             self._counts.misses += 1
             return None
         self._counts.hits += 1
         self._use(key)
-        return Span(reading.entry, reading.start, reading.data)
+        return span
 
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
         rows = [self._rows.get(key) for key in keys]
@@ -121,13 +121,13 @@ class DiskStore(Store):
         known = [row for row in rows if row is not None]
         if not known:
             return [None] * len(rows)
-        readings = iter(await self._tasks.finish(self._read(known, 0, head_bytes)))
-        return [_with_head(next(readings)) if row else None for row in rows]
+        spans = iter(await self._tasks.finish(self._read(known, 0, head_bytes)))
+        return [_with_head(next(spans)) if row else None for row in rows]
 
     async def delete(self, key: bytes) -> bool:
         return await self._tasks.finish(self._delete(key))
 
-    async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+    async def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
         for key in await self._tasks.finish(self._keys(prefix)):
             row = self._rows.get(key)
             if row is not None:
@@ -155,8 +155,7 @@ class DiskStore(Store):
         self, entry: Entry, data: bytes, checksum: int, replacing: bytes | None
     ) -> Entry:
         await self._tasks.in_thread(check_put, entry, data, checksum)
-        await self._holds.hold(entry.key)
-        try:
+        async with self._holds.hold(entry.key):
             known = self._rows.get(entry.key)
             if known is not None:
                 old = entry_of(known)
@@ -175,8 +174,6 @@ class DiskStore(Store):
             self._add_row(row)
             self._counts.puts += 1
             return entry
-        finally:
-            self._holds.release(entry.key)
 
     async def _make_room(self, newcomer: Row) -> None:
         """Count the newcomer and evict until all fits; refuse it if it is what should go."""
@@ -214,8 +211,7 @@ class DiskStore(Store):
             if key in self._entering:
                 return
             await self._holds.change(key)
-        self._holds.hold_free(key)
-        try:
+        with self._holds.hold_free(key):
             row = self._rows.get(key)
             if row is None:
                 return
@@ -226,33 +222,27 @@ class DiskStore(Store):
                 self._add(row)
                 raise
             self._counts.evictions += 1
-        finally:
-            self._holds.release(key)
 
     async def _delete(self, key: bytes) -> bool:
-        await self._holds.hold(key)
-        try:
+        async with self._holds.hold(key):
             row = self._rows.get(key)
             if row is not None:
                 self._remove(row)
-            return await self._tasks.in_thread(
-                self._folder.delete, key, entry_of(row) if row else None
-            )
-        finally:
-            self._holds.release(key)
+            entry = entry_of(row) if row else None
+            return await self._tasks.in_thread(self._folder.delete, key, entry)
 
     async def _read(
         self, rows: Sequence[Row], start: int, end: int | None
-    ) -> Sequence[Reading | None]:
+    ) -> Sequence[Span | None]:
         """Verified bytes of each; None where there are none any more."""
         entries = [entry_of(row) for row in rows]
-        readings: list[Reading | FormatError | None] = []
+        readings: list[Span | FormatError | None] = []
         for at in range(0, len(entries), READ_AT_ONCE):
             some = entries[at : at + READ_AT_ONCE]
             readings += await self._tasks.in_reader(_read_all, self._folder, some, start, end)
-        found: list[Reading | None] = []
+        found: list[Span | None] = []
         for row, reading in zip(rows, readings, strict=True):
-            if isinstance(reading, Reading):
+            if isinstance(reading, Span):
                 if reading.entry != entry_of(row):
                     await self._correct(row, reading.entry)
                 found.append(reading)
@@ -269,9 +259,8 @@ class DiskStore(Store):
         entry = entry_of(row)
         if self._rows.get(entry.key) is not row:
             return  # evicted or deleted meanwhile, or another reader was here first
-        self._holds.hold_free(entry.key)
-        self._remove(row)
-        try:
+        with self._holds.hold_free(entry.key):
+            self._remove(row)
             if damage is None:
                 logger.warning("%s was removed by somebody else", file_name(entry))
                 await self._tasks.in_thread(self._folder.forget, entry.key)
@@ -279,21 +268,16 @@ class DiskStore(Store):
                 logger.warning("%s is damaged and set aside: %s", file_name(entry), damage)
                 self._counts.corruptions += 1
                 await self._tasks.in_thread(self._folder.set_aside, entry.key, file_name(entry))
-        finally:
-            self._holds.release(entry.key)
 
     async def _correct(self, row: Row, entry: Entry) -> None:
         """The index was wrong about an object; its file, which carries checksums, is believed."""
         if self._rows.get(entry.key) is not row:
             return
-        self._holds.hold_free(entry.key)
-        self._remove(row)
-        corrected = row_of(entry, row[-1])
-        try:
+        with self._holds.hold_free(entry.key):
+            self._remove(row)
+            corrected = row_of(entry, row[-1])
             await self._tasks.in_thread(self._folder.correct, corrected)
             self._add(corrected)
-        finally:
-            self._holds.release(entry.key)
 
     # State: changed on the event loop only
 
@@ -401,13 +385,13 @@ def _sorted(keys: Sequence[bytes], prefix: bytes) -> Sequence[bytes]:
 
 def _read_all(
     folder: ObjectFolder, entries: Sequence[Entry], start: int, end: int | None
-) -> list[Reading | FormatError | None]:
+) -> list[Span | FormatError | None]:
     return [_read_one(folder, entry, start, end) for entry in entries]
 
 
 def _read_one(
     folder: ObjectFolder, entry: Entry, start: int, end: int | None
-) -> Reading | FormatError | None:
+) -> Span | FormatError | None:
     """Damage is a value here: one damaged object does not spoil a batch."""
     try:
         return folder.read(entry, start, end)
@@ -415,5 +399,5 @@ def _read_one(
         return error
 
 
-def _with_head(reading: Reading | None) -> Entry | None:
-    return None if reading is None else replace(reading.entry, head=bytes(reading.data))
+def _with_head(span: Span | None) -> Entry | None:
+    return None if span is None else replace(span.entry, head=bytes(span.data))

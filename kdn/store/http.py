@@ -7,7 +7,7 @@ node is asked at all is `node_client.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -144,7 +144,7 @@ class HttpStore(Store):
         answer = await self._node.ask("DELETE", self._path(key), expect=(204, 404))
         return answer.status == 204
 
-    async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+    async def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
         if len(prefix) <= MAX_KEY_BYTES:
             async for told in self._node.list(f"/v1/{self._collection}", "objects", prefix.hex()):
                 yield told_entry(told)

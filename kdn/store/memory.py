@@ -5,7 +5,7 @@ No locks: every method runs on one event loop and none gives way in its middle.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
 from kdn.errors import NoSpaceError
@@ -106,7 +106,7 @@ class MemoryStore(Store):
         self._drop(key)
         return True
 
-    async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+    async def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
         for key in sorted(key for key in self._held if key.startswith(prefix)):
             held = self._held.get(key)
             if held is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from kdn.store.base import Entry, Span, Stats, Store
@@ -39,7 +39,7 @@ class PartStore(Store):
     async def delete(self, key: bytes) -> bool:
         return await self._whole.delete(self._prefix + key)
 
-    async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+    async def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
         async for entry in self._whole.list(self._prefix + prefix):
             yield self._inner(entry)
 

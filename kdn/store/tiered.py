@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -142,7 +142,7 @@ class TieredStore(Store):
             found.update((entry.key, entry) for entry in entries or () if entry)
         return [found.get(key) for key in keys]
 
-    async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+    async def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
         """A tier that fails is left out from there on, with a counted error."""
         async with AsyncExitStack() as stack:
             sources = [self._list(tier, prefix) for tier in self.tiers]
