@@ -67,8 +67,8 @@ class Depot:
 
     async def held_bytes(self, tenant: Tenant) -> int:
         """What a tenant's objects and manifests take of its quota."""
-        names_bytes = await self.wait(self.names.size_bytes(tenant.name))
-        return names_bytes + self.store.usage(tenant.prefix).size_bytes
+        names = await self.wait(self.names.totals(tenant.name))
+        return names.size_bytes + self.store.usage(tenant.prefix).size_bytes
 
     async def check_quota(self, tenant: Tenant, more_bytes: int) -> None:
         """QuotaError if so much more would be too much."""
