@@ -11,12 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from random import Random
 
-import uvloop
-
 from kdn.config import load_config
-from kdn.node.logs import log_to
 from kdn.node.scheduler import Queue, Ticket
-from kdn.node.server import serve
+from kdn.node.server import run
 
 
 class FifoQueue(Queue):
@@ -82,9 +79,7 @@ ORDERS = ("fair", *RIVALS)
 
 
 def main(order: str) -> None:
-    config = load_config()
-    log_to(None, config.node.log_level)
-    uvloop.run(serve(config, RIVALS[order]()))
+    run(load_config(), RIVALS[order]())
 
 
 if __name__ == "__main__":

@@ -62,6 +62,10 @@ class Server:
     def name(self) -> str:
         return self.dialect.name
 
+    @property
+    def url(self) -> str:
+        return f"http://{self.address[0]}:{self.address[1]}"
+
     def cpu_s(self) -> float:
         """Processor time so far, user and system."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import uvloop
 from aiohttp import web
 
 from kdn.background import supervise
@@ -26,6 +27,7 @@ from kdn.node.bodies import BodyReader
 from kdn.node.budget import Budget
 from kdn.node.connection import Connections
 from kdn.node.egress import Egress
+from kdn.node.logs import log_to
 from kdn.node.scheduler import FairQueue, Queue
 from kdn.node.shares import Shares
 from kdn.node.state import Node
@@ -207,3 +209,10 @@ async def serve(config: Config, queue: Queue | None = None) -> None:
         await stop.wait()
         log.info("stopping", extra={"requests": node.num_requests})
     log.info("stopped")
+
+
+def run(config: Config, queue: Queue | None = None) -> None:
+    """`serve`, in a process that is all this node's."""
+    check_exposure(config)  # before anything is opened
+    log_to(None, config.node.log_level)
+    uvloop.run(serve(config, queue))

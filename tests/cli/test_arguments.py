@@ -87,7 +87,7 @@ def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     def closed(*arguments: Any, **named: Any) -> Any:
         raise ClosedError(CLOSED)
 
-    async def serve(config: Any) -> None:
+    async def serve(config: Any, queue: Any) -> None:
         async with server.open_node(config) as node, server.listen(config, node):
             closed()
 
