@@ -20,6 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from kdn.errors import ChecksumError, LimitError
 from kdn.protocol.frames import MAX_ETAG_BYTES
+from kdn.store.streaming import Ask, Piece
 from kdn.store.tally import Usage
 
 MAX_KEY_BYTES = 64
@@ -125,6 +126,13 @@ class Store(ABC):
     @abstractmethod
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
         """One answer per key, in order, None for those that are not here."""
+
+    async def read_spans(self, asks: Sequence[Ask]) -> AsyncGenerator[Piece]:
+        """The pieces of all asks, in order, for readers who verify them (`streaming.py`). Close it
+        (`aclosing`) to stop early."""
+        for number, ask in enumerate(asks):
+            span = await self.get(ask.key, ask.start, ask.end, etag=ask.etag)
+            yield Piece(number, ask.start, None if span is None else span.data)
 
     @abstractmethod
     async def delete(self, key: bytes) -> bool:

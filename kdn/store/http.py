@@ -96,8 +96,8 @@ class HttpStore(Store):
             self._counts.corruptions += 1
             return None
 
-    async def read_spans(self, asks: Sequence[Ask]) -> AsyncGenerator[Piece, None]:
-        """See `streaming.py`: pieces as they arrive, for readers who verify them."""
+    async def read_spans(self, asks: Sequence[Ask]) -> AsyncGenerator[Piece]:
+        """In one request, and as they arrive."""
         spans = [
             {"key": ask.key.hex(), "start": ask.start, "end": ask.end, "etag": ask.etag.hex()}
             for ask in asks
