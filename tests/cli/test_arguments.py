@@ -100,8 +100,13 @@ def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("KDN_CLIENT_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(subprocess, "Popen", closed)
-    pools = ("cache.ProcessPoolExecutor", "delivery.command.ProcessPoolExecutor")
-    for address in (*pools, "cache.replay", "node.bench", "delivery.command.run_job"):
+    work = (
+        "processes.ProcessPoolExecutor",
+        "cache.replay",
+        "node.bench",
+        "delivery.command.run_job",
+    )
+    for address in work:
         monkeypatch.setattr(f"kdn.bench.{address}", closed)
     # `kdn node` gives loggers a stream of this test, and keeps what they say from others.
     for logger in map(logging.getLogger, ("", "kdn", "aiohttp", "asyncio")):
