@@ -72,8 +72,6 @@ class NodeSettings:
     egress_bits_per_s: int = 0
     egress_trace: str = ""
     """A recorded trace that shapes egress, for tests and benchmarks."""
-    egress_order: str = "fair"
-    """Whose frame goes out next; "fifo" and "inverse" are there to be compared with."""
     frame_bytes: int = 0
     """Bytes sent in one turn of the fair scheduler; 0: 8 to 64 KiB under a limit, else 1 MiB."""
     max_sends: int = 64

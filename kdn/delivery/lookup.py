@@ -22,7 +22,7 @@ from kdn.delivery.assemble import Assembly
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.errors import ChecksumError, FormatError, KdnError, MismatchError, TruncatedError
 from kdn.store.base import Entry, Store
-from kdn.store.streaming import Ask, read_spans
+from kdn.store.streaming import Ask
 
 HEAD_BYTES = 1024
 """Holds the header of most streams; what is missing of longer ones costs another round trip."""
@@ -207,7 +207,7 @@ async def _with_whole_headers(store: Store, entries: Sequence[Entry | None]) -> 
             places.append(place)
             room_bytes -= end
     if asks:
-        async with aclosing(read_spans(store, asks)) as pieces:
+        async with aclosing(store.read_spans(asks)) as pieces:
             async for piece in pieces:
                 entry = whole[places[piece.number]]
                 if entry is not None and piece.data is not None:
@@ -266,7 +266,7 @@ async def read_local(known: Sequence[Incoming], endpoints: Endpoints, levels: in
         ]
         by_key = {one.chunk.key: one for one in here}
         try:
-            async with aclosing(read_spans(endpoint.store, asks)) as pieces:
+            async with aclosing(endpoint.store.read_spans(asks)) as pieces:
                 async for piece in pieces:
                     one = by_key[asks[piece.number].key]
                     if piece.data is None:

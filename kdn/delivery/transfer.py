@@ -24,7 +24,7 @@ from kdn.delivery.flight import Flight, Limits, Part, ThroughputEstimator, size_
 from kdn.delivery.lookup import Incoming, Question, look_again
 from kdn.delivery.plan import Fetch, Link
 from kdn.errors import KdnError
-from kdn.store.streaming import Ask, Piece, read_spans
+from kdn.store.streaming import Ask, Piece
 
 MAX_RESTARTS = 3
 MAX_DAMAGES = 2
@@ -196,7 +196,7 @@ class Transfer:
         ]
         try:
             store = flight.endpoint.store
-            async with aclosing(read_spans(store, asks)) as pieces:
+            async with aclosing(store.read_spans(asks)) as pieces:
                 async for piece in pieces:
                     self._take(flight, piece)
             if flight.left_bytes > 0:

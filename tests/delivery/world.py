@@ -154,8 +154,8 @@ class Proxy(Store):
     def __init__(self, inner: Store) -> None:
         self.inner = inner
 
-    async def put(self, *args: Any, **named: Any) -> Entry:
-        return await self.inner.put(*args, **named)
+    async def put_entry(self, *args: Any, **named: Any) -> Entry:
+        return await self.inner.put_entry(*args, **named)
 
     async def get(
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None
