@@ -12,8 +12,8 @@ from kdn.cli import client as commands
 from kdn.cli.main import app
 from kdn.client.answers import Stats
 from kdn.errors import FormatError, StoreError, UnsupportedError
+from tests.client.clients import QUESTION, TEXT, own_answer, prompt_of
 from tests.client.letters import Letters
-from tests.client.test_asynchronous import QUESTION, TEXT, own_answer, prompt_of
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import kdn
 from kdn.cache.tensors import KVCache
 from kdn.client.asynchronous import AsyncClient
 from kdn.errors import KdnError, UnsupportedError
+from tests.client.clients import TEXT, in_folder
 from tests.client.letters import Letters
-from tests.client.test_asynchronous import TEXT, in_folder
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**30
 NUMBERS: tuple[Any, ...] = (-1, NAN, INF, -INF, HUGE, "soon", True, [], b"x")
@@ -99,7 +99,9 @@ def test_no_argument_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings(name: str, tiny_model: Any, tmp_path: Path) -> None:
+def test_connecting_refuses_every_absurd_setting(
+    name: str, tiny_model: Any, tmp_path: Path
+) -> None:
     good = {"where": tmp_path / "own", "model": (tiny_model("llama"), Letters()), "codec": "exact"}
     for value in SETTINGS[name]:
         with pytest.raises(KdnError):
@@ -107,7 +109,7 @@ def test_settings(name: str, tiny_model: Any, tmp_path: Path) -> None:
     assert name == "tls_ca" or not (tmp_path / "own").exists(), "refused before anything is opened"
 
 
-def test_every_method(tiny_model: Any, tmp_path: Path) -> None:
+def test_every_method_refuses_every_absurd_argument(tiny_model: Any, tmp_path: Path) -> None:
     @in_folder(tmp_path, tiny_model("llama"))
     async def test(client: AsyncClient) -> None:
         for method, arguments in METHODS.items():
@@ -126,11 +128,31 @@ def test_every_method(tiny_model: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("question", TEXTS)
-def test_a_conversation(question: Any, tiny_model: Any, tmp_path: Path) -> None:
+def test_a_conversation_refuses_what_is_no_question(
+    question: Any, tiny_model: Any, tmp_path: Path
+) -> None:
     @in_folder(tmp_path, tiny_model("llama"))
     async def test(client: AsyncClient) -> None:
         with pytest.raises(UnsupportedError, match="question"):
             client.converse().ask(question)
+
+
+@pytest.mark.parametrize("quality", ["perfect", -1.0])
+def test_a_quality_that_cannot_be_is_named_in_the_error(quality: Any) -> None:
+    with pytest.raises(UnsupportedError, match="quality"):
+        AsyncClient("x", quality=quality)
+
+
+def test_a_model_without_profile_is_told_how_to_get_one(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
+
+    async def never(client: AsyncClient) -> None:
+        raise AssertionError("it was opened")
+
+    with pytest.raises(UnsupportedError, match="kdn calibrate"):
+        in_folder(tmp_path / "folder", tiny_model("llama"), codec="klt")(never)
 
 
 def test_a_token_does_not_show_in_an_error(tmp_path: Path) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kdn.cache.keys import cut
 from kdn.client import explain as reasons
 from kdn.client.asynchronous import AsyncClient
 from kdn.client.explain import Finding, explain
-from tests.client.test_asynchronous import TEXT, in_folder
+from tests.client.clients import TEXT, in_folder
 
 
 def spans(findings: list[Finding]) -> list[tuple[int, int, bool]]:
     return [(one.start, one.end, one.known) for one in findings]
 
 
-def test_known_unknown_and_short(tiny_model: Any, tmp_path: Path) -> None:
+def test_tells_what_is_known_unknown_or_too_short(tiny_model: Any, tmp_path: Path) -> None:
     @in_folder(tmp_path, tiny_model("llama"))
     async def _(client: AsyncClient) -> None:
         tokens, _ = client.engine.prompts.learn(TEXT)  # 709: two whole chunks, 192, and 5
@@ -34,11 +36,9 @@ def test_known_unknown_and_short(tiny_model: Any, tmp_path: Path) -> None:
         assert spans((await explain(client, [7] * 9)).findings) == [(0, 9, False)]
 
 
-def test_evicted_and_orphans(tiny_model: Any, tmp_path: Path) -> None:
+def test_tells_what_was_evicted_and_what_came_after_it(tiny_model: Any, tmp_path: Path) -> None:
     @in_folder(tmp_path, tiny_model("llama"))
     async def _(client: AsyncClient) -> None:
-        from kdn.cache.keys import cut
-
         tokens, _ = client.engine.prompts.learn(TEXT)
         await client.learn("notes", TEXT)
         store = client.session.places.publish_to.store
@@ -49,7 +49,7 @@ def test_evicted_and_orphans(tiny_model: Any, tmp_path: Path) -> None:
         ]  # fmt: skip
 
 
-def test_other_models_secrets_and_profiles(tiny_model: Any, tmp_path: Path) -> None:
+def test_tells_of_other_models_secrets_and_profiles(tiny_model: Any, tmp_path: Path) -> None:
     learner = tiny_model("llama")
 
     @in_folder(tmp_path, learner)
@@ -68,8 +68,6 @@ def test_other_models_secrets_and_profiles(tiny_model: Any, tmp_path: Path) -> N
 
     @in_folder(tmp_path, learner)
     async def _(client: AsyncClient) -> None:
-        from dataclasses import replace
-
         client.session.namespace = replace(client.session.namespace, profile=b"p" * 16)
         found = (await explain(client, client.engine.prompts.learn(TEXT)[0])).findings
         assert found[0].why == reasons.OTHER_PROFILE.format("exact")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.client.test_asynchronous import QUESTION, TEXT, client_at
+from tests.client.clients import QUESTION, TEXT, client_at
 from tests.node.harness import Running, settled, with_node
 
 LOOKUP = ("POST", "/v1/lookup")

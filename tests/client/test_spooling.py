@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kdn.engines.reading import new_cache, read
-from tests.client.test_asynchronous import client_at
+from tests.client.clients import client_at
 from tests.node.harness import config_for, run, running
 
 

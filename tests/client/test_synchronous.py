@@ -12,11 +12,11 @@ import pytest
 
 import kdn
 from kdn.errors import StoreError
+from tests.client.clients import QUESTION, TEXT, own_answer, prompt_of
 from tests.client.letters import Letters
-from tests.client.test_asynchronous import QUESTION, TEXT, own_answer, prompt_of
 
 
-def test_the_front_door(tiny_model: Any, tmp_path: Path) -> None:
+def test_it_learns_asks_converses_loads_and_forgets(tiny_model: Any, tmp_path: Path) -> None:
     model = tiny_model("llama")
     expected = own_answer(model, prompt_of(TEXT, QUESTION), 9)
     with kdn.connect(tmp_path, model=(model, Letters()), codec="exact", recompute=False) as client:
@@ -48,7 +48,7 @@ def test_a_door_that_does_not_open_leaves_nothing_behind(tmp_path: Path) -> None
     assert not [thread for thread in threading.enumerate() if thread.name == "kdn"]
 
 
-def test_importing_is_light() -> None:
+def test_importing_kdn_imports_no_heavy_library() -> None:
     code = "import sys, kdn; print({'torch', 'numpy', 'aiohttp'} & set(sys.modules), dir(kdn)[:1])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("set()")

@@ -14,7 +14,7 @@ from kdn.errors import StoreError, UnsupportedError
 from kdn.places.names import Manifest, Names
 from kdn.places.places import open_places
 from tests.node.harness import Running, key_of, run, with_node
-from tests.places.test_places import put
+from tests.places.objects import put
 
 Test = Callable[[Any], Awaitable[None]]
 

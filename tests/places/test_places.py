@@ -7,37 +7,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from xxhash import xxh3_64_intdigest
 
 from kdn.errors import StoreError, UnsupportedError
 from kdn.node.server import listen, open_node
 from kdn.places.places import open_places
-from kdn.store.base import Hints, Store
+from kdn.store.base import Hints
 from tests.node.harness import (
     Running,
-    chunk_stream,
     config_for,
     key_of,
     run,
     tenant,
     with_node,
 )
-
-
-async def put(store: Store, number: int, parent: bytes | None = None) -> bytes:
-    from kdn.codec.header import Header
-
-    data = chunk_stream(key_of(number), seed=number)
-    etag = Header.parse(data).stream_id
-    await store.put(
-        key_of(number), data, etag=etag, checksum=xxh3_64_intdigest(data), hints=Hints(parent, 2.0)
-    )
-    return data
-
-
-async def read(store: Store, number: int) -> bytes | None:
-    span = await store.get(key_of(number))
-    return None if span is None else bytes(span.data)
+from tests.places.objects import put, read
 
 
 def test_what_a_folder_holds_is_what_a_node_serves(tmp_path: Path) -> None:

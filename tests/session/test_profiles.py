@@ -16,7 +16,6 @@ from kdn.cache.spec import ModelSpec
 from kdn.client.asynchronous import AsyncClient
 from kdn.codec import open_codec
 from kdn.codec.base import Codec
-from kdn.codec.klt import Profile
 from kdn.codec.profiles import local_profile
 from kdn.engines.transformers import spec_of
 from kdn.errors import (
@@ -30,20 +29,14 @@ from kdn.errors import (
 from kdn.places.manifests import with_entry
 from kdn.places.places import Places, open_places
 from kdn.session.profiles import _name, codec_for, share_profile
+from tests.client.clients import TEXT
 from tests.client.letters import Letters
-from tests.client.test_asynchronous import TEXT
-from tests.codec.klt_profile import LEVELS, parts
 from tests.node.harness import Running, with_node
+from tests.session.calibrated import calibrate_here, profile_of
 
 
 async def klt_for(spec: ModelSpec, places: Places) -> Codec:
     return await codec_for("klt", spec, places, PUBLIC_SEAL_KEY)
-
-
-def profile_of(spec: ModelSpec) -> Profile:
-    meta, tensors = parts(spec)
-    meta["expected"] = [{"kld": 0.1 / 4**level} for level in range(LEVELS)]
-    return Profile.build(meta, tensors)
 
 
 def test_a_profile_calibrated_here_is_used_everywhere(
@@ -51,15 +44,13 @@ def test_a_profile_calibrated_here_is_used_everywhere(
 ) -> None:
     model = tiny_model("llama")
     spec = spec_of(model)
-    profile = profile_of(spec)
 
     def machine(name: str) -> None:
         monkeypatch.setenv("KDN_CACHE", str(tmp_path / name))
 
     async def test(node: Running) -> None:
         machine("first")
-        local_profile(spec).parent.mkdir(parents=True)
-        local_profile(spec).write_bytes(profile.to_bytes())
+        profile = calibrate_here(spec)
         pair = (model, Letters())
         async with AsyncClient(node.url, model=pair, recompute=False) as client:
             await client.learn("notes", TEXT)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kdn.cache.keys import Chunk, cut
+from kdn.cache.keys import Chunk, Namespace, cut
 from kdn.cache.tensors import KVCache
 from kdn.credentials import Credentials
 from kdn.delivery.publish import Admission, Values
@@ -136,29 +136,25 @@ def test_no_time_left_delivers_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("grades", "ready", "exact_until"),
+    ("grades", "ready", "exact_until", "publishable"),
     [
-        ([], 0, None),
-        ([Grade(0.0, True)], 1, None),
-        ([Grade(0.0, True), Grade(0.01, False)], 2, 256),
-        ([Grade(0.01, False), Grade(0.0, True)], 2, 0),
+        ([], 0, None, [True, True, True]),
+        ([Grade(0.0, True)], 1, None, [True, True, True]),
+        ([Grade(0.0, True), Grade(0.01, False)], 2, 256, [True, False, False]),
+        ([Grade(0.01, False), Grade(0.0, True)], 2, 0, [False, False, False]),
     ],
 )
-def test_what_a_delivery_says(grades: list[Grade], ready: int, exact_until: int | None) -> None:
-    from kdn.cache.keys import Namespace
-
+def test_a_delivery_says_what_is_ready_and_what_may_be_published_on_top(
+    grades: list[Grade], ready: int, exact_until: int | None, publishable: list[bool]
+) -> None:
     chunks = tuple(cut(TOKENS, Namespace(b"m", b"p")))
     got = Delivered(chunks, tuple(grades), None, (0.02, 0.01, 0.0))
     assert (got.num_ready, got.exact_until) == (ready, exact_until)
     assert got.ready_until == 256 * ready
-    assert [may_be_published(chunk, exact_until) for chunk in chunks] == [
-        exact_until is None or chunk.end <= exact_until for chunk in chunks
-    ]
+    assert [may_be_published(chunk, got.exact_until) for chunk in chunks] == publishable
 
 
 def test_coarse_chunks_do_not_count_where_that_is_said() -> None:
-    from kdn.cache.keys import Namespace
-
     chunks = tuple(cut(TOKENS, Namespace(b"m", b"p")))
     got = Delivered(chunks, (Grade(0.01, False), Grade(0.05, False), Grade(0.001, False)), None, ())
     assert got.good_until(688, 0.0) == 0

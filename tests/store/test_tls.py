@@ -20,7 +20,7 @@ from kdn.store.evict import Owners, Retention, open_policy
 from kdn.store.http import HttpStore
 from kdn.store.tls import client_tls, explain
 from tests.node.harness import Running, key_of, run, tenant, with_node
-from tests.places.test_places import put, read
+from tests.places.objects import put, read
 
 Pair = tuple[str, str]
 
