@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kdn.cache.keys import Chunk, Tokens, cut
+from kdn.cache.tensors import KVCache
 from kdn.checked import (
     MAX_WAIT_S,
     checked_choice,
@@ -52,10 +53,12 @@ from kdn.engines.unchanged import Unchanged
 from kdn.errors import KdnError, StoreError, UnsupportedError
 from kdn.places.places import Where, checked_places
 from kdn.session.opened import Opened
-from kdn.session.profiles import share_profile
 from kdn.session.quality import Quality, enough_kld
 from kdn.session.session import Session
 from kdn.session.settings import SessionSettings
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 FLUSH_S = 600.0
 MAX_BYTES = 1 << 50
@@ -150,7 +153,7 @@ class AsyncClient(Opened):
             context = await self.contexts.exact(known, tokens)
             computed = chunks[-1].end - context.num_tokens
             await self._read_all(context, tokens, chunks, on_read)
-        await share_profile(session.codec, session.places, session.namespace.seal_key)
+        await session.share_profile()
         await give_name(session, name, tokens, style, chunks)
         new = len(chunks) - len(known.chunks)
         seconds = self.now_s() - began_s
@@ -224,10 +227,15 @@ class AsyncClient(Opened):
         tokens, style = await self.named(name)
         context = await self.contexts.load(tokens, options, stats)
         prompt = [*tokens, *self.engine.prompts.ask(question, style)]
-        async for piece in self.turn(context, prompt, options, stats, began_s):
-            yield piece
-        if not self._audit.maybe(self.engine, context, stats.new_tokens):
-            self.engine.leave(context)
+        is_audited = False
+        try:
+            async with aclosing(self.turn(context, prompt, options, stats, began_s)) as said:
+                async for piece in said:
+                    yield piece
+            is_audited = self._audit.maybe(self.engine, context, stats.new_tokens)
+        finally:
+            if not is_audited:
+                self.engine.leave(context)
 
     async def ask_all(
         self,
@@ -268,7 +276,9 @@ class AsyncClient(Opened):
             checked_name(name)
         return Conversation(self, name, Options(quality, deadline_s, sampling))
 
-    async def publish(self, tokens: Tokens, cache: Any, *, after: Loaded | None = None) -> int:
+    async def publish(
+        self, tokens: Tokens, cache: Cache | KVCache, *, after: Loaded | None = None
+    ) -> int:
         """Publish what a model of transformers has read: its `past_key_values`, or a `KVCache`.
 
         `after` is what it went on from, if that was loaded: what was computed on top of losses is

@@ -40,7 +40,7 @@ from kdn.session.delivered import Delivered, Grade, may_be_published
 from kdn.session.host_memory import HostMemory, open_host_memory
 from kdn.session.keeper import Keeper
 from kdn.session.opened import Opened
-from kdn.session.profiles import codec_for
+from kdn.session.profiles import codec_for, share_profile
 from kdn.session.settings import SessionSettings
 from kdn.session.spooling import open_spool
 
@@ -69,6 +69,7 @@ class Session(Opened):
         self.estimator = Estimator()
         self.host: HostMemory | None = None
         self._keeper: Keeper | None = None
+        self._has_shared = False
         self._clock, self._rng = clock, Random()
         self._asking = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         super().__init__()
@@ -99,6 +100,12 @@ class Session(Opened):
             self.places.publish_to, self.codec, spool=spool, max_queue_bytes=settings.queue_bytes
         )
         await self._parts.enter_async_context(self.publisher)
+
+    async def share_profile(self) -> None:
+        """Put the codec's profile where others find it, once in a session."""
+        if not self._has_shared:
+            await share_profile(self.codec, self.places, self.namespace.seal_key)
+            self._has_shared = True
 
     # what is known
 

@@ -12,7 +12,7 @@ import torch
 from kdn.client.asynchronous import AsyncClient
 from kdn.engines.reading import new_cache, read
 from kdn.errors import MismatchError
-from tests.client.test_asynchronous import TEXT, in_folder, own_answer
+from tests.client.clients import TEXT, in_folder, own_answer
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
