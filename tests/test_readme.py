@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 README = Path(__file__).parent.parent / "README.md"
-
-
 QUICK_START = README.parent / "docs" / "quickstart-transformers.md"
 EXAMPLES = [
     pytest.param(code, id=f"{path.stem}-{number}")
@@ -33,9 +31,3 @@ def test_the_examples_run(
 
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) == 4
-
-
-def test_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#:]+)\)", README.read_text())
-    assert links
-    assert [link for link in links if not (README.parent / link).exists()] == []

@@ -15,7 +15,7 @@ from kdn.delivery.assemble import IN_LOOP_BYTES, Assembly, Intervals
 from tests.node.harness import chunk_stream, key_of
 
 
-def test_intervals_against_a_set() -> None:
+def test_intervals_hold_what_a_set_would() -> None:
     rng = Random(1)
     intervals, model = Intervals(), set[int]()
     for _ in range(500):

@@ -67,7 +67,7 @@ async def with_tail(world: World, tokens: Sequence[int], store: Store) -> Chunk:
     return chunk
 
 
-def test_full_chunks_and_the_tail_in_one_lookup(world: World) -> None:
+def test_full_chunks_and_the_tail_take_one_lookup(world: World) -> None:
     async def test() -> None:
         store = Counting(await world.store())
         found = await know(world, Wish(tokens_of(world, 1, 2), namespace(world)), [store])
@@ -79,7 +79,7 @@ def test_full_chunks_and_the_tail_in_one_lookup(world: World) -> None:
 
 
 @pytest.mark.parametrize("known", [0, 2])
-def test_a_tail_where_a_shorter_prompt_ended(world: World, known: int) -> None:
+def test_a_tail_is_found_where_a_shorter_prompt_ended(world: World, known: int) -> None:
     """The prompt's own full chunk there is not known, one lookup all the same."""
 
     async def test() -> None:
@@ -93,7 +93,7 @@ def test_a_tail_where_a_shorter_prompt_ended(world: World, known: int) -> None:
     run(test())
 
 
-def test_the_longest_of_several_tails(world: World) -> None:
+def test_of_several_tails_the_longest_is_taken(world: World) -> None:
     async def test() -> None:
         store = await world.store(world.streams[:1])
         tokens = tokens_of(world)
@@ -140,7 +140,7 @@ def test_what_is_held_is_not_asked_for(world: World) -> None:
     run(test())
 
 
-def test_blocks_and_streams_that_are_of_no_use(world: World) -> None:
+def test_half_blocks_and_streams_of_no_use_do_not_count(world: World) -> None:
     async def test() -> None:
         store, tokens = await world.store(), tokens_of(world)
         wish = Wish(tokens, namespace(world), block_tokens=32)
@@ -152,7 +152,7 @@ def test_blocks_and_streams_that_are_of_no_use(world: World) -> None:
     run(test())
 
 
-def test_nobody_there(world: World) -> None:
+def test_who_is_away_makes_it_late_and_who_is_empty_does_not(world: World) -> None:
     async def test() -> None:
         wish = Wish(tokens_of(world), namespace(world))
         away = await know(world, wish, [Down(await world.store())], limit_s=0.1)
@@ -175,7 +175,7 @@ def test_what_is_known_is_delivered_without_another_lookup(world: World) -> None
     run(test())
 
 
-def test_heads_that_travel_to_another_process(world: World) -> None:
+def test_heads_spare_another_process_the_lookup(world: World) -> None:
     async def test() -> None:
         store = Counting(await world.store())
         found = await know(world, Wish(tokens_of(world), namespace(world)), [store])

@@ -13,7 +13,7 @@ from kdn.store.base import Hints
 PARCEL = Parcel(b"k" * 16, b"e" * 16, bytes(range(250)) * 4, Hints(b"p" * 16, 1.5), b"r" * 16)
 
 
-def test_the_bytes_of_a_file() -> None:
+def test_a_file_has_exactly_these_bytes() -> None:
     parcel = Parcel(b"k", b"et", b"data", Hints(b"par", 0.5), replacing=b"repl")
     content = pack(parcel)
     assert content.hex() == (
@@ -36,7 +36,7 @@ def test_any_changed_byte_is_found(place: int) -> None:
         unpack(bytes(content))
 
 
-def test_errors_have_names() -> None:
+def test_each_kind_of_damage_has_its_own_error() -> None:
     content = pack(PARCEL)
     with pytest.raises(TruncatedError):
         unpack(content[:20])

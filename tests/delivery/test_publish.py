@@ -139,7 +139,7 @@ def test_flush_waits_for_what_was_queued_before(
     publishing(world, lambda: world.store([]), test)
 
 
-def test_another_publisher_was_first(world: World) -> None:
+def test_a_stream_that_another_published_first_stays(world: World) -> None:
     """What it stored stays."""
 
     async def test(publisher: Publisher, store: Store) -> None:

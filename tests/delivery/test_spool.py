@@ -63,7 +63,7 @@ def test_each_owner_has_chunks_of_its_own(tmp_path: Path) -> None:
     assert files(tmp_path) == ["lock"]
 
 
-def test_a_folder_taken_for_left_behind_before_it_was_locked(
+def test_an_owner_whose_folder_was_taken_before_it_was_locked_makes_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lock is one that nobody else sees. So another folder is made."""
@@ -83,7 +83,7 @@ def test_a_folder_taken_for_left_behind_before_it_was_locked(
     assert found.parent.name == made[1]
 
 
-def test_one_chunk_left_by_two(tmp_path: Path) -> None:
+def test_a_chunk_left_by_two_owners_is_sent_once(tmp_path: Path) -> None:
     for spool in [Spool.open(tmp_path) for _ in range(2)]:
         assert spool.add(parcel(1))
         spool.close()
@@ -91,7 +91,7 @@ def test_one_chunk_left_by_two(tmp_path: Path) -> None:
     assert files(tmp_path) == ["lock"]
 
 
-def test_bounded_for_all_owners_together(tmp_path: Path) -> None:
+def test_the_bound_holds_for_all_owners_together(tmp_path: Path) -> None:
     one, two = (Spool.open(tmp_path, max_bytes=2500) for _ in range(2))
     assert one.add(parcel(1))
     assert two.add(parcel(2))
@@ -154,7 +154,7 @@ def test_a_closed_spool_keeps_nothing(tmp_path: Path) -> None:
     assert spool.adopt() == 0
 
 
-def test_a_root_that_cannot_be_one(tmp_path: Path) -> None:
+def test_a_root_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match="cannot spool in"):
         Spool.open(tmp_path / "file")

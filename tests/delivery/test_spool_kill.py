@@ -118,7 +118,7 @@ def test_processes_that_live_keep_their_chunks(tmp_path: Path) -> None:
     again.close()
 
 
-def test_many_at_once(tmp_path: Path) -> None:
+def test_many_owners_at_once_lose_no_chunk(tmp_path: Path) -> None:
     """That add, send, take over from each other, come, go and die."""
     rng, added, sent = Random(7), set[int](), set[int]()
     for number in range(4):

@@ -71,6 +71,11 @@ class World:
             await put_stream(store, stream)
         return store
 
+    @property
+    def all_levels(self) -> tuple[int, ...]:
+        """Of a delivery that is complete."""
+        return (self.codec.num_levels,) * len(self.chunks)
+
     def decoded(self, result: Result, number: int) -> KVCache:
         """What chunk `number` must be by what the result says of it."""
         by_id = {Bitstream.parse(data).stream_id: data for data in (*self.streams, *self.others)}

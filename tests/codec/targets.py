@@ -1,0 +1,70 @@
+"""Codecs and their streams, for tests that attack them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kdn.cache.keys import PUBLIC_SECRET, Chunk
+from kdn.codec.base import Codec
+from kdn.codec.cachegen import CacheGenCodec
+from kdn.codec.cachegen_profile import CacheGenProfile
+from kdn.codec.exact import ExactCodec
+from kdn.codec.klt import KltCodec
+from tests.codec.klt_profile import make_profile
+
+
+@dataclass(frozen=True)
+class Target:
+    """A codec and its streams under attack. `foreign` is the same codec with another profile, or
+    for another model where it has none; `other` a second stream of the very same chunk; `elsewhere`
+    the stream of another chunk; `others` what other tenants wrote of the same values."""
+
+    codec: Codec
+    foreign: Codec
+    chunk: Chunk
+    stream: bytes
+    other: bytes
+    elsewhere: bytes
+    others: tuple[bytes, ...]
+
+
+def _exact(tiny: Any) -> Target:
+    other_model = replace(tiny.spec, fingerprint=bytes(16))
+    return _target(tiny, ExactCodec(tiny.spec), ExactCodec(other_model))
+
+
+def _cachegen(tiny: Any) -> Target:
+    codecs = []
+    for seed in ("calibration", "foreign"):
+        made = tiny.reseed(seed)
+        profile = CacheGenProfile.fit(tiny.spec, [made.cache(made.chunk(bytes(16), 256))])
+        codecs.append(CacheGenCodec(tiny.spec, profile))
+    return _target(tiny, *codecs)
+
+
+def _klt(tiny: Any) -> Target:
+    codecs = [KltCodec(tiny.spec, make_profile(tiny.spec, seed)) for seed in (0, 1)]
+    return _target(tiny, *codecs)
+
+
+CODECS: dict[str, Callable[[Any], Target]] = {"exact": _exact, "cachegen": _cachegen, "klt": _klt}
+
+
+def _target(tiny: Any, codec: Codec, foreign: Codec) -> Target:
+    tenant = replace(tiny, secret=b"a tenant's own")
+    chunk = tenant.chunk(codec.profile_id, 32)
+    another = tenant.reseed("another text").chunk(codec.profile_id, 32)
+    absences = (0, 5, 0, 32)
+    cache = tiny.cache(chunk, absences=absences)
+    tenants = [replace(tiny, secret=secret) for secret in (PUBLIC_SECRET, b"another tenant's")]
+    return Target(
+        codec,
+        foreign,
+        chunk,
+        stream=codec.encode(chunk, cache),
+        other=codec.encode(chunk, tiny.reseed("other").cache(chunk, absences=absences)),
+        elsewhere=codec.encode(another, tiny.cache(another)),
+        others=tuple(codec.encode(one.chunk(codec.profile_id, 32), cache) for one in tenants),
+    )
