@@ -146,16 +146,16 @@ async def _persist(question: Question, endpoint: Endpoint) -> list[Assembly | No
     """Ask until there is an answer; whoever calls this sets the limit."""
     attempt_s = ATTEMPT_S
     while True:
-        await asyncio.sleep(max(0.0, endpoint.rests_until_s - question.clock()))
+        await asyncio.sleep(max(0.0, endpoint.rest.until_s - question.clock()))
         began_s = question.clock()
         try:
             async with asyncio.timeout(attempt_s):
                 answer = await ask(question, endpoint)
         except (KdnError, OSError):
-            endpoint.failed(began_s, question.clock(), question.rng)
+            endpoint.rest.failed(began_s, question.clock(), question.rng)
             attempt_s *= 2
         else:
-            endpoint.worked()
+            endpoint.rest.worked()
             return answer
 
 

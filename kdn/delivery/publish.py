@@ -234,12 +234,11 @@ class Publisher:
         while True:
             if self._parcels:
                 await self._send_next()
-            elif self._spool and self._sender.is_ready:  # and not empty
-                await self._sender.send_spooled(self._spool)
-            elif self._spool:
-                await self._wait(self._sender.endpoint.rests_until_s)
-            else:
+            elif not self._spool:  # there is none, or it is empty
                 await self._wait()
+            elif not await self._wait(self._sender.spool_rests_until_s):
+                await self._sender.send_spooled(self._spool)
+                self._moved.set()
 
     async def _send_next(self) -> None:
         parcel = self._parcels[0]  # stays there meanwhile: `close` spools what was not sent

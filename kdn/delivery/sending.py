@@ -16,7 +16,7 @@ from random import Random
 from xxhash import xxh3_64_intdigest
 
 from kdn.background import fault
-from kdn.delivery.endpoints import Endpoint
+from kdn.delivery.endpoints import Endpoint, Rest
 from kdn.delivery.parcel import Parcel
 from kdn.delivery.spool import Spool
 from kdn.errors import ChecksumError, KdnError, NoSpaceError, StoreError
@@ -63,22 +63,24 @@ class Sender:
         self._spool = spool
         self._clock = clock
         self._rng = rng or Random()
+        self._rest = Rest()  # of the place
+        self._spool_rest = Rest()
 
     @property
-    def is_ready(self) -> bool:
-        """Whether the place is worth a try now."""
-        return self.endpoint.is_ready(self._clock())
+    def spool_rests_until_s(self) -> float:
+        """When what was spooled is worth a try: the place has to work, and the disk."""
+        return max(self._rest.until_s, self._spool_rest.until_s)
 
     async def send(self, parcel: Parcel) -> None:
         """Until the place or the spool has accepted it, or the place has refused it for good."""
-        away = self._spool is not None and not self.is_ready
+        away = self._spool is not None and not self._rest.is_over(self._clock())
         for attempt in count(1):
             if not away and await self._try(parcel):
                 return
             if (away or attempt >= ATTEMPTS) and await self.put_aside(parcel):
                 return
             away = False  # the spool is full, or there is none
-            await asyncio.sleep(max(0.0, self.endpoint.rests_until_s - self._clock()))
+            await asyncio.sleep(max(0.0, self._rest.until_s - self._clock()))
 
     async def send_spooled(self, spool: Spool) -> None:
         """The oldest one. Whatever fails, it is safe where it is; others may have better luck."""
@@ -87,11 +89,16 @@ class Sender:
             parcel = await asyncio.to_thread(spool.first)
             if parcel is not None and await self._try(parcel):
                 await asyncio.to_thread(spool.remove, parcel.key)
+            elif parcel is not None:
+                await asyncio.to_thread(spool.defer, parcel.key)
         except Exception as error:
             self.fault("sending a spooled chunk", error)
-            self._failed(began_s)
+            self.counts.failures += 1
+            self._spool_rest.failed(began_s, self._clock(), self._rng)
             if parcel is not None:
                 await asyncio.to_thread(spool.defer, parcel.key)
+        else:
+            self._spool_rest.worked()
 
     async def put_aside(self, parcel: Parcel) -> bool:
         """Into the spool; False if it has no room, or there is none."""
@@ -125,7 +132,7 @@ class Sender:
         except KdnError:
             self.counts.refused += 1
         else:
-            self.endpoint.worked()
+            self._rest.worked()
             self.counts.published += mine
             self.counts.known += not mine
         return True
@@ -145,5 +152,5 @@ class Sender:
 
     def _failed(self, began_s: float) -> bool:
         self.counts.failures += 1
-        self.endpoint.failed(began_s, self._clock(), self._rng)
+        self._rest.failed(began_s, self._clock(), self._rng)
         return False

@@ -14,8 +14,10 @@ from kdn.codec.format import Bitstream
 from kdn.delivery import publish
 from kdn.delivery.client import deliver
 from kdn.delivery.endpoints import Endpoint
+from kdn.delivery.parcel import Parcel
 from kdn.delivery.publish import Admission, Publisher, Values
 from kdn.delivery.spool import Spool
+from kdn.errors import StoreError
 from kdn.store.base import Entry, Store
 from tests.delivery.publishing import all_accepted, down, publish_all, publishing
 from tests.delivery.world import Down, Proxy, World, level_major, make_world, run
@@ -181,6 +183,53 @@ def test_a_fault_leaves_a_spooled_chunk_where_it_is(world: World, tmp_path: Path
     spool_all(world, tmp_path)
     assert publishing(world, store, test, spool=Spool.open(tmp_path)).counts.faults >= 1
     assert not list(tmp_path.glob("*/*.chunk"))
+
+
+def test_a_chunk_that_the_place_does_not_take_lets_the_others_go_first(
+    world: World, tmp_path: Path
+) -> None:
+    class Picky(Proxy):
+        async def put(self, key: bytes, *args: Any, **named: Any) -> Entry:
+            if key == world.chunks[0].key:
+                raise StoreError("not this one")
+            return await super().put(key, *args, **named)
+
+    async def store() -> Store:
+        return Picky(await world.store([]))
+
+    async def test(publisher: Publisher, store: Picky) -> None:
+        await until_published(publisher, 3)
+
+    spool_all(world, tmp_path)
+    publishing(world, store, test, spool=Spool.open(tmp_path))
+    assert len(list(tmp_path.glob("*/*.chunk"))) == 1
+
+
+def test_a_place_that_takes_nothing_is_read_from_at_once(world: World, tmp_path: Path) -> None:
+    """Nor does a disk that fails slow down reading, or sending what is new."""
+
+    class Unreadable(Spool):
+        def first(self) -> Parcel | None:
+            raise OSError(5, "Input/output error")
+
+    async def work() -> None:
+        place = Endpoint(Down(await world.store([])))
+        spool = Unreadable.open(tmp_path)
+        async with Publisher(place, world.codec, spool=spool) as publisher:
+            await all_accepted(publisher, world)
+            assert publisher.counts.failures
+            assert place.rest.is_over(0.0)
+            place.store.is_down = False  # type: ignore[attr-defined]
+            failures = publisher.counts.failures
+            async with asyncio.timeout(10.0):
+                while publisher.counts.failures < failures + 3:
+                    await asyncio.sleep(0.01)
+            again = make_world(5)
+            publisher.publish(again.chunks[4], Values(again.caches[4]))
+            assert await publisher.flush(10.0)
+            assert (publisher.counts.published, publisher.counts.spooled) == (1, 4)
+
+    run(work())
 
 
 def test_close_has_a_deadline_and_says_what_is_lost(world: World) -> None:
