@@ -61,6 +61,8 @@ class Endpoint:
         self.name = name or type(store).__name__
         self.rest = Rest()
         """From reading. Publishing has one of its own."""
+        self.refusal = ""
+        """What it said when it refused to be asked."""
         self._rejected: OrderedDict[bytes, _Rejection] = OrderedDict()  # by key
 
     def __repr__(self) -> str:

@@ -38,7 +38,7 @@ _TRIES = 10
 
 
 class Spool:
-    """Its methods block, `in` and `len` excepted: call them in threads, of which many may."""
+    """Its methods block, unless they only tell of keys: call them in threads, of which many may."""
 
     def __init__(self, root: Path, max_bytes: int) -> None:
         """For `open`."""
@@ -68,6 +68,9 @@ class Spool:
 
     def __contains__(self, key: bytes) -> bool:
         return _name(key) in self._sizes
+
+    def keys(self) -> list[bytes]:
+        return [bytes.fromhex(name.removesuffix(_CHUNK)) for name in list(self._sizes)]
 
     def add(self, parcel: Parcel) -> bool:
         """Keep it; False if there is no room. When this returns, it survives a power loss."""
@@ -128,14 +131,14 @@ class Spool:
             return len(self._sizes) - before
 
     def close(self) -> None:
-        """Leave what is still there to others. Nothing is added afterwards."""
+        """Leave what is still there to others: here it is empty afterwards, and stays so."""
         with self._alone:
             if self._lock is None:
                 return
             if not self._sizes:
                 _discard(self._folder)
             os.close(self._lock)
-            self._lock = None
+            self._lock, self._sizes = None, {}
 
     def _settle(self) -> None:
         """In a folder of its own. Between its making and its locking, another process may take it

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kdn.errors import ChecksumError, FormatError, KdnError, MismatchError, NoSpaceError, StoreError
+from kdn.errors import (
+    ChecksumError,
+    FormatError,
+    KdnError,
+    MismatchError,
+    NoSpaceError,
+    RefusedError,
+    StoreError,
+)
 from kdn.protocol.frames import OK, Frame
 from kdn.store.base import Entry, Hints, Span, clip
 
@@ -20,6 +28,11 @@ _ERRORS: dict[str, type[KdnError]] = {
     "quota_exceeded": NoSpaceError,
     "no_space": NoSpaceError,
     "too_large": NoSpaceError,
+    "bad_request": RefusedError,
+    "unauthorized": RefusedError,
+    "forbidden": RefusedError,
+    "not_found": RefusedError,
+    "method_not_allowed": RefusedError,
 }
 
 

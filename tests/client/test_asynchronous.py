@@ -18,12 +18,16 @@ import torch
 
 from kdn.cache.keys import cut
 from kdn.cache.tensors import KVCache
+from kdn.client import asynchronous
 from kdn.client.asynchronous import AsyncClient
+from kdn.delivery.parcel import Parcel
 from kdn.delivery.sending import Counts
 from kdn.engines.generating import Sampling, generate
 from kdn.engines.reading import new_cache, read
 from kdn.errors import KdnError, MismatchError, StoreError, UnsupportedError
+from kdn.store.base import Entry, Hints
 from tests.client.letters import Letters
+from tests.delivery.world import Proxy
 from tests.engines.lora import attach
 from tests.node.harness import Running, run, tenant, with_node
 
@@ -392,6 +396,62 @@ def test_tokens_of_tenants(tiny_model: Any, tmp_path: Path) -> None:
             await client.learn("notes", TEXT)
 
     with_node(tmp_path, test, tenant("t", "right"))
+
+
+def test_a_token_that_may_only_read_learns_nothing(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asynchronous, "FLUSH_S", 20.0)
+
+    async def test(node: Running) -> None:
+        async with client_at(node.url, tiny_model("llama"), token="reader") as client:
+            with pytest.raises(StoreError, match=r"refused: .*403 forbidden: this token may read"):
+                await client.learn("notes", TEXT)
+            assert client.session.publisher.counts.failures == 0
+
+    with_node(tmp_path, test, tenant("t", "reader", "read_tokens"))
+
+
+def test_learning_fails_only_for_chunks_of_its_own(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for what other processes left in the spool, nor for what was refused before."""
+
+    class Picky(Proxy):
+        refusals = 0
+
+        async def put(self, key: bytes, *args: Any, **named: Any) -> Entry:
+            if key == b"theirs":
+                self.refusals += 1
+                raise StoreError("never this one")
+            return await super().put(key, *args, **named)
+
+    async def test(node: Running) -> None:
+        async with client_at(node.url, tiny_model("llama")) as client:
+            publisher = client.session.publisher
+            place = client.session.places.publish_to
+            place.store = picky = Picky(place.store)
+            spool = publisher._spool
+            assert spool is not None
+            spool.add(Parcel(b"theirs", b"e", b"data", Hints()))
+            publisher._sender.refuse(b"earlier", StoreError("quota"))
+            await client.learn("notes", TEXT)
+            assert picky.refusals
+            assert b"theirs" in spool
+
+    monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(asynchronous, "FLUSH_S", 10.0)
+    with_node(tmp_path, test)
+
+
+def test_what_a_full_node_says_is_what_learning_says(tiny_model: Any, tmp_path: Path) -> None:
+    async def test(node: Running) -> None:
+        async with client_at(node.url, tiny_model("llama"), token="t") as client:
+            for _ in range(2):
+                with pytest.raises(StoreError, match=r"refused: .*507 quota_exceeded"):
+                    await client.learn("notes", TEXT)
+
+    with_node(tmp_path, test, tenant("t", "t", quota_bytes=1000))
 
 
 def test_audits_are_counted(tiny_model: Any, tmp_path: Path) -> None:

@@ -14,7 +14,14 @@ from xxhash import xxh3_64_intdigest
 
 import tests.store.contract as contract
 from kdn.codec.format import Bitstream
-from kdn.errors import KdnError, LimitError, MismatchError, NoSpaceError, StoreError
+from kdn.errors import (
+    KdnError,
+    LimitError,
+    MismatchError,
+    NoSpaceError,
+    RefusedError,
+    StoreError,
+)
 from kdn.protocol.frames import MAX_KEY_BYTES, Frame, pack
 from kdn.store.base import Entry, Hints, Store
 from kdn.store.evict import open_policy
@@ -178,6 +185,25 @@ def test_a_put_that_is_answered_with_another_key_is_refused() -> None:
         async with fake(answer) as url, closing(quick(url)) as store:
             with pytest.raises(StoreError, match="is there"):
                 await put(store, b"key", b"data")
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("token", "path", "status"),
+    [("wrong", "objects", 401), ("reader", "objects", 403), ("writer", "nothing", 404)],
+)
+def test_a_refusal_that_no_retry_changes(
+    tmp_path: Path, token: str, path: str, status: int
+) -> None:
+    tenants = tenant("t", "reader", "read_tokens"), tenant("u", "writer")
+
+    async def test() -> None:
+        async with running(config_for(tmp_path, *tenants)) as node:
+            client = NodeClient(node.url, token=token)
+            async with closing(HttpStore(client, collection=path)) as store:
+                with pytest.raises(RefusedError, match=f"{status} "):
+                    await put(store, b"key", b"data")
 
     run(test())
 
