@@ -167,17 +167,27 @@ class AsyncClient(Opened):
         on_read: OnRead | None,
     ) -> None:
         """Let the model read all chunks, and wait until they are stored. StoreError if that takes
-        too long, or if the place refuses a chunk."""
+        too long, or as soon as one is refused."""
         publisher, place = self.session.publisher, self.session.places.publish_to.name
-        refused = publisher.counts.refused
-        told = on_read or (lambda num_read, num_tokens: None)
-        published = await self.contexts.read(
-            context, tokens, chunks, FLUSH_S, lambda count: told(count, len(tokens))
-        )
-        if not published or not await publisher.store_all(FLUSH_S):
+        new = [chunk for chunk in chunks if chunk.end > context.num_tokens]
+
+        def check(num_read: int) -> None:
+            refused = publisher.refused(chunk.key for chunk in new if chunk.end <= num_read)
+            if refused:
+                why = next(iter(refused.values()))
+                raise StoreError(f"{len(refused)} chunks for {place} were refused: {why}")
+
+        def told(num_read: int) -> None:
+            check(num_read)
+            if on_read is not None:
+                on_read(num_read, len(tokens))
+
+        published = await self.contexts.read(context, tokens, chunks, FLUSH_S, told)
+        keys = [chunk.key for chunk in new]
+        stored = published and await publisher.store_all(keys, FLUSH_S)
+        check(len(tokens))
+        if not stored:
             raise StoreError(f"{place} takes too long to store what is new")
-        if lost := publisher.counts.refused - refused:
-            raise StoreError(f"{place} refused {lost} chunks: is it full?")
 
     async def load(
         self,

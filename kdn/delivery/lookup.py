@@ -9,6 +9,7 @@ should be counts as not known, and its endpoint remembers it as one to be replac
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -20,9 +21,18 @@ from kdn.codec.format import Bitstream
 from kdn.codec.header import STREAM_ID_BYTES, Header, header_size
 from kdn.delivery.assemble import Assembly
 from kdn.delivery.endpoints import Endpoint, Endpoints
-from kdn.errors import ChecksumError, FormatError, KdnError, MismatchError, TruncatedError
+from kdn.errors import (
+    ChecksumError,
+    FormatError,
+    KdnError,
+    MismatchError,
+    RefusedError,
+    TruncatedError,
+)
 from kdn.store.base import Entry, Store
 from kdn.store.streaming import Ask
+
+logger = logging.getLogger(__name__)
 
 HEAD_BYTES = 1024
 """Holds the header of most streams; what is missing of longer ones costs another round trip."""
@@ -145,19 +155,24 @@ async def _ask_all(
 
 
 async def _persist(question: Question, endpoint: Endpoint) -> list[Assembly | None]:
-    """Ask until there is an answer; whoever calls this sets the limit."""
+    """Ask until there is an answer; whoever calls this sets the limit. A refusal is one, too."""
     attempt_s = ATTEMPT_S
     while True:
-        await asyncio.sleep(max(0.0, endpoint.rests_until_s - question.clock()))
+        await asyncio.sleep(max(0.0, endpoint.rest.until_s - question.clock()))
         began_s = question.clock()
         try:
             async with asyncio.timeout(attempt_s):
                 answer = await ask(question, endpoint)
+        except RefusedError as error:
+            if endpoint.refusal != str(error):
+                endpoint.refusal = str(error)
+                logger.warning("nothing is known from %s: %s", endpoint.name, error)
+            return [None] * len(question.chunks)
         except (KdnError, OSError):
-            endpoint.failed(began_s, question.clock(), question.rng)
+            endpoint.rest.failed(began_s, question.clock(), question.rng)
             attempt_s *= 2
         else:
-            endpoint.worked()
+            endpoint.rest.worked()
             return answer
 
 

@@ -23,7 +23,7 @@ from kdn.protocol.frames import (
 )
 from kdn.protocol.limits import MAX_HEAD_BYTES, MAX_HEADS_BYTES, MAX_OFFSET, MAX_SPANS
 from kdn.store.base import Entry, Span, Stats, Store, check_put
-from kdn.store.http_answers import entry_of, join, member, told_entry
+from kdn.store.http_answers import Reply, entry_of, join, member, told_entry
 from kdn.store.node_client import NodeClient
 from kdn.store.streaming import Ask, FrameSplitter, Piece
 
@@ -61,12 +61,20 @@ class HttpStore(Store):
         answer = await self._node.ask(
             "PUT", self._path(key), data, headers=headers, expect=(200, 201, 412)
         )
-        told = member(answer.json, "object", dict) if answer.status == 412 else answer.json
-        kept = told_entry(told)
+        kept = await self._taken(key, answer) if answer.status == 412 else told_entry(answer.json)
         if kept.key != key:
             raise StoreError(f"{self._node.url}: put {key.hex()}, and {kept.key.hex()} is there")
         self._counts.puts += answer.status == 201 or (replacing is not None and kept.etag == etag)
         return kept
+
+    async def _taken(self, key: bytes, answer: Reply) -> Entry:
+        """What is there instead of what was to be replaced. Older nodes have to be asked."""
+        if isinstance(answer.json, dict) and "object" in answer.json:
+            return told_entry(answer.json["object"])
+        [found] = await self.lookup([key])
+        if found is None:
+            raise answer.error(self._node.url)
+        return found
 
     async def get(
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None

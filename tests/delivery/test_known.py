@@ -16,6 +16,7 @@ from kdn.delivery.client import deliver
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.delivery.known import Known, Wish, longest_known
 from kdn.delivery.lookup import Question
+from kdn.errors import RefusedError
 from kdn.store.base import Entry, Store
 from tests.delivery.world import (
     TINY,
@@ -161,6 +162,28 @@ def test_who_is_away_makes_it_late_and_who_is_empty_does_not(world: World) -> No
         assert (empty.end, empty.is_late) == (0, False)
 
     run(test())
+
+
+def test_a_place_that_refuses_has_answered(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not asked until there is no time left, and the log says so once."""
+
+    class Refusing(Counting):
+        async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
+            self.lookups += 1
+            raise RefusedError("401 unauthorized")
+
+    async def test() -> None:
+        place = Endpoint(Refusing(await world.store()), name="there")
+        wish = Wish([*tokens_of(world)[:300], 1], namespace(world))
+        for _ in range(2):
+            found = await know(world, wish, [place], limit_s=60.0)
+            assert (found.end, found.is_late) == (0, False)
+        assert place.store.lookups == 2  # type: ignore[attr-defined]
+
+    run(test())
+    assert [record.message for record in caplog.records] == [
+        "nothing is known from there: 401 unauthorized"
+    ]
 
 
 def test_what_is_known_is_delivered_without_another_lookup(world: World) -> None:
