@@ -26,6 +26,7 @@ from kdn.checked import (
     checked_count,
     checked_deadline,
     checked_function,
+    checked_name,
     checked_number,
     checked_text,
     checked_texts,
@@ -42,7 +43,6 @@ from kdn.codec import CODECS
 from kdn.config import find_credentials
 from kdn.defaults import CODEC, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
 from kdn.delivery.request import OnProgress
-from kdn.depot.manifests import checked_name
 from kdn.engines.generating import Sampling, TextPieces
 from kdn.engines.growing import Rooms
 from kdn.engines.prompts import Knowledge, Prompts

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from kdn.config import NodeSettings, TenantSettings
+from kdn.config import DepotSettings, TenantSettings
 from kdn.depot.manifests import chunks_of
 from kdn.depot.names import Must, NameStore, Totals, Version
 from kdn.depot.stores import open_store
@@ -193,7 +193,7 @@ def _keys(tenant: Tenant, chunks: Iterable[bytes]) -> list[bytes]:
 
 @asynccontextmanager
 async def open_depot(
-    settings: NodeSettings, tenant_settings: Sequence[TenantSettings] = ()
+    settings: DepotSettings, tenant_settings: Sequence[TenantSettings] = ()
 ) -> AsyncIterator[Depot]:
     """What is in the folder `settings.data`, which is made if need be; closed (and flushed) on
     leaving. One process at a time may have it open."""
