@@ -34,6 +34,7 @@ from kdn.cache.folder import cache_folder
 from kdn.checked import shown
 from kdn.credentials import Credentials, secret_from, token_from, warn_if_shared
 from kdn.errors import UnsupportedError
+from kdn.protocol.limits import MAX_CHUNK_BYTES, MAX_PROFILE_BYTES
 
 T = TypeVar("T")
 
@@ -95,8 +96,8 @@ class NodeSettings(DepotSettings):
     max_connections: int = 4096
     max_requests: int = 2048
     """Requests in progress at once; more are answered with 503."""
-    max_chunk_bytes: int = 256 * 2**20
-    max_profile_bytes: int = 2 * 2**30
+    max_chunk_bytes: int = MAX_CHUNK_BYTES
+    max_profile_bytes: int = MAX_PROFILE_BYTES
     max_bodies_bytes: int = 4 * 2**30
     """Memory for all objects being received."""
     max_questions_bytes: int = 256 * 2**20

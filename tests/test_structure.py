@@ -71,6 +71,19 @@ def test_no_import_points_to_the_right() -> None:
             assert ORDER.index(part) <= ORDER.index(package), f"{path} imports {imported}"
 
 
+APART = {
+    "delivery": ("depot", "node"), "places": ("node",), "session": ("depot", "node"),
+    "engines": ("depot", "node", "store"), "client": ("depot", "node", "store"),
+}  # fmt: skip
+"""These know nothing of what is named, though it is to their left."""
+
+
+def test_what_is_apart_stays_apart() -> None:
+    for path, package, imported in IMPORTS:
+        others = tuple(f"kdn.{other}.*" for other in APART.get(package, ()))
+        assert not matches(imported, others), f"{path} imports {imported}"
+
+
 def test_those_who_move_bytes_know_neither_torch_nor_codecs() -> None:
     for path, package, imported in IMPORTS:
         allowed = CONTAINER if package == "node" else ()

@@ -15,9 +15,8 @@ import numpy as np
 from kdn.codec.format import Bitstream, Buffer
 from kdn.codec.header import Header
 from kdn.errors import ChecksumError, LimitError
+from kdn.protocol.limits import MAX_CHUNK_BYTES
 
-MAX_STREAM_BYTES = 256 << 20
-"""What a delivery is willing to hold of one chunk."""
 IN_LOOP_BYTES = 32 << 10
 """A level up to this size is verified (in 30 us) faster than another thread would begin with it."""
 
@@ -62,9 +61,9 @@ def _outside(interval: Interval, start: int, end: int) -> tuple[Interval, Interv
 class Assembly:
     def __init__(self, header: Header, head: Buffer) -> None:
         """`head` are the stream's first bytes: at least its header, which `header` is."""
-        if header.stream_bytes > MAX_STREAM_BYTES:
+        if header.stream_bytes > MAX_CHUNK_BYTES:
             raise LimitError(
-                f"expected at most {MAX_STREAM_BYTES} bytes of stream, found {header.stream_bytes}"
+                f"expected at most {MAX_CHUNK_BYTES} bytes of stream, found {header.stream_bytes}"
             )
         self.header = header
         self.level_ends = header.level_ends

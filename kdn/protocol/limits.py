@@ -28,3 +28,7 @@ MAX_JSON_BYTES = 4 << 20
 """Of an answer in JSON: a page of a list and anything shorter."""
 MAX_REPORT_BYTES = 64 << 20
 """Of the answer to a deleted name: all keys that any version of it used."""
+MAX_CHUNK_BYTES = 256 << 20
+"""Of a stream, or any other object: what clients read, and a node takes unless told otherwise."""
+MAX_PROFILE_BYTES = 2 << 30
+"""Of a codec's profile."""

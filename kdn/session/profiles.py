@@ -29,6 +29,7 @@ from kdn.errors import (
 )
 from kdn.places.manifests import entry_of, with_entry
 from kdn.places.places import Places
+from kdn.protocol.limits import MAX_PROFILE_BYTES
 
 if TYPE_CHECKING:
     from kdn.codec.klt import Profile
@@ -79,15 +80,13 @@ def _read(path: Path) -> bytes:
 
 async def _fetch(spec: ModelSpec, places: Places, seal_key: bytes) -> Profile | None:
     """From the first place that has a good one; None if none has any."""
-    from kdn.codec.klt.profile import MAX_BYTES
-
     profile_id = await _shared_id(spec, places, seal_key)
     if profile_id is None:
         return None
     trouble: KdnError | None = None
     for store in places.profiles:
         try:
-            span = await store.get(profile_id, 0, MAX_BYTES + 1)
+            span = await store.get(profile_id, 0, MAX_PROFILE_BYTES + 1)
             if span is not None:
                 return await asyncio.to_thread(_kept, bytes(span.data), profile_id, spec)
         except KdnError as error:

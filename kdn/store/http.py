@@ -21,7 +21,14 @@ from kdn.protocol.frames import (
     Frame,
     split,
 )
-from kdn.protocol.limits import MAX_HEAD_BYTES, MAX_HEADS_BYTES, MAX_OFFSET, MAX_SPANS
+from kdn.protocol.limits import (
+    MAX_CHUNK_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_HEADS_BYTES,
+    MAX_OFFSET,
+    MAX_PROFILE_BYTES,
+    MAX_SPANS,
+)
 from kdn.store.base import Entry, Span, Stats, Store, check_put
 from kdn.store.http_answers import Reply, entry_of, join, member, told_entry
 from kdn.store.node_client import NodeClient
@@ -88,7 +95,7 @@ class HttpStore(Store):
     async def _get(
         self, key: bytes, start: int, end: int | None, etag: bytes | None
     ) -> Span | None:
-        most_bytes = self._node.limits.object_bytes
+        most_bytes = MAX_PROFILE_BYTES if self._collection == "profiles" else MAX_CHUNK_BYTES
         begin = min(start, MAX_OFFSET)
         wanted: dict[str, Any] = {"key": key.hex(), "start": begin}
         if end is not None:

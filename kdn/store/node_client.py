@@ -37,7 +37,6 @@ class HttpLimits:
     """Longest time without a byte."""
     deadline_s: float = 60.0
     """Of a whole request."""
-    object_bytes: int = 256 << 20
 
 
 class _CutError(StoreError):

@@ -270,7 +270,7 @@ async def fake(handler: Handler) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-QUICK = HttpLimits(connections=2, connect_s=0.5, silence_s=0.2, deadline_s=0.5, object_bytes=10_000)
+QUICK = HttpLimits(connections=2, connect_s=0.5, silence_s=0.2, deadline_s=0.5)
 
 
 def quick(url: str) -> HttpStore:

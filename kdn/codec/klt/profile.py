@@ -45,6 +45,7 @@ from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
 from kdn.codec.klt import symbols
 from kdn.codec.rans import PROB_TOTAL
 from kdn.errors import FormatError, MismatchError
+from kdn.protocol.limits import MAX_PROFILE_BYTES
 
 FORMAT = "kdn klt profile"
 VERSION = 3
@@ -54,7 +55,6 @@ CONTEXT_TOKENS = 3
 NUM_CLASSES = 5
 """Step classes of a token: class c divides the step by 2 ** ((c - 2) / 2)."""
 MAX_LEVELS = 8
-MAX_BYTES = 1 << 31
 
 Tensors = Mapping[str, npt.NDArray[Any]]
 
@@ -112,15 +112,17 @@ class Profile:
     def load(cls, path: Path) -> Profile:
         try:
             with path.open("rb") as file:
-                data = file.read(MAX_BYTES + 1)
+                data = file.read(MAX_PROFILE_BYTES + 1)
         except (OSError, ValueError) as error:
             raise FormatError(f"{path}: expected a {FORMAT}: {error}") from error
         return cls.from_bytes(data)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Profile:
-        if len(data) > MAX_BYTES:
-            raise FormatError(f"expected a profile of at most {MAX_BYTES} bytes, found {len(data)}")
+        if len(data) > MAX_PROFILE_BYTES:
+            raise FormatError(
+                f"expected a profile of at most {MAX_PROFILE_BYTES} bytes, found {len(data)}"
+            )
         try:
             tensors = load_tensors(data)
             size = int.from_bytes(data[:8], "little")
