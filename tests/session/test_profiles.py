@@ -170,10 +170,12 @@ def test_no_more_than_a_profile_can_have_is_read(
                 return await get(key, start, end)
 
             monkeypatch.setattr(places.profiles[0], "get", counted)
-            monkeypatch.setattr("kdn.session.profiles.MAX_PROFILE_BYTES", size - 1)
+            for home in ("kdn.session.profiles", "kdn.codec.klt.profile"):
+                monkeypatch.setattr(f"{home}.MAX_PROFILE_BYTES", size - 1)
             with pytest.raises(KdnError):
                 await klt_for(spec, places)
-            monkeypatch.setattr("kdn.session.profiles.MAX_PROFILE_BYTES", size)
+            for home in ("kdn.session.profiles", "kdn.codec.klt.profile"):
+                monkeypatch.setattr(f"{home}.MAX_PROFILE_BYTES", size)
             assert (await klt_for(spec, places)).profile_id == good.profile_id
         assert asked == [size, size + 1]
 
