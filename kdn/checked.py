@@ -26,6 +26,10 @@ MAX_WAIT_S = 3600.0
 """Nothing waits for ever."""
 _SHOWN_CHARS = 80
 _CLIENT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+NAME_PART = re.compile(r"[A-Za-z0-9._-]{0,128}")
+"""What a name begins with, or nothing."""
+NAME_EXPECTED = "expected a name of 1 to 128 letters, digits, '.', '_', '-'"
 _PLOTS = ("", ".png", ".pdf", ".svg")
 
 
@@ -87,6 +91,17 @@ def checked_choice(name: str, value: Any, known: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in known:
         raise UnsupportedError(f"{name}: expected {', '.join(known)}, found {shown(value)}")
     return value
+
+
+def is_name(name: str) -> bool:
+    return NAME.fullmatch(name) is not None
+
+
+def checked_name(name: str) -> str:
+    """Of something learned."""
+    if not isinstance(name, str) or not is_name(name):
+        raise UnsupportedError(f"{NAME_EXPECTED}, found {shown(name)}")
+    return name
 
 
 def checked_function(name: str, value: Any) -> None:

@@ -50,16 +50,10 @@ _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True)
-class NodeSettings:
-    """Settings of `kdn node`. 0 means "no limit" where a limit is optional."""
+class DepotSettings:
+    """What is kept in a data folder, and how much."""
 
-    host: str = "127.0.0.1"
-    port: int = 8470
     data: Path = field(default_factory=lambda: cache_folder() / "node")
-    insecure: bool = False
-    """Listen beyond loopback although there are no tokens."""
-    tls_cert: str = ""
-    tls_key: str = ""
     memory_bytes: int = 2**30
     disk_bytes: int = 50 * 2**30
     policy: str = "cost"
@@ -69,11 +63,31 @@ class NodeSettings:
     upstream_token_file: str = ""
     upstream_tls_ca: str = ""
     """A PEM file: the authority that signed the upstream's certificate, if a private one did."""
+    store_timeout_s: float = 60.0
+    """For one operation of the store."""
+
+    @property
+    def upstream_credentials(self) -> Credentials:
+        """Read from their files now."""
+        token = token_from(
+            self.upstream_token or None, self.upstream_token_file or None, "upstream_token"
+        )
+        return Credentials(token, tls_ca=self.upstream_tls_ca or None)
+
+
+@dataclass(frozen=True)
+class NodeSettings(DepotSettings):
+    """Settings of `kdn node`. 0 means "no limit" where a limit is optional."""
+
+    host: str = "127.0.0.1"
+    port: int = 8470
+    insecure: bool = False
+    """Listen beyond loopback although there are no tokens."""
+    tls_cert: str = ""
+    tls_key: str = ""
     egress_bits_per_s: int = 0
     egress_trace: str = ""
     """A recorded trace that shapes egress, for tests and benchmarks."""
-    egress_order: str = "fair"
-    """Whose frame goes out next; "fifo" and "inverse" are there to be compared with."""
     frame_bytes: int = 0
     """Bytes sent in one turn of the fair scheduler; 0: 8 to 64 KiB under a limit, else 1 MiB."""
     max_sends: int = 64
@@ -97,21 +111,11 @@ class NodeSettings:
     """So much of a body must come in each such time as `min_body_bytes_per_s` makes of it; also how
     long a request waits for memory."""
     min_body_bytes_per_s: int = 50_000
-    store_timeout_s: float = 60.0
-    """For one operation of the store."""
     write_timeout_s: float = 30.0
     """For a reader to take one frame; then it is cut."""
     shutdown_timeout_s: float = 30.0
     """For responses in flight to finish when the node is told to stop."""
     log_level: str = "info"
-
-    @property
-    def upstream_credentials(self) -> Credentials:
-        """Read from their files now."""
-        token = token_from(
-            self.upstream_token or None, self.upstream_token_file or None, "upstream_token"
-        )
-        return Credentials(token, tls_ca=self.upstream_tls_ca or None)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,10 @@ class QuotaError(NoSpaceError):
     """A tenant would hold more than it may."""
 
 
+class RefusedError(StoreError):
+    """A place says no to whoever asks this: trying again changes nothing."""
+
+
 class ConditionError(KdnError):
     """A change was made for another version of a name than `newest`: the etag that is there, None
     if there is no such name."""

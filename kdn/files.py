@@ -19,6 +19,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 
@@ -48,6 +49,16 @@ def tighten_folder(path: Path, ours: re.Pattern[str]) -> None:
         logger.info("%s holds other things: its mode is left as it is", path)
     else:
         _tighten(path, about, FOLDER_MODE)
+
+
+def is_own_file(about: os.stat_result) -> bool:
+    return stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
+
+
+def is_own_folder(about: os.stat_result) -> bool:
+    """Whether what lies in it can be believed: only this user puts things there."""
+    own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
+    return own and not about.st_mode & OTHERS_WRITE
 
 
 def private_file(path: Path) -> None:
@@ -90,7 +101,7 @@ def write_whole(path: Path, data: bytes, aside: Path, mode: int = FILE_MODE) -> 
 
 def lock_file(path: Path) -> int:
     """Held until closed, also by a death of the process; BlockingIOError if another has it."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:

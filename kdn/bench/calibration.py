@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from kdn.bench.rivals.cachegen_profile import CacheGenProfile
 from kdn.bench.rivals.kvtc_profile import KvtcProfile
 from kdn.cache.folder import cache_folder
 from kdn.cache.keys import TokenIds
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.calibrate.corpus import Text, sample_windows
-from kdn.codec.cachegen_profile import CacheGenProfile
 from kdn.engines.transformers import from_dynamic_cache
 from kdn.errors import FormatError
 

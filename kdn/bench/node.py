@@ -32,8 +32,10 @@ from kdn.bench.node_load import (
     full_speed,
     slow_readers,
 )
+from kdn.bench.node_orders import ORDERS, RIVALS
 from kdn.bench.node_report import plot, print_report
 from kdn.bench.node_servers import (
+    KDN_NODE,
     Server,
     absent,
     make_objects,
@@ -43,7 +45,6 @@ from kdn.bench.node_servers import (
 )
 from kdn.bench.options import JsonFile, PlotFile
 from kdn.bench.report import hardware, report_console, write_json
-from kdn.node.scheduler import ORDERS
 
 KIB = 1024
 SPEED_BAR = 0.7
@@ -153,13 +154,10 @@ def measure_speed(
 def fairness_of(
     order: str, folder: Path, sets: Mapping[int, Mapping[str, bytes]], load: FairnessLoad, seed: int
 ) -> Fairness:
-    settings = {
-        "egress_bits_per_s": load.bits_per_s,
-        "egress_order": order,
-        "frame_bytes": load.frame_bytes,
-    }
+    settings = {"egress_bits_per_s": load.bits_per_s, "frame_bytes": load.frame_bytes}
+    program = ("kdn.bench.node_orders", order) if order in RIVALS else KDN_NODE
     small, large = sets[min(sets)], sets[max(sets)]
-    with start_kdn(folder / order, settings) as server:
+    with start_kdn(folder / order, settings, program=program) as server:
         for objects in (small, large):
             server.put(objects)
         return measure_fairness(server, small, large, load, seed)

@@ -40,6 +40,7 @@ from kdn.node.tenants import token_hash
 
 START_S = 20.0
 STOP_S = 10.0
+KDN_NODE = ("kdn.cli.main", "node")
 PACKAGES = {"nginx": ("nginx", "nginx-light"), "redis": ("redis-server", "redis-server")}
 """Server to (program, package)."""
 
@@ -60,6 +61,10 @@ class Server:
     @property
     def name(self) -> str:
         return self.dialect.name
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address[0]}:{self.address[1]}"
 
     def cpu_s(self) -> float:
         """Processor time so far, user and system."""
@@ -122,9 +127,13 @@ def absent() -> dict[str, str]:
 
 @contextmanager
 def start_kdn(
-    folder: Path, settings: Mapping[str, object] | None = None, tenants: Sequence[str] = ()
+    folder: Path,
+    settings: Mapping[str, object] | None = None,
+    tenants: Sequence[str] = (),
+    program: Sequence[str] = KDN_NODE,
 ) -> Iterator[Server]:
-    """`kdn node` with nothing but these settings. A tenant's token is its name."""
+    """A node with nothing but these settings. A tenant's token is its name. `program`: a module to
+    run, and its arguments."""
     port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
     tables = [f'[tenants.{name}]\ntokens = ["{token_hash(name)}"]\n' for name in tenants]
@@ -135,7 +144,7 @@ def start_kdn(
     )
     environ |= {"KDN_NODE_PORT": str(port), "KDN_NODE_DATA": str(folder / "data")}
     environ |= {f"KDN_NODE_{name.upper()}": str(value) for name, value in (settings or {}).items()}
-    command = [sys.executable, "-m", "kdn.cli.main", "node"]
+    command = [sys.executable, "-m", *program]
     health = b"GET /healthz HTTP/1.1\r\nHost: bench\r\n\r\n"
     with start_server(KdnDialect(), command, port, folder, health, environ) as server:
         yield server

@@ -141,10 +141,10 @@ class Bench:
     def open_ways(self, names: Sequence[str], tokenizer: Any, kld: float) -> list[Way]:
         from kdn.bench.calibration import Calibration
         from kdn.bench.delivery.policies import fixed
+        from kdn.bench.rivals.cachegen import CacheGenCodec
         from kdn.bench.rivals.plain import Half, Int8
         from kdn.bench.ttft_codecs import cachegen_at, plain
         from kdn.codec import open_codec
-        from kdn.codec.cachegen import CacheGenCodec
         from kdn.delivery.planner import default
         from kdn.engines.growing import Rooms
         from kdn.engines.speeds import measured_speeds

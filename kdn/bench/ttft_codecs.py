@@ -10,12 +10,12 @@ from hashlib import blake2b
 import torch
 
 from kdn.bench.rivals.base import ExactContext
+from kdn.bench.rivals.cachegen import CacheGenCodec
 from kdn.bench.rivals.plain import Half, Int8
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
-from kdn.codec.cachegen import CacheGenCodec
 from kdn.codec.format import (
     KIND_KEYS,
     Bitstream,

@@ -108,7 +108,7 @@ class Chunk:
 def cut(tokens: Tokens, namespace: Namespace) -> list[Chunk]:
     """Cut a context into named chunks. A last partial chunk is kept as far as it is a multiple of
     TAIL_MULTIPLE tokens; what is left over after it has no chunk."""
-    ids = _token_ids(tokens)
+    ids = token_ids(tokens)
     usable = len(ids) - len(ids) % TAIL_MULTIPLE
     chunks: list[Chunk] = []
     parent = namespace.root
@@ -127,7 +127,7 @@ def tails(tokens: Tokens, namespace: Namespace, after: Chunk | None) -> Iterator
     """
     if after is not None and after.num_tokens != CHUNK_TOKENS:
         raise MismatchError(f"only a full chunk has successors, found {after.num_tokens} tokens")
-    ids = _token_ids(tokens)
+    ids = token_ids(tokens)
     start, parent = (after.end, after.key) if after else (0, namespace.root)
     longest = min(len(ids) - start, CHUNK_TOKENS - 1) // TAIL_MULTIPLE * TAIL_MULTIPLE
     for length in range(longest, 0, -TAIL_MULTIPLE):
@@ -148,7 +148,7 @@ def _chunk(ids: TokenIds, start: int, end: int, parent: bytes, namespace: Namesp
     return Chunk(key, parent, start, ids[start:end], history, namespace.seal_key)
 
 
-def _token_ids(tokens: Tokens) -> TokenIds:
+def token_ids(tokens: Tokens) -> TokenIds:
     """Little-endian u32; a negative id (a placeholder) would silently become another token."""
     ids = np.asarray(tokens)
     if ids.size == 0:

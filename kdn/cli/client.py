@@ -74,8 +74,8 @@ def as_quality(told: str) -> str | float:
 
 
 def learn(door: Door, name: str, path: Path) -> None:
+    from kdn.checked import checked_name
     from kdn.cli.progress import reading_bar
-    from kdn.depot.manifests import checked_name
 
     checked_name(name)
     text = read_text(path)
@@ -94,8 +94,8 @@ def learn(door: Door, name: str, path: Path) -> None:
 
 
 def ask(door: Door, name: str, question: str, deadline_s: float | None, max_tokens: int) -> None:
+    from kdn.checked import checked_name
     from kdn.cli.progress import bar
-    from kdn.depot.manifests import checked_name
 
     checked_name(name)
     checked_text("question", question)

@@ -8,23 +8,22 @@ shown is measured in this run; nothing is kept from one run to the next but the 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, Queue
-from time import monotonic
 from typing import Any
 
 from rich.console import Console
 
+from kdn.bench.node_servers import start_kdn
 from kdn.checked import checked_number, checked_plot
 from kdn.cli.client import as_quality, read_text
-from kdn.cli.demo_show import Screen, Side, report
+from kdn.cli.demo_show import Screen, report
 from kdn.errors import KdnError
 from kdn.session.quality import enough_kld
 
@@ -53,55 +52,21 @@ def run(text_path: Path | None, num_tokens: int, mbit: float, quality: str, out:
     smollm2_folder()  # fetched once, before anything is timed
     text = document(own, num_tokens)
     screen = Screen(console, QUESTIONS, mbit)
+    shaped = {"egress_bits_per_s": int(mbit * 1e6), "memory_bytes": "256MiB"}
     with (
         tempfile.TemporaryDirectory(prefix="kdn-demo-") as folder,
-        node(Path(folder), mbit) as url,
+        start_kdn(Path(folder), shaped) as node,
         screen,
     ):
         screen.say("Process A loads the model and reads the document")
-        for event in worker({"do": "learn", "url": url, "text": text}):
+        for event in worker({"do": "learn", "url": node.url, "text": text}):
             screen.learned(event)
         screen.say("Process B, which never read it, loads the model")
-        task = {"do": "answer", "url": url, "questions": QUESTIONS, "max_tokens": MAX_TOKENS}
+        task = {"do": "answer", "url": node.url, "questions": QUESTIONS, "max_tokens": MAX_TOKENS}
         for event in worker({**task, "quality": as_quality(quality)}):
             screen.answered(event)
     console.print(report(screen))
-    _plot(screen.sides, screen.learn, mbit, out, console)
-
-
-@contextmanager
-def node(folder: Path, mbit: float) -> Iterator[str]:
-    """A node in a process of its own, its link shaped: its URL."""
-    shaped = {"KDN_NODE_EGRESS_BITS_PER_S": str(int(mbit * 1e6)), "KDN_NODE_MEMORY_BYTES": "256MiB"}
-    command = [sys.executable, "-m", "kdn.cli.main", "node", "--port", "0", "--data", str(folder)]
-    process = subprocess.Popen(
-        command, env={**os.environ, **shaped}, stderr=subprocess.PIPE, text=True
-    )
-    lines = _lines(process.stderr)
-    try:
-        yield _url(lines)
-    finally:
-        process.terminate()
-        process.wait(START_S)
-
-
-def _url(lines: Queue[str | None]) -> str:
-    until_s, seen = monotonic() + START_S, ""
-    while monotonic() < until_s:
-        try:
-            line = lines.get(timeout=1.0)
-        except Empty:
-            continue
-        if line is None:
-            break
-        seen = line.strip() or seen
-        try:
-            told = json.loads(line)
-        except ValueError:
-            continue
-        if told.get("event") == "listening":
-            return str(told["url"])
-    raise DemoError(f"the node did not start: {seen}")
+    _plot(screen, out, console)
 
 
 def worker(task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -142,17 +107,11 @@ def _lines(stream: Any) -> Queue[str | None]:
     return lines
 
 
-def _plot(
-    sides: Mapping[tuple[int, str], Side],
-    learn: Mapping[str, Any],
-    mbit: float,
-    out: Path,
-    console: Console,
-) -> None:
+def _plot(screen: Screen, out: Path, console: Console) -> None:
     try:
         from kdn.cli.demo_plot import plot
     except ImportError:
         console.print("No timeline: pip install 'kdn[plot]'", markup=False)
         return
-    plot(sides, learn, mbit, out)
+    plot(screen.sides, screen.learn, screen.mbit, out)
     console.print(f"Timeline: {out}", highlight=False, markup=False)

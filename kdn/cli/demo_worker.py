@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import uvloop
+from transformers.utils.logging import disable_progress_bar
 
 from kdn.cache.keys import cut
 from kdn.cli.progress import share
@@ -152,19 +151,10 @@ def compare(
     return kld(*(forward(model, scored, one.past, every=True) for one in (own, known)))
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Progress bars of others do not belong on the screen of the demo."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    yield
-
-
 def main() -> None:
     task = json.load(sys.stdin)
-    with _quiet():
-        uvloop.run({"learn": learn, "answer": answer}[task["do"]](task))
+    disable_progress_bar()  # those of others do not belong on the screen of the demo
+    uvloop.run({"learn": learn, "answer": answer}[task["do"]](task))
 
 
 if __name__ == "__main__":

@@ -181,10 +181,11 @@ def node(
     ] = None,
 ) -> None:
     """Serve stores over HTTP. Works without any configuration, on loopback."""
-    from kdn.cli.node import run
+    from kdn.config import load_config
+    from kdn.node.server import run
 
     flags = {"data": data, "host": host, "port": port, "insecure": insecure}
-    run(config, {f"node.{name}": value for name, value in flags.items()})
+    run(load_config(config, {f"node.{name}": value for name, value in flags.items()}))
 
 
 @app.command(name="ls")

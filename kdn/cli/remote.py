@@ -12,9 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kdn.checked import checked_text, shown
+from kdn.checked import checked_name, checked_text, shown
 from kdn.config import load_config
-from kdn.depot.manifests import checked_name
 from kdn.errors import StoreError, UnsupportedError
 from kdn.places.names import NodeNames
 from kdn.store.http import HttpStore

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from kdn.cache.tensors import KVCache
 from kdn.session.delivered import Delivered
@@ -107,7 +110,7 @@ class Metrics:
     audited_tokens: int = 0
     audit_kld_sum: float = 0.0
     audit_kld_max: float = 0.0
-    """Of one answer's mean."""
+    """Largest mean KLD of any audited answer."""
 
     @property
     def audit_kld(self) -> float:
@@ -120,7 +123,7 @@ class Metrics:
         self.computed_tokens += stats.computed_tokens
         self.fetched_bytes += stats.fetched_bytes
 
-    def audited(self, klds: Any) -> None:
+    def audited(self, klds: npt.NDArray[np.float64]) -> None:
         self.audits += 1
         self.audited_tokens += len(klds)
         self.audit_kld_sum += float(klds.sum())

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kdn.cache.keys import Chunk, Tokens, cut
+from kdn.cache.tensors import KVCache
 from kdn.checked import (
     MAX_WAIT_S,
     checked_choice,
@@ -25,6 +26,7 @@ from kdn.checked import (
     checked_count,
     checked_deadline,
     checked_function,
+    checked_name,
     checked_number,
     checked_text,
     checked_texts,
@@ -41,7 +43,6 @@ from kdn.codec import CODECS
 from kdn.config import find_credentials
 from kdn.defaults import CODEC, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
 from kdn.delivery.request import OnProgress
-from kdn.depot.manifests import checked_name
 from kdn.engines.generating import Sampling, TextPieces
 from kdn.engines.growing import Rooms
 from kdn.engines.prompts import Knowledge, Prompts
@@ -52,10 +53,12 @@ from kdn.engines.unchanged import Unchanged
 from kdn.errors import KdnError, StoreError, UnsupportedError
 from kdn.places.places import Where, checked_places
 from kdn.session.opened import Opened
-from kdn.session.profiles import share_profile
 from kdn.session.quality import Quality, enough_kld
 from kdn.session.session import Session
 from kdn.session.settings import SessionSettings
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 FLUSH_S = 600.0
 MAX_BYTES = 1 << 50
@@ -150,7 +153,7 @@ class AsyncClient(Opened):
             context = await self.contexts.exact(known, tokens)
             computed = chunks[-1].end - context.num_tokens
             await self._read_all(context, tokens, chunks, on_read)
-        await share_profile(session.codec, session.places, session.namespace.seal_key)
+        await session.share_profile()
         await give_name(session, name, tokens, style, chunks)
         new = len(chunks) - len(known.chunks)
         seconds = self.now_s() - began_s
@@ -163,17 +166,28 @@ class AsyncClient(Opened):
         chunks: Sequence[Chunk],
         on_read: OnRead | None,
     ) -> None:
-        """And store it: StoreError if that takes too long, or if the place refuses a chunk."""
+        """Let the model read all chunks, and wait until they are stored. StoreError if that takes
+        too long, or as soon as one is refused."""
         publisher, place = self.session.publisher, self.session.places.publish_to.name
-        refused = publisher.counts.refused
-        told = on_read or (lambda num_read, num_tokens: None)
-        published = await self.contexts.read(
-            context, tokens, chunks, FLUSH_S, lambda count: told(count, len(tokens))
-        )
-        if not published or not await publisher.store_all(FLUSH_S):
+        new = [chunk for chunk in chunks if chunk.end > context.num_tokens]
+
+        def check(num_read: int) -> None:
+            refused = publisher.refused(chunk.key for chunk in new if chunk.end <= num_read)
+            if refused:
+                why = next(iter(refused.values()))
+                raise StoreError(f"{len(refused)} chunks for {place} were refused: {why}")
+
+        def told(num_read: int) -> None:
+            check(num_read)
+            if on_read is not None:
+                on_read(num_read, len(tokens))
+
+        published = await self.contexts.read(context, tokens, chunks, FLUSH_S, told)
+        keys = [chunk.key for chunk in new]
+        stored = published and await publisher.store_all(keys, FLUSH_S)
+        check(len(tokens))
+        if not stored:
             raise StoreError(f"{place} takes too long to store what is new")
-        if lost := publisher.counts.refused - refused:
-            raise StoreError(f"{place} refused {lost} chunks: is it full?")
 
     async def load(
         self,
@@ -187,7 +201,7 @@ class AsyncClient(Opened):
         options = Options(quality, deadline_s, on_progress=on_progress)
         checked_tokens("tokens", tokens, self.engine.spec.vocab_size)
         await self.engine.names()
-        known = await self.session.know(tokens)
+        known, options = await self.contexts.know(tokens, options)
         if not known.chunks:
             return Loaded(None, 0, None, self.engine.config)
         got, sink = await self.contexts.deliver(known.chunks, options, known)
@@ -223,10 +237,15 @@ class AsyncClient(Opened):
         tokens, style = await self.named(name)
         context = await self.contexts.load(tokens, options, stats)
         prompt = [*tokens, *self.engine.prompts.ask(question, style)]
-        async for piece in self.turn(context, prompt, options, stats, began_s):
-            yield piece
-        if not self._audit.maybe(self.engine, context, stats.new_tokens):
-            self.engine.leave(context)
+        is_audited = False
+        try:
+            async with aclosing(self.turn(context, prompt, options, stats, began_s)) as said:
+                async for piece in said:
+                    yield piece
+            is_audited = self._audit.maybe(self.engine, context, stats.new_tokens)
+        finally:
+            if not is_audited:
+                self.engine.leave(context)
 
     async def ask_all(
         self,
@@ -267,7 +286,9 @@ class AsyncClient(Opened):
             checked_name(name)
         return Conversation(self, name, Options(quality, deadline_s, sampling))
 
-    async def publish(self, tokens: Tokens, cache: Any, *, after: Loaded | None = None) -> int:
+    async def publish(
+        self, tokens: Tokens, cache: Cache | KVCache, *, after: Loaded | None = None
+    ) -> int:
         """Publish what a model of transformers has read: its `past_key_values`, or a `KVCache`.
 
         `after` is what it went on from, if that was loaded: what was computed on top of losses is
@@ -286,7 +307,8 @@ class AsyncClient(Opened):
         return self.contexts.publish_given(chunks, values, exact_until)
 
     async def flush(self, deadline_s: float = FLUSH_S) -> bool:
-        """Wait until all that was published is stored; False if that took too long."""
+        """Wait until every published chunk is at its place, or safe in the spool on disk, from
+        which it is sent when the place is back. False if that took too long."""
         return await self.session.publisher.flush(
             checked_number("deadline_s", deadline_s, 0, MAX_WAIT_S)
         )
@@ -312,9 +334,10 @@ class AsyncClient(Opened):
     ) -> AsyncGenerator[str, None]:
         """Read what is left of the prompt, and answer."""
         held = context.num_tokens
-        del context.tokens[held:]
         stats.prompt_tokens = len(prompt)
         stats.computed_tokens += len(prompt) - held
+        if publish:  # a turn before this one may have been stopped just there
+            await self.contexts.publish_end(context)
         for start, end in pieces(held, len(prompt)):
             await self.engine.read(context, prompt[start:end])
             if publish:

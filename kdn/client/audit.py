@@ -26,7 +26,7 @@ class Audit:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def maybe(self, engine: Engine, context: Context, num_answer: int) -> bool:
-        """Of an answer whose context nobody else needs any more; whether it is audited."""
+        """Perhaps audit an answer. True if its context is now the audit's."""
         windows = any(window is not None for window in engine.spec.windows)
         if windows or not num_answer or self._rng.random() >= self._share:
             return False  # a window cannot be wound back to where the answer began

@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kdn.cache.keys import CHUNK_TOKENS, Chunk, cut
+from kdn.cache.keys import CHUNK_TOKENS, Chunk, Tokens, cut
 from kdn.cache.tensors import KVCache
 from kdn.checked import checked_deadline, checked_function
 from kdn.client.answers import Stats
@@ -25,9 +25,11 @@ from kdn.engines.growing import Room
 from kdn.engines.reading import pieces
 from kdn.session.delivered import Delivered
 from kdn.session.quality import Quality, enough_kld
-from kdn.session.session import Session
+from kdn.session.session import LOOKUP_S, Session
 
 WAIT_S = 0.05
+LEAST_S = 0.001
+"""Left of a deadline that has passed."""
 APPLY_S = 0.25
 """Of decoding finer levels between two tokens: two chunks on two cores."""
 
@@ -62,6 +64,15 @@ class Contexts:
     clock: Callable[[], float] = time.monotonic
 
     # delivering
+
+    async def know(self, tokens: Tokens, options: Options) -> tuple[Known, Options]:
+        """The longest known beginning, and what the request still wants: less time is left."""
+        deadline_s = self.deadline_s if options.deadline_s is None else options.deadline_s
+        if deadline_s is None:
+            return await self.session.know(tokens), options
+        until_s = self.clock() + deadline_s
+        known = await self.session.know(tokens, limit_s=min(deadline_s, LOOKUP_S))
+        return known, replace(options, deadline_s=max(LEAST_S, until_s - self.clock()))
 
     async def deliver(
         self,
@@ -208,8 +219,11 @@ class Contexts:
         count = context.num_tokens
         if context.exact_until is None and count and (tail or count % CHUNK_TOKENS == 0):
             chunks = cut(context.tokens[:count], await self.engine.names())
-            if chunks and (chunks[-1].num_tokens < CHUNK_TOKENS or not tail):
+            if not tail:
                 await self.publish(context, chunks[-1])
+            elif chunks and chunks[-1].num_tokens < CHUNK_TOKENS:
+                values = ContextSource(context).read(chunks[-1])
+                self.publish_given(chunks[-1:], values, None)
 
     def publish_given(
         self, chunks: Sequence[Chunk], values: KVCache, exact_until: int | None

@@ -1,12 +1,15 @@
 """A loaded model with all that goes with it, and a context that it is reading.
 
-Forward passes run in threads, one at a time: the event loop stays free for what is on the wire.
+Forward passes run in threads: the event loop stays free for what is on the wire. Those that go on
+from a context take turns; beside them the model may read along for a delivery
+(`kdn/engines/compute.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +49,17 @@ class Context:
     """Where its values lie."""
     logits: torch.Tensor | None = None
     """After the last token that was read."""
+    is_broken: bool = False
+    """A pass failed halfway: some layers may hold tokens that others lack."""
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Around a pass that adds to `past`."""
+        if self.is_broken:
+            raise MismatchError("reading failed halfway before: begin anew, with another context")
+        self.is_broken = True
+        yield
+        self.is_broken = False
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +117,7 @@ class Engine:
     def context_of(
         self, cache: KVCache, tokens: Sequence[int], room: Room | None = None
     ) -> Context:
-        """That goes on from a delivered cache, in the room where it lies."""
+        """A context that goes on from a delivered cache, without a copy if it lies in `room`."""
         past = to_dynamic_cache(self.to_model(cache), self.config, room)
         return Context(past, list(tokens[: cache.end]), room=room)
 
@@ -128,12 +142,15 @@ class Engine:
     async def read(self, context: Context, tokens: Sequence[int]) -> None:
         """Let the model read on."""
         async with self.lock:
-            context.logits = await _finish(self._forward, tokens, context.past)
-        context.tokens += tokens
+            await _finish(self._forward, context, tokens)
 
-    def _forward(self, tokens: Sequence[int], past: DynamicCache) -> torch.Tensor:
+    def _forward(self, context: Context, tokens: Sequence[int]) -> None:
+        """All in one thread: whoever is cancelled meanwhile leaves tokens and values in step."""
         self.unchanged.check()  # or it would go on from what another model has read
-        return forward(self.model, tokens, past)
+        held = context.num_tokens
+        with context.going_on():
+            context.logits = forward(self.model, tokens, context.past)
+        context.tokens[held:] = tokens
 
     def append(self, context: Context, cache: KVCache, tokens: Sequence[int]) -> None:
         """Go on with values that were delivered."""
@@ -148,9 +165,14 @@ class Engine:
         """Token by token. Afterwards the context's cache may lack the last one."""
         assert context.logits is not None, "a question comes first"
         tokens = generate(self.model, context.logits, context.past, sampling)
+
+        def next_token() -> int | None:
+            with context.going_on():
+                return next(tokens, None)
+
         while True:
             async with self.lock:
-                token = await _finish(next, tokens, None)
+                token = await _finish(next_token)
             if token is None:
                 return
             context.tokens.append(token)

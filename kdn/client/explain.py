@@ -51,7 +51,7 @@ class Explanation:
 
 @dataclass
 class Suspects:
-    """Under what else the tokens may be known, by what to say then; and keys that names use."""
+    """Other namespaces to try, by what to say on a hit, and keys that names refer to."""
 
     namespaces: dict[str, Namespace] = field(default_factory=dict)
     named: dict[bytes, str] = field(default_factory=dict)

@@ -29,7 +29,7 @@ async def find_name(session: Session, name: str) -> tuple[list[int], str]:
 async def give_name(
     session: Session, name: str, tokens: Sequence[int], style: str, chunks: Sequence[Chunk]
 ) -> None:
-    """To this context under this model; what the name says of other models stays."""
+    """Point `name` at this context for this model. Entries of other models stay."""
     entry = {
         "profile": session.codec.profile_id.hex(),
         "chunks": [chunk.key.hex() for chunk in chunks],

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdn.cache.keys import Tokens
+from kdn.cache.tensors import KVCache
 from kdn.client.answers import Answer as AsyncAnswer
 from kdn.client.answers import Learned, Loaded, Metrics, Stats
 from kdn.client.asynchronous import FLUSH_S, AsyncClient, OnRead
@@ -18,6 +19,9 @@ from kdn.engines.prompts import Knowledge
 from kdn.places.places import Where
 from kdn.session.loop import LoopThread
 from kdn.session.quality import Quality
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
 
 
 class Answer:
@@ -89,7 +93,7 @@ class Client:
         return self._client.metrics
 
     @property
-    def model(self) -> Any:
+    def model(self) -> PreTrainedModel:
         return self._client.engine.model
 
     @property
@@ -160,7 +164,9 @@ class Client:
         )  # fmt: skip
         return Conversation(self._loop, conversation)
 
-    def publish(self, tokens: Tokens, cache: Any, *, after: Loaded | None = None) -> int:
+    def publish(
+        self, tokens: Tokens, cache: Cache | KVCache, *, after: Loaded | None = None
+    ) -> int:
         return self._loop.run(self._client.publish(tokens, cache, after=after))
 
     def flush(self, deadline_s: float = FLUSH_S) -> bool:
@@ -225,3 +231,7 @@ def connect(
             client=client, recompute=recompute, audit_share=audit_share, spool_bytes=spool_bytes,
         )
     )  # fmt: skip
+
+
+for _name in ("learn", "load", "ask", "ask_all", "converse", "publish", "flush", "forget", "close"):
+    getattr(Client, _name).__doc__ = getattr(AsyncClient, _name).__doc__

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kdn.errors import FormatError, UnsupportedError
+from kdn.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from kdn.cache.spec import ModelSpec
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CODECS", "open_codec"]
 
-CODECS = ("klt", "cachegen", "exact")
+CODECS = ("klt", "exact")
 
 
 def open_codec(name: str, spec: ModelSpec, profile: Path | None = None) -> Codec:
     """The codec called `name` for a model. `klt` finds the model's profile itself where it was
-    shipped or calibrated on this machine; `cachegen` needs one; `exact` has none."""
+    shipped or calibrated on this machine; `exact` has none."""
     if name == "exact":
         from kdn.codec.exact import ExactCodec
 
@@ -27,15 +27,4 @@ def open_codec(name: str, spec: ModelSpec, profile: Path | None = None) -> Codec
         from kdn.codec.profiles import find_profile, klt_codec
 
         return klt_codec(spec, find_profile(spec, profile))
-    if name == "cachegen":
-        from kdn.codec.cachegen import CacheGenCodec
-        from kdn.codec.cachegen_profile import CacheGenProfile
-
-        if profile is None:
-            raise UnsupportedError("the cachegen codec needs a profile: see CacheGenProfile.fit")
-        try:
-            data = profile.read_bytes()
-        except (OSError, ValueError) as error:
-            raise FormatError(f"{profile}: expected a profile of cachegen: {error}") from error
-        return CacheGenCodec(spec, CacheGenProfile.from_bytes(data))
     raise UnsupportedError(f"no codec {name!r}; there are {', '.join(CODECS)}")

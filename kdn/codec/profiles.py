@@ -61,4 +61,4 @@ def klt_codec(spec: ModelSpec, profile: Profile | None) -> KltCodec:
             f"no klt profile for the model {spec.fingerprint.hex()}: make one with "
             '`kdn calibrate MODEL`, connect to where one is shared, or use codec="exact"'
         )
-    return KltCodec(spec, profile)
+    return KltCodec(spec, profile, duals=local_profile(spec).with_suffix(".duals"))

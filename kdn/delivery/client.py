@@ -170,7 +170,7 @@ class Delivery:
             while not lookup.done() and self.front.num_read < len(self.request.chunks):
                 self.front.raise_crash()
                 await asyncio.wait([lookup], timeout=TICK_S)
-            if lookup.done():
+            if lookup.done() and self.front.num_read < len(self.request.chunks):
                 self.known += lookup.result().incoming(self.request.chunks)
         finally:
             lookup.cancel()

@@ -30,25 +30,16 @@ class _Rejection(NamedTuple):
     until_s: float
 
 
-class Endpoint:
-    def __init__(self, store: Store, *, name: str = "", local: bool = False) -> None:
-        """A store that its owner closes. `local`: asked first, and says nothing about the link."""
-        self.store, self.local = store, local
-        self.name = name or type(store).__name__
+class Rest:
+    """A pause after failures, longer each time, until something works again."""
+
+    def __init__(self) -> None:
+        self.until_s = 0.0
         self._failures = 0
         self._failed_s = -1.0
-        self._rests_until_s = 0.0
-        self._rejected: OrderedDict[bytes, _Rejection] = OrderedDict()  # by key
 
-    def __repr__(self) -> str:
-        return f"Endpoint({self.name})"
-
-    def is_ready(self, now_s: float) -> bool:
-        return now_s >= self._rests_until_s
-
-    @property
-    def rests_until_s(self) -> float:
-        return self._rests_until_s
+    def is_over(self, now_s: float) -> bool:
+        return now_s >= self.until_s
 
     def failed(self, began_s: float, now_s: float, rng: Random) -> None:
         """A request that began then has failed. Those that failed together count once."""
@@ -57,10 +48,25 @@ class Endpoint:
         rest_s = min(FIRST_REST_S * 2**self._failures, LONGEST_REST_S)
         self._failures = min(self._failures + 1, 30)
         self._failed_s = now_s
-        self._rests_until_s = now_s + rest_s * rng.uniform(0.5, 1.0)
+        self.until_s = now_s + rest_s * rng.uniform(0.5, 1.0)
 
     def worked(self) -> None:
         self._failures = 0
+
+
+class Endpoint:
+    def __init__(self, store: Store, *, name: str = "", local: bool = False) -> None:
+        """A store that its owner closes. `local`: asked first, and says nothing about the link."""
+        self.store, self.local = store, local
+        self.name = name or type(store).__name__
+        self.rest = Rest()
+        """From reading. Publishing has one of its own."""
+        self.refusal = ""
+        """What it said when it refused to be asked."""
+        self._rejected: OrderedDict[bytes, _Rejection] = OrderedDict()  # by key
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self.name})"
 
     def reject(self, key: bytes, etag: bytes, now_s: float) -> None:
         """The stream that it has under this key is not one that a reader can use."""

@@ -29,7 +29,7 @@ class Limits:
     """In flight is what arrives in this time, or in three round trips if that is more: connections
     that begin, or begin again, need some before they are fast."""
     first_window_bytes: int = 48 << 10
-    """And at first so much, and four times what has arrived."""
+    """Bytes in flight on an unknown link. The window then grows by four times what has arrived."""
     min_request_bytes: int = 24 << 10
     requests: int = 8
     hedge_s: float = 0.15
@@ -55,7 +55,7 @@ class Flight:
     heard_s: float
     left_bytes: int
     patience_s: float
-    """So long may it be silent: what round trips and the queue before it explain."""
+    """Silence that round trips and queued bytes explain; after it, another endpoint is asked."""
     late: bool = False
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 

@@ -8,11 +8,11 @@ delivers what is known here asks nobody again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, Tokens, cut, tails
+from kdn.cache.keys import CHUNK_TOKENS, TAIL_MULTIPLE, Chunk, Namespace, TokenIds, cut, tails
 from kdn.codec.base import Codec
 from kdn.codec.header import StreamInfo
 from kdn.delivery.assemble import Assembly
@@ -20,9 +20,11 @@ from kdn.delivery.endpoints import Endpoints
 from kdn.delivery.lookup import Incoming, Question, Stream, Streams, look_up, verified_head
 from kdn.errors import KdnError
 
-MAX_KEYS = 1024
-"""Of one lookup: beyond 15,000 tokens, tails are asked for at the end only, and again where the
+MAX_KEYS = 512
+"""Of one lookup: beyond 8,000 tokens, tails are asked for at the end only, and again where the
 known chunks end if that is before. A key costs 90 bytes on the wire."""
+TAILS = CHUNK_TOKENS // TAIL_MULTIPLE - 1
+"""That may follow a chunk."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Known:
     """Those of the chunks that were looked up, not found on this host."""
     is_late: bool = False
     """Nobody answered in time: more may be known."""
+    _packed: Mapping[bytes, bytes] = field(default_factory=dict, repr=False)
 
     @property
     def end(self) -> int:
@@ -60,8 +63,16 @@ class Known:
 
     def heads(self, chunks: Iterable[Chunk]) -> tuple[bytes, ...]:
         """The verified beginnings of streams, for another process; empty where there is none."""
-        streams = (self.streams.get(chunk.key) for chunk in chunks)
-        return tuple(b"" if stream is None else stream.assembly.head for stream in streams)
+        return tuple(self._head(chunk.key) for chunk in chunks)
+
+    def _head(self, key: bytes) -> bytes:
+        stream = self.streams.get(key)
+        return self._packed.get(key, b"") if stream is None else stream.assembly.head
+
+    def packed(self) -> Known:
+        """With nothing of its streams but their heads: for those who wait long with it."""
+        heads = {chunk.key: self._head(chunk.key) for chunk in self.chunks}
+        return Known(self.chunks, {}, self.is_late, heads)
 
     @classmethod
     def of_heads(cls, chunks: Sequence[Chunk], heads: Sequence[bytes], codec: Codec) -> Known:
@@ -80,7 +91,7 @@ class Known:
 class Wish:
     """What of a context is of use to its reader."""
 
-    tokens: Tokens
+    tokens: TokenIds
     namespace: Namespace
     block_tokens: int = 1
     """A tail that adds no whole block, the last token left aside, is not asked for."""
@@ -108,14 +119,14 @@ async def longest_known(
     full = [chunk for chunk in every if chunk.num_tokens == CHUNK_TOKENS]
     held = list(takewhile(wish.is_held, full))
     search = _Search(wish, question, endpoints, until_s)
-    ends = [full[number - 1] if number else None for number in range(len(held), len(full) + 1)]
+    rest = full[len(held) :]
+    first = len(held) if len(rest) + TAILS * (len(rest) + 1) <= MAX_KEYS else len(full)
+    ends = [full[number - 1] if number else None for number in range(first, len(full) + 1)]
     at_ends = [wish.tails(after) for after in ends]
-    if len(full) - len(held) + sum(map(len, at_ends)) > MAX_KEYS:
-        at_ends[:-1] = [[] for _ in at_ends[1:]]
-    best = full[len(held) :] + at_ends[-1][:1]
-    if len(held) < len(full) or not any(map(wish.is_held, at_ends[-1])):
-        await search.ask([*full[len(held) :], *(tail for some in at_ends for tail in some)], best)
-    chunks = [*held, *takewhile(search.is_usable, full[len(held) :])]
+    if rest or not any(map(wish.is_held, at_ends[-1])):
+        every_tail = [tail for some in at_ends for tail in some]
+        await search.ask([*rest, *every_tail], [*rest, *at_ends[-1][:1]])
+    chunks = [*held, *takewhile(search.is_usable, rest)]
     late = len(chunks) == len(held) and search.is_late
     options = wish.tails(chunks[-1] if chunks else None)
     tail = [one for one in options if wish.is_held(one)][:1]

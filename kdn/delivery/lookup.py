@@ -9,6 +9,7 @@ should be counts as not known, and its endpoint remembers it as one to be replac
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -20,12 +21,23 @@ from kdn.codec.format import Bitstream
 from kdn.codec.header import STREAM_ID_BYTES, Header, header_size
 from kdn.delivery.assemble import Assembly
 from kdn.delivery.endpoints import Endpoint, Endpoints
-from kdn.errors import ChecksumError, FormatError, KdnError, MismatchError, TruncatedError
+from kdn.errors import (
+    ChecksumError,
+    FormatError,
+    KdnError,
+    MismatchError,
+    RefusedError,
+    TruncatedError,
+)
 from kdn.store.base import Entry, Store
-from kdn.store.streaming import Ask, read_spans
+from kdn.store.streaming import Ask
+
+logger = logging.getLogger(__name__)
 
 HEAD_BYTES = 1024
 """Holds the header of most streams; what is missing of longer ones costs another round trip."""
+MAX_LONG_BYTES = 8 << 20
+"""Of all headers of one lookup that are longer."""
 ATTEMPT_S = 1.0
 GRACE_S = 0.25
 
@@ -48,7 +60,7 @@ class Incoming:
     undecodable: bool = False
     """It did not decode."""
     spoilt: bool = False
-    """Nor will it for anybody else."""
+    """The stream itself is bad: no reader can decode it."""
     decoded: int = 0
     """Levels of it in the cache, all of stream `decoded_id`."""
     decoded_id: bytes = b""
@@ -143,19 +155,24 @@ async def _ask_all(
 
 
 async def _persist(question: Question, endpoint: Endpoint) -> list[Assembly | None]:
-    """Ask until there is an answer; whoever calls this sets the limit."""
+    """Ask until there is an answer; whoever calls this sets the limit. A refusal is one, too."""
     attempt_s = ATTEMPT_S
     while True:
-        await asyncio.sleep(max(0.0, endpoint.rests_until_s - question.clock()))
+        await asyncio.sleep(max(0.0, endpoint.rest.until_s - question.clock()))
         began_s = question.clock()
         try:
             async with asyncio.timeout(attempt_s):
                 answer = await ask(question, endpoint)
+        except RefusedError as error:
+            if endpoint.refusal != str(error):
+                endpoint.refusal = str(error)
+                logger.warning("nothing is known from %s: %s", endpoint.name, error)
+            return [None] * len(question.chunks)
         except (KdnError, OSError):
-            endpoint.failed(began_s, question.clock(), question.rng)
+            endpoint.rest.failed(began_s, question.clock(), question.rng)
             attempt_s *= 2
         else:
-            endpoint.worked()
+            endpoint.rest.worked()
             return answer
 
 
@@ -192,17 +209,20 @@ def _begun(
 
 
 async def _with_whole_headers(store: Store, entries: Sequence[Entry | None]) -> list[Entry | None]:
-    """Fetch the rest of the headers that are longer than what a lookup brought."""
+    """Fetch the rest of the headers that are longer than what a lookup brought, up to a bound: a
+    place says itself how long they are."""
     whole = list(entries)
     asks: list[Ask] = []
     places: list[int] = []
+    room_bytes = MAX_LONG_BYTES
     for place, entry in enumerate(entries):
         end = _header_bytes(entry)
-        if entry is not None and end > len(entry.head):
+        if entry is not None and len(entry.head) < end <= room_bytes:
             asks.append(Ask(entry.key, len(entry.head), end, entry.etag))
             places.append(place)
+            room_bytes -= end
     if asks:
-        async with aclosing(read_spans(store, asks)) as pieces:
+        async with aclosing(store.read_spans(asks)) as pieces:
             async for piece in pieces:
                 entry = whole[places[piece.number]]
                 if entry is not None and piece.data is not None:
@@ -261,7 +281,7 @@ async def read_local(known: Sequence[Incoming], endpoints: Endpoints, levels: in
         ]
         by_key = {one.chunk.key: one for one in here}
         try:
-            async with aclosing(read_spans(endpoint.store, asks)) as pieces:
+            async with aclosing(endpoint.store.read_spans(asks)) as pieces:
                 async for piece in pieces:
                     one = by_key[asks[piece.number].key]
                     if piece.data is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -128,13 +128,14 @@ class Publisher:
 
     def publish(self, chunk: Chunk, source: Source, *, saved_s: float = 0.0) -> Admission:
         """Read the chunk's values, now, and publish them later. What is not wanted is not read."""
-        if chunk.key in self._under_way or (self._spool is not None and chunk.key in self._spool):
+        if self._is_on_its_way(chunk.key):
             return Admission.ALREADY
         if self._queued_bytes >= self._max_queue_bytes:
             return Admission.FULL
         cache = source.read(chunk)
         self._queued_bytes += cache.size_bytes
         self._under_way.add(chunk.key)
+        self._sender.refused.pop(chunk.key, None)
         self._jobs.append(Job(chunk, cache, saved_s))
         self._moved.set()
         return Admission.QUEUED
@@ -153,14 +154,19 @@ class Publisher:
                 return False
         return True
 
-    async def store_all(self, deadline_s: float) -> bool:
-        """Wait until the place has accepted or refused everything, what lies in the spool, too;
-        False if that took too long."""
+    async def store_all(self, keys: Collection[bytes], deadline_s: float) -> bool:
+        """Wait until the place has accepted or refused these, those in the spool, too; False if
+        that took too long."""
         until_s = self._clock() + deadline_s
-        while self._under_way or self._spool:
+        while any(map(self._is_on_its_way, keys)):
             if not await self._wait(until_s):
                 return False
         return True
+
+    def refused(self, keys: Iterable[bytes]) -> dict[bytes, str]:
+        """Those of them that were refused since they were published last, and why."""
+        every = self._sender.refused
+        return {key: every[key] for key in keys if key in every}
 
     async def close(self, deadline_s: float = 5.0) -> None:
         """Finish what can be finished by then. If there is a spool, the place gets half of the
@@ -170,6 +176,7 @@ class Publisher:
             await self.flush(deadline_s)
         elif not await self.flush(deadline_s / 2):
             await _stop(self._tasks[1:])
+            self._sender.try_spool_again()
             while self._parcels or (self._under_way and await self._wait(until_s)):
                 await self._spool_parcels()
         await _stop(self._tasks)
@@ -189,12 +196,15 @@ class Publisher:
                 await self._moved.wait()
         return True
 
+    def _is_on_its_way(self, key: bytes) -> bool:
+        return key in self._under_way or (self._spool is not None and key in self._spool)
+
     def _done(self, key: bytes) -> None:
         self._under_way.discard(key)
         self._moved.set()
 
-    def _refuse(self, key: bytes) -> None:
-        self.counts.refused += 1
+    def _refuse(self, key: bytes, why: Exception) -> None:
+        self._sender.refuse(key, why)
         self._done(key)
 
     # encoding
@@ -212,7 +222,7 @@ class Publisher:
             await self._encode(job)
         except Exception as error:
             self._sender.fault("encoding a chunk", error)
-            self._refuse(job.chunk.key)
+            self._refuse(job.chunk.key, error)
         finally:
             self._queued_bytes -= job.cache.size_bytes
 
@@ -220,8 +230,8 @@ class Publisher:
         chunk = job.chunk
         try:
             data = await asyncio.to_thread(self._codec.encode, chunk, job.cache)
-        except KdnError:
-            self._refuse(chunk.key)
+        except KdnError as error:
+            self._refuse(chunk.key, error)
             return
         etag, bad = Header.parse(data).stream_id, self._sender.endpoint.rejected(chunk.key)
         hints = Hints(chunk.parent if chunk.start else None, job.saved_s)  # no root's is stored
@@ -234,12 +244,11 @@ class Publisher:
         while True:
             if self._parcels:
                 await self._send_next()
-            elif self._spool and self._sender.is_ready:  # and not empty
-                await self._sender.send_spooled(self._spool)
-            elif self._spool:
-                await self._wait(self._sender.endpoint.rests_until_s)
-            else:
+            elif not self._spool:  # there is none, or it is empty
                 await self._wait()
+            elif not await self._wait(self._sender.spool_rests_until_s):
+                await self._sender.send_spooled(self._spool)
+                self._moved.set()
 
     async def _send_next(self) -> None:
         parcel = self._parcels[0]  # stays there meanwhile: `close` spools what was not sent
@@ -247,7 +256,7 @@ class Publisher:
             await self._sender.send(parcel)
         except Exception as error:
             self._sender.fault("sending a chunk", error)
-            self._refuse(parcel.key)
+            self._refuse(parcel.key, error)
         self._parcels.popleft()
         self._done(parcel.key)
 

@@ -46,6 +46,8 @@ class Refinement:
         self._until_s = self._clock() + REFINE_S
         self._known, self._endpoints = known, endpoints
         self._chunks = [one for one in known if one.decoded]
+        for one in known:  # what arrived too late to be decoded, the model has read meanwhile
+            one.computed |= not one.decoded
         self._num_levels = levels
         self._transfer = Transfer(known, question, endpoints, estimator, limits, self._until_s)
         self._decoder = Decoder(sink, gauge, asyncio.Event(), self._clock)

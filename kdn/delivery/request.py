@@ -62,7 +62,8 @@ class Request:
 
 
 def enough_levels(expected_kld: Sequence[float], enough_kld: float) -> int:
-    """With which any chunk is good enough; all if none are."""
+    """Fewest levels at which a chunk's expected KLD is at most `enough_kld`; all levels if none
+    suffice."""
     good = (i + 1 for i, kld in enumerate(expected_kld) if kld <= enough_kld)
     return next(good, len(expected_kld))
 
@@ -121,14 +122,6 @@ class Result:
         """What is left to the model, in order."""
         both = enumerate(zip(self.levels, self.computed, strict=True))
         return tuple(i for i, (levels, computed) in both if not levels and not computed)
-
-    @property
-    def exact_chunks(self) -> int:
-        """So many chunks from the front are as the model itself would have them: only what was
-        computed on top of these may be published."""
-        both = enumerate(zip(self.levels, self.computed, strict=True))
-        lossy = (i for i, (levels, own) in both if not own and levels < self.num_levels)
-        return next(lossy, len(self.levels))
 
     def refine(self, enough_kld: float = 0.0) -> Refinement:
         """The levels that were left out and that it takes to be that good, in the background: see

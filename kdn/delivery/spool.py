@@ -9,7 +9,11 @@ The kernel releases the folder's lock when the process dies, however it dies. So
 can be taken has lost its owner: whoever takes the lock moves the chunks into its own folder.
 
 A chunk is written aside, synced, and renamed, for its owner's eyes only. What does not verify when
-it is read is removed and counted; files of other names are left alone.
+it is read is removed and counted; files of other names or users are left alone. A folder that other
+users may write to is refused: what lies in it is sent in this user's name.
+
+What has waited for a week is dropped when a spool is opened, also in other roots beside this one: a
+new token, secret or address makes a new root, and nobody would open the old one again.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
@@ -25,12 +30,22 @@ from threading import Lock
 from kdn.defaults import SPOOL_BYTES
 from kdn.delivery.parcel import Parcel, pack, unpack
 from kdn.errors import FormatError, StoreError
-from kdn.files import lock_file, private_file, private_folder, sync_folder, write_whole
+from kdn.files import (
+    is_own_file,
+    is_own_folder,
+    lock_file,
+    private_file,
+    private_folder,
+    sync_folder,
+    write_whole,
+)
 
 logger = logging.getLogger(__name__)
 
+MAX_AGE_S = 7 * 24 * 3600.0
 
 _LOCK, _CHUNK, _PART = "lock", ".chunk", ".part"
+_ROOT = re.compile(r"[0-9a-f]{32}")
 _OWNER = re.compile(r"[0-9a-f]{16}")
 _OURS = re.compile(r"(?:[0-9a-f]{2})+\.(?:chunk|part)")
 _IN_FOLDER = re.compile(rf"{_LOCK}|{_OURS.pattern}")
@@ -38,12 +53,14 @@ _TRIES = 10
 
 
 class Spool:
-    """Its methods block, `in` and `len` excepted: call them in threads, of which many may."""
+    """Its methods block, unless they only tell of keys: call them in threads, of which many may."""
 
     def __init__(self, root: Path, max_bytes: int) -> None:
         """For `open`."""
         self.damaged = 0
         """Files that did not verify and were removed."""
+        self.outdated = 0
+        """Chunks that had waited too long when this was opened."""
         self._root, self._max_bytes = root, max_bytes
         self._alone = Lock()  # guards all below, and the files in the folder
         self._sizes: dict[str, int] = {}  # by file name, the oldest first
@@ -60,6 +77,10 @@ class Spool:
             spool = cls(root, max_bytes)
         except OSError as error:
             raise StoreError(f"cannot spool in {root}: {error}") from error
+        spool.outdated = sum(map(_drop_old, _beside(root)))
+        if spool.outdated:
+            days = MAX_AGE_S / (24 * 3600)
+            logger.warning("%d chunks waited over %g days: dropped", spool.outdated, days)
         spool.adopt()
         return spool
 
@@ -68,6 +89,9 @@ class Spool:
 
     def __contains__(self, key: bytes) -> bool:
         return _name(key) in self._sizes
+
+    def keys(self) -> list[bytes]:
+        return [bytes.fromhex(name.removesuffix(_CHUNK)) for name in list(self._sizes)]
 
     def add(self, parcel: Parcel) -> bool:
         """Keep it; False if there is no room. When this returns, it survives a power loss."""
@@ -128,14 +152,14 @@ class Spool:
             return len(self._sizes) - before
 
     def close(self) -> None:
-        """Leave what is still there to others. Nothing is added afterwards."""
+        """Leave what is still there to others: here it is empty afterwards, and stays so."""
         with self._alone:
             if self._lock is None:
                 return
             if not self._sizes:
                 _discard(self._folder)
             os.close(self._lock)
-            self._lock = None
+            self._lock, self._sizes = None, {}
 
     def _settle(self) -> None:
         """In a folder of its own. Between its making and its locking, another process may take it
@@ -145,6 +169,10 @@ class Spool:
             with suppress(FileNotFoundError):
                 private_folder(self._root, _OWNER)
                 private_folder(folder, _IN_FOLDER)
+                for one in (self._root, folder):
+                    if not is_own_folder(about := one.lstat()):
+                        found = f"mode {about.st_mode:o} of user {about.st_uid}"
+                        raise StoreError(f"{one}: expected a folder of this user's, found {found}")
             if (lock := _take(folder)) is not None:
                 if self._lock is not None:
                     os.close(self._lock)
@@ -182,10 +210,46 @@ def _name(key: bytes) -> str:
     return key.hex() + _CHUNK
 
 
-def _folders(root: Path) -> list[Path]:
+def _folders(root: Path, names: re.Pattern[str] = _OWNER) -> list[Path]:
+    """Those in it that can be believed."""
+    found = []
     with suppress(FileNotFoundError):
-        return [root / name for name in sorted(os.listdir(root)) if _OWNER.fullmatch(name)]
-    return []
+        for path in (root / name for name in sorted(os.listdir(root)) if names.fullmatch(name)):
+            with suppress(FileNotFoundError):
+                if is_own_folder(path.lstat()):
+                    found.append(path)
+    return found
+
+
+def _beside(root: Path) -> list[Path]:
+    """This root, and those that `session/spooling.py` has made beside it."""
+    with suppress(OSError):
+        return [root, *(one for one in _folders(root.parent, _ROOT) if one.name != root.name)]
+    return [root]
+
+
+def _drop_old(root: Path) -> int:
+    """What owners who are gone left there long ago: how many chunks."""
+    dropped, oldest_s = 0, time.time() - MAX_AGE_S
+    try:
+        for folder in _folders(root):
+            if (lock := _take(folder)) is None:
+                continue
+            try:
+                paths = [folder / name for name in _chunks_in(folder)]
+                old = [path for path in paths if path.stat().st_mtime < oldest_s]
+                for path in old:
+                    path.unlink()
+                dropped += len(old)
+                if len(old) == len(paths):
+                    _discard(folder)
+            finally:
+                os.close(lock)
+        with suppress(OSError):
+            root.rmdir()  # if it is empty
+    except OSError as error:
+        logger.info("cannot drop what is old in %s: %s", root, error)
+    return dropped
 
 
 def _chunks_in(folder: Path, suffix: str = _CHUNK) -> dict[str, int]:
@@ -196,8 +260,7 @@ def _chunks_in(folder: Path, suffix: str = _CHUNK) -> dict[str, int]:
             if not _OURS.fullmatch(entry.name) or not entry.name.endswith(suffix):
                 continue
             with suppress(FileNotFoundError):
-                if entry.is_file(follow_symlinks=False):
-                    about = entry.stat(follow_symlinks=False)
+                if is_own_file(about := entry.stat(follow_symlinks=False)):
                     found.append((about.st_mtime_ns, entry.name, about.st_size))
     return {name: size for _, name, size in sorted(found)}
 

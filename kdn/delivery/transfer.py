@@ -24,7 +24,7 @@ from kdn.delivery.flight import Flight, Limits, Part, ThroughputEstimator, size_
 from kdn.delivery.lookup import Incoming, Question, look_again
 from kdn.delivery.plan import Fetch, Link
 from kdn.errors import KdnError
-from kdn.store.streaming import Ask, Piece, read_spans
+from kdn.store.streaming import Ask, Piece
 
 MAX_RESTARTS = 3
 MAX_DAMAGES = 2
@@ -174,7 +174,7 @@ class Transfer:
         if incoming.alone:
             return next((e for e in self._endpoints if e not in incoming.lacking), None)
         now_s, out = self._clock(), incoming.lacking | avoid
-        able = [e for e in self._endpoints if e not in out and e.is_ready(now_s)]
+        able = [e for e in self._endpoints if e not in out and e.rest.is_over(now_s)]
         late = {flight.endpoint for flight in self._flights if flight.late}
         return next((e for e in able if e not in late), able[0] if able else None)
 
@@ -196,7 +196,7 @@ class Transfer:
         ]
         try:
             store = flight.endpoint.store
-            async with aclosing(read_spans(store, asks)) as pieces:
+            async with aclosing(store.read_spans(asks)) as pieces:
                 async for piece in pieces:
                     self._take(flight, piece)
             if flight.left_bytes > 0:
@@ -228,7 +228,7 @@ class Transfer:
         part, now_s = flight.parts[piece.number], self._clock()
         if flight.heard_s == flight.began_s and piece.data is not None:
             self._latency_s = min(self._latency_s, now_s - flight.began_s)
-            flight.endpoint.worked()
+            flight.endpoint.rest.worked()
         flight.heard_s = self._heard_s = now_s
         if piece.data is None:
             flight.left_bytes -= part.end - part.start
@@ -319,7 +319,7 @@ class Transfer:
 
     def _fail(self, flight: Flight, why: str) -> None:
         self.failures += 1
-        flight.endpoint.failed(flight.began_s, self._clock(), self._question.rng)
+        flight.endpoint.rest.failed(flight.began_s, self._clock(), self._question.rng)
         self._trouble(flight.endpoint, why)
 
     def _trouble(self, endpoint: Endpoint, what: str) -> None:

@@ -11,10 +11,10 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from kdn.config import NodeSettings, TenantSettings
+from kdn.config import DepotSettings, TenantSettings
 from kdn.depot.manifests import chunks_of
 from kdn.depot.names import Must, NameStore, Totals, Version
 from kdn.depot.stores import open_store
@@ -22,7 +22,7 @@ from kdn.depot.tenants import Tenant, owners_of, tenants_of
 from kdn.depot.turns import Turns, Work
 from kdn.errors import ConditionError, StoreError
 from kdn.files import private_folder
-from kdn.store.base import Entry, Hints, Store, is_taken
+from kdn.store.base import Entry, Store, is_taken
 from kdn.store.evict import Retention, open_policy
 
 DATA = re.compile(r"\w+\.sqlite(?:-\w+)?|objects|lost\+found")
@@ -34,18 +34,6 @@ IN_THREAD_BYTES = 256 * 2**10
 Result = TypeVar("Result")
 Report = dict[str, list[str]]
 """Of a deleted name: keys of chunks that are `deleted`, `kept` (others use them), `missing`."""
-
-
-class Put(NamedTuple):
-    """An object, and what the store is told of it. It may take the place of the one that has the
-    etag `replacing`."""
-
-    key: bytes
-    data: bytes
-    etag: bytes
-    checksum: int
-    hints: Hints
-    replacing: bytes | None
 
 
 @dataclass
@@ -79,8 +67,8 @@ class Depot:
 
     async def held_bytes(self, tenant: Tenant) -> int:
         """What a tenant's objects and manifests take of its quota."""
-        names_bytes = await self.wait(self.names.size_bytes(tenant.name))
-        return names_bytes + self.store.usage(tenant.prefix).size_bytes
+        names = await self.wait(self.names.totals(tenant.name))
+        return names.size_bytes + self.store.usage(tenant.prefix).size_bytes
 
     async def check_quota(self, tenant: Tenant, more_bytes: int) -> None:
         """QuotaError if so much more would be too much."""
@@ -97,22 +85,19 @@ class Depot:
             await self.check_quota(tenant, size_bytes - (old.size_bytes if old else 0))
         return old
 
-    async def put(self, tenant: Tenant, put: Put) -> tuple[Entry, bool]:
-        """What is there now, and whether this made it."""
-        async with self._puts.setdefault(put.key, asyncio.Lock()):
-            old = await self.check_room(tenant, put.key, len(put.data), put.replacing)
-            if old is not None and is_taken(old, put.replacing):
+    async def put(
+        self, tenant: Tenant, entry: Entry, data: bytes, checksum: int, replacing: bytes | None
+    ) -> tuple[Entry, bool]:
+        """What is there now, and whether this made it. See `Store.put`."""
+        async with self._puts.setdefault(entry.key, asyncio.Lock()):
+            old = await self.check_room(tenant, entry.key, len(data), replacing)
+            if old is not None and is_taken(old, replacing):
                 return old, False
-            with tenant.quota.reserve(len(put.data)):
-                entry = await self.wait(
-                    self.store.put(
-                        put.key, put.data, etag=put.etag, checksum=put.checksum, hints=put.hints,
-                        replacing=put.replacing,
-                    )
-                )  # fmt: skip
-            for known in filter(None, (old, entry)):
+            with tenant.quota.reserve(len(data)):
+                kept = await self.wait(self.store.put_entry(entry, data, checksum, replacing))
+            for known in filter(None, (old, kept)):
                 self.changed(known)
-            return entry, old is None and entry.etag == put.etag
+            return kept, old is None and kept.etag == entry.etag
 
     async def delete(self, key: bytes) -> bool:
         """True if it was here."""
@@ -208,7 +193,7 @@ def _keys(tenant: Tenant, chunks: Iterable[bytes]) -> list[bytes]:
 
 @asynccontextmanager
 async def open_depot(
-    settings: NodeSettings, tenant_settings: Sequence[TenantSettings] = ()
+    settings: DepotSettings, tenant_settings: Sequence[TenantSettings] = ()
 ) -> AsyncIterator[Depot]:
     """What is in the folder `settings.data`, which is made if need be; closed (and flushed) on
     leaving. One process at a time may have it open."""

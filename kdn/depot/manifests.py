@@ -1,27 +1,10 @@
-"""Names and manifests as a depot sees them: which names there can be, and which chunks one uses."""
+"""Manifests as a depot sees them: which chunks one uses."""
 
 from __future__ import annotations
 
-import re
-
-from kdn.checked import shown
-from kdn.errors import MalformedError, UnsupportedError
+from kdn.errors import MalformedError
 from kdn.protocol.limits import MAX_MANIFEST_KEYS
 from kdn.protocol.strict import parse_hex, parse_object
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-NAME_PART = re.compile(r"[A-Za-z0-9._-]{0,128}")
-EXPECTED = "expected a name of 1 to 128 letters, digits, '.', '_', '-'"
-
-
-def is_name(name: str) -> bool:
-    return NAME.fullmatch(name) is not None
-
-
-def checked_name(name: str) -> str:
-    if not isinstance(name, str) or not is_name(name):
-        raise UnsupportedError(f"{EXPECTED}, found {shown(name)}")
-    return name
 
 
 def chunks_of(manifest: bytes) -> set[bytes]:

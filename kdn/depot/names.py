@@ -18,10 +18,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kdn.errors import ConditionError, NoSpaceError, QuotaError, StoreError
 from kdn.files import FOLDER_MODE, private_database
@@ -102,15 +101,14 @@ class NameStore:
         which = _NEWEST if version is None else "version = ?"
         query = f"SELECT {_COLUMNS} FROM versions WHERE tenant = ? AND name = ? AND {which}"
         values = (tenant, name) if version is None else (tenant, name, version)
-        row = await self._run(tenant, lambda db: db.execute(query, values).fetchone())
-        return None if row is None else Version(*row)
+        rows = await self._rows(tenant, query, *values)
+        return Version(*rows[0]) if rows else None
 
     async def manifest(self, tenant: str, about: Version) -> bytes | None:
         """Of that version; None if it is gone meanwhile."""
         query = "SELECT manifest FROM versions WHERE tenant = ? AND name = ? AND etag = ?"
-        values = (tenant, about.name, about.etag)
-        row = await self._run(tenant, lambda db: db.execute(query, values).fetchone())
-        return None if row is None else row[0]
+        rows = await self._rows(tenant, query, tenant, about.name, about.etag)
+        return rows[0][0] if rows else None
 
     async def get(
         self, tenant: str, name: str, version: int | None = None
@@ -178,8 +176,7 @@ class NameStore:
         query = (
             f"SELECT {_COLUMNS} FROM versions WHERE tenant = ? AND name = ? ORDER BY version DESC"
         )
-        rows = await self._run(tenant, lambda db: db.execute(query, (tenant, name)).fetchall())
-        return [Version(*row) for row in rows]
+        return [Version(*row) for row in await self._rows(tenant, query, tenant, name)]
 
     async def page(self, tenant: str, prefix: str, after: str, limit: int) -> list[Version]:
         """Newest versions of the names that begin so and come after that one, in order."""
@@ -187,8 +184,7 @@ class NameStore:
             f"SELECT {_COLUMNS} FROM versions WHERE tenant = ? AND name > ? "
             f"AND substr(name, 1, ?) = ? AND {_NEWEST} ORDER BY name LIMIT ?"
         )
-        values = (tenant, after, len(prefix), prefix, limit)
-        rows = await self._run(tenant, lambda db: db.execute(query, values).fetchall())
+        rows = await self._rows(tenant, query, tenant, after, len(prefix), prefix, limit)
         return [Version(*row) for row in rows]
 
     async def chunks_of(self, tenant: str, name: str) -> tuple[list[bytes], list[bytes]]:
@@ -198,7 +194,7 @@ class NameStore:
             "AND o.chunk = uses.chunk AND o.name != uses.name) FROM uses "
             "WHERE tenant = ? AND name = ? ORDER BY chunk"
         )
-        rows = await self._run(tenant, lambda db: db.execute(query, (tenant, name)).fetchall())
+        rows = await self._rows(tenant, query, tenant, name)
         return [c for c, shared in rows if not shared], [c for c, shared in rows if shared]
 
     async def newest_chunks(self, tenant: str) -> AsyncIterator[tuple[str, list[bytes]]]:
@@ -207,21 +203,20 @@ class NameStore:
         after = ""
         while page := await self.page(tenant, "", after, PAGE):
             for about in page:
-                values = (tenant, about.name, about.version)
-                rows = await self._run(tenant, partial(_all, query, values))
+                rows = await self._rows(tenant, query, tenant, about.name, about.version)
                 yield about.name, [chunk for (chunk,) in rows]
             after = page[-1].name
 
     async def totals(self, tenant: str) -> Totals:
         return await self._run(tenant, lambda db: _totals(db, tenant))
 
-    async def size_bytes(self, tenant: str) -> int:
-        """Of all manifests."""
-        return (await self.totals(tenant)).size_bytes
-
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
         self._thread.shutdown()
+
+    async def _rows(self, tenant: str, query: str, *values: object) -> list[tuple[Any, ...]]:
+        """All that a question finds."""
+        return await self._run(tenant, lambda db: db.execute(query, values).fetchall())
 
     async def _run(self, tenant: str, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """`work` as one transaction in the thread."""
@@ -292,7 +287,3 @@ def _beyond(found: Totals, most: Totals) -> str:
 def _totals(db: sqlite3.Connection, tenant: str) -> Totals:
     query = "SELECT names, size_bytes, chunks FROM totals WHERE tenant = ?"
     return Totals(*(db.execute(query, (tenant,)).fetchone() or (0, 0, 0)))
-
-
-def _all(query: str, values: tuple[object, ...], db: sqlite3.Connection) -> list[tuple[bytes]]:
-    return db.execute(query, values).fetchall()

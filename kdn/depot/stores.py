@@ -5,7 +5,7 @@ Each tenant has its share of RAM and disk, by weight, and what others leave of t
 
 from __future__ import annotations
 
-from kdn.config import NodeSettings
+from kdn.config import DepotSettings
 from kdn.errors import UnsupportedError
 from kdn.store.base import Store
 from kdn.store.disk import open_disk
@@ -18,7 +18,7 @@ DISK_DEADLINE_S = 30.0
 UPSTREAM_DEADLINE_S = 20.0
 
 
-async def open_store(settings: NodeSettings, disk_policy: Retention, owners: Owners) -> Store:
+async def open_store(settings: DepotSettings, disk_policy: Retention, owners: Owners) -> Store:
     """All tiers in one. `disk_policy` may already hold keys: opening evicts nothing of them, as far
     as they fit."""
     tiers = []
@@ -37,7 +37,7 @@ async def open_store(settings: NodeSettings, disk_policy: Retention, owners: Own
     return TieredStore(tiers) if len(tiers) > 1 else tiers[0].store
 
 
-def _open_upstream(settings: NodeSettings) -> Store:
+def _open_upstream(settings: DepotSettings) -> Store:
     from kdn.store.http import HttpStore
     from kdn.store.node_client import NodeClient
     from kdn.store.tls import client_tls

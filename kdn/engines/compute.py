@@ -63,12 +63,14 @@ class ChunkReader:
     async def finish(self) -> None:
         """Stop, and wait for it: afterwards the model is its owner's again."""
         self._stopped = True
-        if self._running is not None:
-            await asyncio.wait([self._running])
-            if not self._running.cancelled():
-                self._running.exception()  # seen: nobody waits for it any more
-        for hook in self._hooks:
-            hook.remove()
+        try:
+            if self._running is not None:
+                await asyncio.wait([self._running])
+                if not self._running.cancelled():
+                    self._running.exception()  # seen: nobody waits for it any more
+        finally:
+            for hook in self._hooks:
+                hook.remove()
 
 
 def _layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:

@@ -37,6 +37,17 @@ _CODES = {
 }
 
 
+_MEANINGS: tuple[tuple[type[KdnError], int, str], ...] = (
+    (MalformedError, 400, "bad_request"),
+    (QuotaError, 507, "quota_exceeded"),
+    (NoSpaceError, 507, "no_space"),
+    (ChecksumError, 422, "checksum_mismatch"),
+    (MismatchError, 422, "mismatch"),
+    (FormatError, 422, "format_error"),
+)
+"""Errors that are told as they are; of those that fit, the first counts."""
+
+
 class Refusal(Exception):
     """Ends a request with an error answer."""
 
@@ -70,20 +81,11 @@ def refusal_of(error: KdnError) -> Refusal:
     if isinstance(error, ConditionError):
         headers = {} if error.newest is None else {"ETag": f'"{error.newest}"'}
         return Refusal(412, "precondition_failed", str(error), headers)
-    if isinstance(error, MalformedError):
-        return bad_request(str(error))
-    if isinstance(error, QuotaError):
-        return Refusal(507, "quota_exceeded", str(error))
-    if isinstance(error, NoSpaceError):
-        return Refusal(507, "no_space", str(error))
+    for kind, status, code in _MEANINGS:
+        if isinstance(error, kind):
+            return Refusal(status, code, str(error))
     if isinstance(error, StoreError):
         return Refusal(503, "store_error", "the store failed; try again", RETRY_AFTER)
-    if isinstance(error, ChecksumError):
-        return Refusal(422, "checksum_mismatch", str(error))
-    if isinstance(error, MismatchError):
-        return Refusal(422, "mismatch", str(error))
-    if isinstance(error, FormatError):
-        return Refusal(422, "format_error", str(error))
     return Refusal(503, "store_error", "the node cannot do this now", RETRY_AFTER)
 
 

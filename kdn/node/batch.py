@@ -35,7 +35,7 @@ from kdn.protocol.limits import (
     MAX_SPANS,
 )
 from kdn.protocol.strict import parse_hex, parse_object
-from kdn.store.base import Entry
+from kdn.store.base import Entry, clip
 
 log = logging.getLogger(__name__)
 
@@ -190,11 +190,8 @@ async def _spans(
         elif etag not in (None, entry.etag):
             answers.append(Found(key, frames.OTHER_ETAG, entry, _parent(tenant, entry)))
         else:
-            size = entry.size_bytes
-            stop = size if end is None else min(end, size)
-            begin = min(start, size)
-            parent = _parent(tenant, entry)
-            answers.append(Found(key, frames.OK, entry, parent, begin, max(begin, stop)))
+            parent, span = _parent(tenant, entry), clip(start, end, entry.size_bytes)
+            answers.append(Found(key, frames.OK, entry, parent, *span))
     return answers
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable
 
 from kdn.errors import KdnError
 from kdn.node.scheduler import Queue, Ticket
@@ -39,8 +38,7 @@ class BusyError(KdnError):
 
 
 class Egress:
-    """All turns of one node. `rate`: bits per second, or a trace; None: no limit. `clock`: the
-    event loop's unless told, seconds; only differences count."""
+    """All turns of one node. `rate`: bits per second, or a trace; None: no limit."""
 
     def __init__(
         self,
@@ -50,7 +48,6 @@ class Egress:
         slots: int = DEFAULT_SLOTS,
         max_queued: int = DEFAULT_MAX_QUEUED,
         max_wait_s: float = DEFAULT_MAX_WAIT_S,
-        clock: Callable[[], float] | None = None,
     ) -> None:
         if slots < 1 or max_queued < 1:
             raise ValueError(f"expected at least 1 slot and place, found {slots}, {max_queued}")
@@ -58,7 +55,6 @@ class Egress:
         self._rate = ConstantRate(rate) if isinstance(rate, int | float) else rate
         self._max_queued = max_queued
         self._max_wait_s = max_wait_s
-        self._clock = clock
         self._queued: Counter[str] = Counter()
         # A turn holds a slot from leaving the queue until its end.
         self._free_slots = slots
@@ -85,8 +81,9 @@ class Egress:
         """Wait for a turn. Whatever happens, it ends with the slot held, or with none."""
         if self._queued[turn.tenant] >= self._max_queued:
             raise BusyError(f"{self._max_queued} frames of this tenant wait to go out already")
-        turn.queued_s = self._now_s()
-        turn.granted = granted = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        turn.queued_s = loop.time()
+        turn.granted = granted = loop.create_future()
         self._queued[turn.tenant] += 1
         self._queue.push(turn)
         self._dispatch_soon()
@@ -104,7 +101,7 @@ class Egress:
             if isinstance(error, TimeoutError):
                 raise BusyError(f"waited {self._max_wait_s} s to send one frame") from None
             raise
-        turn.waited_s = self._now_s() - turn.queued_s
+        turn.waited_s = loop.time() - turn.queued_s
 
     def _end(self) -> None:
         self._free_slots += 1
@@ -132,7 +129,8 @@ class Egress:
 
     def _send(self, turn: Turn, rate: Rate) -> None:
         """Put a frame on the link; its turn comes when the last byte is through."""
-        now_s = self._now_s()
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
         start_s = self._free_at_s
         if now_s - start_s > _TIMER_S:
             start_s = max(start_s, turn.queued_s, now_s - _MAX_LATE_S)
@@ -141,7 +139,6 @@ class Egress:
             self._grant(turn)
         else:
             self._link_busy = True
-            loop = asyncio.get_running_loop()
             loop.call_later(self._free_at_s - now_s, self._arrive, turn)
 
     def _arrive(self, turn: Turn) -> None:
@@ -161,9 +158,6 @@ class Egress:
         self._queued[turn.tenant] -= 1
         if not self._queued[turn.tenant]:
             del self._queued[turn.tenant]
-
-    def _now_s(self) -> float:
-        return self._clock() if self._clock else asyncio.get_running_loop().time()
 
 
 class Turn(Ticket):

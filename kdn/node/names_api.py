@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from aiohttp import web
 
-from kdn.depot.manifests import EXPECTED, NAME_PART, is_name
+from kdn.checked import NAME_EXPECTED, NAME_PART, is_name
 from kdn.depot.names import Must
 from kdn.node.answers import bad_request, dumps, not_found
 from kdn.node.bodies import checked_length
@@ -84,7 +84,7 @@ async def list_names(request: web.Request) -> web.StreamResponse:
 def _name(request: web.Request) -> str:
     name = request.match_info["name"]
     if not is_name(name):
-        raise bad_request(EXPECTED)
+        raise bad_request(NAME_EXPECTED)
     return name
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from contextlib import aclosing
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
@@ -18,7 +19,7 @@ from aiohttp import web
 
 from kdn.codec.format import Bitstream
 from kdn.codec.header import PROFILE_ID_BYTES
-from kdn.depot.depot import Depot, Put
+from kdn.depot.depot import Depot
 from kdn.depot.tenants import Tenant
 from kdn.depot.turns import Work
 from kdn.errors import ChecksumError, KdnError, MismatchError
@@ -26,7 +27,7 @@ from kdn.node.answers import Refusal, bad_request, dumps, not_found
 from kdn.node.bodies import checked_length
 from kdn.node.ranges import names_etag, parse_range, quoted
 from kdn.node.sending import Data, Sender
-from kdn.node.state import CLIENT, NODE, TENANT, Node, close_iterator, query_number
+from kdn.node.state import CLIENT, NODE, TENANT, Node, query_number
 from kdn.protocol.frames import MAX_DATA_BYTES, MAX_ETAG_BYTES, MAX_KEY_BYTES
 from kdn.protocol.limits import MAX_LISTED, MAX_SAVED_S
 from kdn.protocol.strict import parse_hex
@@ -117,8 +118,8 @@ async def put_object(request: web.Request) -> web.StreamResponse:
         except KdnError:
             node.stats.refused_puts.inc()
             raise
-        put = Put(store_key, data, etag, told[0], hints, replacing)
-        entry, created = await node.depot.put(tenant, put)
+        entry = Entry(store_key, etag, len(data), hints)
+        entry, created = await node.depot.put(tenant, entry, data, told[0], replacing)
     headers, told_back = {"ETag": quoted(entry.etag)}, _describe(tenant, entry)
     if replacing is not None and entry.etag != etag:
         message = "the object here is another one"
@@ -156,15 +157,14 @@ async def _collect(
     found: list[Entry] = []
     # Stores in memory never wait themselves.
     work = Work(depot.turns, tenant.name, LIST_SLICE_S)
-    entries = depot.store.list(prefix)
-    async for entry in entries:
-        if work.is_over:
-            await work.rest()
-        if entry.key > after:
-            found.append(entry)
-            if len(found) == limit:
-                break
-    await close_iterator(entries)
+    async with aclosing(depot.store.list(prefix)) as entries:
+        async for entry in entries:
+            if work.is_over:
+                await work.rest()
+            if entry.key > after:
+                found.append(entry)
+                if len(found) == limit:
+                    break
     return found
 
 

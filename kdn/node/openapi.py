@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from kdn.depot.manifests import NAME, NAME_PART
+from kdn.checked import NAME, NAME_PART
 from kdn.depot.tenants import COLLECTIONS
 from kdn.protocol import frames
 from kdn.protocol.frames import MAX_ETAG_BYTES, MAX_KEY_BYTES

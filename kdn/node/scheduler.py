@@ -13,7 +13,7 @@ So:
 - A flow's tag stands still while it waits and all others' rise: nobody starves.
 
 A start tag does not depend on a frame's length, so the two levels need not know of each other's
-choice. `FifoQueue` and `InverseQueue` are what `kdn bench node` compares it with.
+choice. `kdn bench node` compares it with other orders of service.
 """
 
 from __future__ import annotations
@@ -23,16 +23,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from heapq import heappop, heappush, heapreplace
 from itertools import count
-from random import Random
 from typing import Generic, TypeVar
-
-from kdn.errors import UnsupportedError
 
 MAX_FLOWS = 1024
 """Flows that one level tells apart; those beyond it share one, so that inventing client names buys
 no more than this, neither of memory nor of the link."""
-
-ORDERS = ("fair", "fifo", "inverse")
 
 F = TypeVar("F", bound="_Flow")
 
@@ -74,61 +69,6 @@ class Queue(ABC):
         assert not len(self)
         self.push(ticket)
         self.pop()
-
-
-class FifoQueue(Queue):
-    """In the order of asking."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Ticket] = deque()
-
-    def push(self, ticket: Ticket) -> None:
-        self._waiting.append(ticket)
-
-    def pop(self) -> Ticket:
-        return self._waiting.popleft()
-
-    def remove(self, ticket: Ticket) -> None:
-        self._waiting.remove(ticket)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-
-class InverseQueue(Queue):
-    """A client at random, with a chance in inverse proportion to the number of its tickets that
-    wait; its oldest ticket. Clients with few pending requests are favoured, but one unlucky draw
-    after another may pass over anyone."""
-
-    def __init__(self, rng: Random) -> None:
-        self._rng = rng
-        self._clients: dict[tuple[str, str], deque[Ticket]] = {}
-        self._length = 0
-
-    def push(self, ticket: Ticket) -> None:
-        self._clients.setdefault((ticket.tenant, ticket.client), deque()).append(ticket)
-        self._length += 1
-
-    def pop(self) -> Ticket:
-        if not self._length:
-            raise IndexError("nobody waits")
-        clients = list(self._clients)
-        chances = [1 / len(waiting) for waiting in self._clients.values()]
-        (client,) = self._rng.choices(clients, chances)
-        ticket = self._clients[client][0]
-        self.remove(ticket)
-        return ticket
-
-    def remove(self, ticket: Ticket) -> None:
-        client = (ticket.tenant, ticket.client)
-        waiting = self._clients.get(client, deque())
-        waiting.remove(ticket)
-        self._length -= 1
-        if not waiting:
-            del self._clients[client]
-
-    def __len__(self) -> int:
-        return self._length
 
 
 class FairQueue(Queue):
@@ -179,17 +119,6 @@ class FairQueue(Queue):
             flow.waiting -= 1
         ticket.flows = None
         self._length -= 1
-
-
-def open_queue(order: str, weights: Mapping[str, float], rng: Random) -> Queue:
-    """By name: one of ORDERS."""
-    if order == "fair":
-        return FairQueue(weights)
-    if order == "fifo":
-        return FifoQueue()
-    if order == "inverse":
-        return InverseQueue(rng)
-    raise UnsupportedError(f"order of egress: expected one of {', '.join(ORDERS)}, found {order!r}")
 
 
 class _Flow:

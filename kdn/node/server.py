@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 
+import uvloop
 from aiohttp import web
 
 from kdn.background import supervise
@@ -27,7 +27,8 @@ from kdn.node.bodies import BodyReader
 from kdn.node.budget import Budget
 from kdn.node.connection import Connections
 from kdn.node.egress import Egress
-from kdn.node.scheduler import open_queue
+from kdn.node.logs import log_to
+from kdn.node.scheduler import FairQueue, Queue
 from kdn.node.shares import Shares
 from kdn.node.state import Node
 from kdn.node.tenants import Tenants
@@ -83,7 +84,7 @@ def tls_context(settings: NodeSettings) -> ssl.SSLContext | None:
     return context
 
 
-def make_egress(config: Config) -> Egress:
+def make_egress(config: Config, queue: Queue | None = None) -> Egress:
     settings = config.node
     rate: TraceRate | float | None = None
     if settings.egress_trace:
@@ -91,11 +92,11 @@ def make_egress(config: Config) -> Egress:
     elif settings.egress_bits_per_s:
         rate = float(settings.egress_bits_per_s)
     weights = {tenant.name: tenant.weight for tenant in config.tenants}
-    queue = open_queue(settings.egress_order, weights, Random())
-    return Egress(queue, rate, slots=settings.max_sends)
+    return Egress(queue or FairQueue(weights), rate, slots=settings.max_sends)
 
 
-def make_node(config: Config, depot: Depot) -> Node:
+def make_node(config: Config, depot: Depot, queue: Queue | None = None) -> Node:
+    """`queue`: whose frame goes out next, if not what is fair by the tenants' weights."""
     settings, tenants = config.node, Tenants(depot.tenants, time.monotonic)
     uncapped = {tenant.name: 0 for tenant in tenants}
     request_caps = {tenant.name: tenant.settings.max_requests for tenant in tenants}
@@ -103,7 +104,7 @@ def make_node(config: Config, depot: Depot) -> Node:
         settings,
         depot,
         tenants,
-        make_egress(config),
+        make_egress(config, queue),
         requests=Shares(settings.max_requests, request_caps),
         bodies=BodyReader(settings, uncapped),
         answers=Budget(Shares(settings.max_answers_bytes, uncapped), settings.body_window_s),
@@ -180,10 +181,10 @@ async def _reap(connections: Connections) -> None:
 
 
 @asynccontextmanager
-async def open_node(config: Config) -> AsyncIterator[Node]:
+async def open_node(config: Config, queue: Queue | None = None) -> AsyncIterator[Node]:
     """A node with its depot, which is closed (and flushed) on leaving."""
     async with open_depot(config.node, config.tenants) as depot:
-        yield make_node(config, depot)
+        yield make_node(config, depot, queue)
 
 
 def _wait_for_nothing_else() -> None:
@@ -196,15 +197,22 @@ def _wait_for_nothing_else() -> None:
     sys.setswitchinterval(SWITCH_S)
 
 
-async def serve(config: Config) -> None:
+async def serve(config: Config, queue: Queue | None = None) -> None:
     """Run a node until SIGINT or SIGTERM."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with open_node(config) as node, listen(config, node) as listening:
+    async with open_node(config, queue) as node, listen(config, node) as listening:
         _wait_for_nothing_else()
         log.info("listening", extra={"url": listening.url, "data": str(config.node.data)})
         await stop.wait()
         log.info("stopping", extra={"requests": node.num_requests})
     log.info("stopped")
+
+
+def run(config: Config, queue: Queue | None = None) -> None:
+    """`serve`, in a process that is all this node's."""
+    check_exposure(config)  # before anything is opened
+    log_to(None, config.node.log_level)
+    uvloop.run(serve(config, queue))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import defaultdict
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -86,9 +85,3 @@ def query_flag(request: web.Request, name: str) -> bool:
     if text not in ("true", "false"):
         raise bad_request(f"{name}: expected true or false")
     return text == "true"
-
-
-async def close_iterator(entries: AsyncIterator[object]) -> None:
-    """A listing that is left early is closed at once, not when the collector finds it."""
-    if (close := getattr(entries, "aclose", None)) is not None:
-        await close()

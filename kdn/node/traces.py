@@ -37,36 +37,22 @@ class ConstantRate:
 
 class TraceRate:
     """`bits_per_s[i]` holds from `times_s[i]` to the next; the last as long as the one before it,
-    then all begins anew. `scale` multiplies every rate."""
+    then all begins anew."""
 
-    def __init__(
-        self, times_s: Sequence[float], bits_per_s: Sequence[float], scale: float = 1.0
-    ) -> None:
-        _check(times_s, bits_per_s, scale)
+    def __init__(self, times_s: Sequence[float], bits_per_s: Sequence[float]) -> None:
         last_s = times_s[-1] - times_s[-2] if len(times_s) > 1 else 1.0
         self._starts_s = [time_s - times_s[0] for time_s in times_s]
         self._ends_s = [*self._starts_s[1:], self._starts_s[-1] + last_s]
-        self._bits_per_s = [rate * scale for rate in bits_per_s]
+        self._bits_per_s = list(bits_per_s)
         samples = zip(self._starts_s, self._ends_s, self._bits_per_s, strict=True)
         self._period_s = self._ends_s[-1]
         self._period_bits = sum((end - start) * rate for start, end, rate in samples)
         self._origin_s: float | None = None
 
     @classmethod
-    def read(cls, path: Path, scale: float = 1.0) -> TraceRate:
-        """From a CSV with the header `t_s,mbps`."""
-        try:
-            with path.open(newline="") as lines:
-                rows = list(csv.reader(lines))
-        except (OSError, ValueError, csv.Error) as error:
-            raise FormatError(f"{path.name}: expected a trace (t_s,mbps): {error}") from error
-        if not rows or rows[0] != _HEADER:
-            raise FormatError(f"{path.name}: expected {_HEADER} at the top, found {rows[:1]}")
-        samples = [_sample(path.name, row) for row in rows[1:]]
-        try:
-            return cls([t_s for t_s, _ in samples], [mbps * 1e6 for _, mbps in samples], scale)
-        except ValueError as error:
-            raise FormatError(f"{path.name}: {error}") from None
+    def read(cls, path: Path) -> TraceRate:
+        times_s, mbps = read_trace(path)
+        return cls(times_s, [rate * 1e6 for rate in mbps])
 
     def finish_s(self, start_s: float, num_bytes: int) -> float:
         if self._origin_s is None:
@@ -85,20 +71,31 @@ class TraceRate:
                 begin_s, offset_s, at = begin_s + self._period_s, 0.0, 0
 
 
+def read_trace(path: Path) -> tuple[Sequence[float], Sequence[float]]:
+    """Times in seconds and Mbit/s from each on, of a CSV with the header `t_s,mbps`."""
+    try:
+        with path.open(newline="") as lines:
+            rows = list(csv.reader(lines))
+    except (OSError, ValueError, csv.Error) as error:
+        raise FormatError(f"{path.name}: expected a trace (t_s,mbps): {error}") from error
+    if not rows or rows[0] != _HEADER:
+        raise FormatError(f"{path.name}: expected {_HEADER} at the top, found {rows[:1]}")
+    samples = [_sample(path.name, row) for row in rows[1:]]
+    if not 1 <= len(samples) <= MAX_SAMPLES:
+        raise FormatError(f"{path.name}: expected 1 to {MAX_SAMPLES} samples, found {len(samples)}")
+    times_s, mbps = zip(*samples, strict=True)
+    if any(after <= before for before, after in pairwise(times_s)):
+        raise FormatError(f"{path.name}: expected times that rise")
+    if min(mbps) < 0 or max(mbps) <= 0:
+        raise FormatError(f"{path.name}: expected rates of at least 0, one of them more")
+    return times_s, mbps
+
+
 def _sample(name: str, row: list[str]) -> tuple[float, float]:
     try:
         time_s, mbps = map(float, row)
     except ValueError:
         raise FormatError(f"{name}: expected two numbers in a line, found {row}") from None
+    if not math.isfinite(time_s) or not math.isfinite(mbps):
+        raise FormatError(f"{name}: expected finite times and rates, found {row}")
     return time_s, mbps
-
-
-def _check(times_s: Sequence[float], bits_per_s: Sequence[float], scale: float) -> None:
-    if not 1 <= len(times_s) <= MAX_SAMPLES or len(times_s) != len(bits_per_s):
-        raise ValueError(f"expected 1 to {MAX_SAMPLES} samples, found {len(times_s)}")
-    if not all(math.isfinite(value) for value in (*times_s, *bits_per_s, scale)):
-        raise ValueError("expected finite times and rates")
-    if any(after <= before for before, after in pairwise(times_s)):
-        raise ValueError("expected times that rise")
-    if min(bits_per_s) < 0 or max(bits_per_s) <= 0 or scale <= 0:
-        raise ValueError("expected rates of at least 0, one of them more, and a scale above 0")

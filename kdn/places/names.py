@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
+from kdn.checked import checked_name
 from kdn.depot.depot import Depot, Report
-from kdn.depot.manifests import checked_name
 from kdn.depot.names import Version
 from kdn.depot.tenants import Tenant
 from kdn.errors import ConditionError, FormatError, StoreError, UnsupportedError

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from kdn.checked import checked_url, shown
-from kdn.config import NodeSettings
+from kdn.config import DepotSettings
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.depot.depot import open_depot
 from kdn.errors import UnsupportedError
@@ -123,7 +123,7 @@ async def _open_node(
 async def _open_folder(
     stack: AsyncExitStack, path: Path, memory_bytes: int, disk_bytes: int
 ) -> _Opened:
-    settings = NodeSettings(data=path, memory_bytes=memory_bytes, disk_bytes=disk_bytes)
+    settings = DepotSettings(data=path, memory_bytes=memory_bytes, disk_bytes=disk_bytes)
     depot = await stack.enter_async_context(open_depot(settings))
     [tenant] = depot.tenants
     chunks, profiles = (

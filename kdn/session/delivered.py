@@ -11,26 +11,27 @@ from kdn.delivery.request import Result, worst_kld
 
 
 class Grade(NamedTuple):
-    """Of a chunk's values in a sink."""
+    """How good a chunk's values in a sink are."""
 
     kld: float
     """What is expected of going on from them, in nats; 0 if the model computed them."""
     is_exact: bool
-    """Whether they are as the model itself would have them."""
+    """Whether the model computed them, or every level of them was loaded, which of `klt` is as good
+    as lossless: what is computed on top of them may be published."""
 
 
 @dataclass(frozen=True)
 class Delivered:
     chunks: tuple[Chunk, ...]
     held: tuple[Grade, ...]
-    """Of the first chunks, which this host held decoded."""
+    """Grades of the first chunks, which this host held decoded."""
     result: Result | None
-    """Of the others; None if there were none."""
+    """The result for the chunks that were fetched; None if none were."""
     expected_kld: Sequence[float]
 
     @property
     def grades(self) -> list[Grade | None]:
-        """Of each chunk; None where the sink does not hold it."""
+        """The grade of each chunk; None where the sink does not hold it."""
         if self.result is None:
             return [*self.held, *[None] * (len(self.chunks) - len(self.held))]
         levels, computed = self.result.levels, self.result.computed
@@ -45,13 +46,13 @@ class Delivered:
 
     @property
     def num_ready(self) -> int:
-        """So many chunks from the front need no reading."""
+        """Number of leading chunks that the model need not read."""
         grades = self.grades
         return grades.index(None) if None in grades else len(grades)
 
     @property
     def ready_until(self) -> int:
-        """The tokens before this one need no reading."""
+        """The model need not read the tokens before this one."""
         ready = self.num_ready
         return self.chunks[ready].start if ready < len(self.chunks) else self.chunks[-1].end
 

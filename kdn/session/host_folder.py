@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kdn.errors import FormatError, UnsupportedError
-from kdn.files import FILE_MODE, FOLDER_MODE, OTHERS
+from kdn.files import FILE_MODE, FOLDER_MODE, OTHERS, OTHERS_WRITE, is_own_file
 
 MARKER = ".kdn-decoded-chunks"
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -95,7 +94,7 @@ class Here:
             raise FormatError(f"a decoded chunk that cannot be read: {error}") from error
         try:
             about = os.fstat(fd)
-            if not _is_ours(about) or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            if not is_own_file(about) or about.st_mode & OTHERS_WRITE:
                 raise FormatError("a decoded chunk that somebody else may have written")
             yield fd
         finally:
@@ -117,7 +116,7 @@ class Here:
     def remove(self, name: str) -> None:
         """If it is a file of this user's."""
         with suppress(FileNotFoundError):
-            if _is_ours(os.stat(name, dir_fd=self._fd, follow_symlinks=False)):
+            if is_own_file(os.stat(name, dir_fd=self._fd, follow_symlinks=False)):
                 os.unlink(name, dir_fd=self._fd)
 
     def touch(self, name: str, used_ns: int) -> None:
@@ -131,14 +130,10 @@ class Here:
                 if self._ours.fullmatch(entry.name) or _PART.fullmatch(entry.name):
                     with suppress(FileNotFoundError):
                         about = entry.stat(follow_symlinks=False)
-                        if _is_ours(about):
+                        if is_own_file(about):
                             yield about.st_mtime_ns, about.st_size, entry.name
 
     def size_bytes(self) -> int:
         """Of the file system it lies in."""
         disk = os.statvfs(self._fd)
         return disk.f_blocks * disk.f_frsize
-
-
-def _is_ours(about: os.stat_result) -> bool:
-    return stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()

@@ -172,7 +172,7 @@ class HostMemory:
         here.write(self._name(chunk), [told, *(part.data for part in values)])
 
     def _digest(self, chunk: Chunk, header: dict[str, Any], *values: npt.NDArray[np.uint8]) -> str:
-        """Of everything: values of another chunk, dtype or quality do not pass for these."""
+        """Over key, dtype, grade and values: one chunk never passes for another."""
         told = (chunk.key.hex(), DTYPES[self._dtype], header["kld"], header["exact"])
         digest = xxh3_64(repr(told).encode())
         for part in values:

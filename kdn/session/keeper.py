@@ -28,6 +28,7 @@ class Keeper:
         try:
             kept = self._thread.submit(self._host.put, chunk, values, kld, exact=is_exact)
         except RuntimeError:  # it is closed
+            self._room.release()
             return
         kept.add_done_callback(lambda _: self._room.release())
         kept.add_done_callback(watched("keeping a decoded chunk"))

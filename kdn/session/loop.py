@@ -21,6 +21,7 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
         self._closing = False
+        self._lock = threading.Lock()  # guards _closing: nothing is begun once it is set
         self._thread = threading.Thread(target=self._run, name="kdn", daemon=True)
         self._thread.start()
 
@@ -47,25 +48,33 @@ class LoopThread:
             raise
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin it. StoreError is its result if the loop has ended."""
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # it is closed
-            work.close()
-            ended: Future[T] = Future()
-            ended.set_exception(StoreError("kdn's background thread has ended"))
-            return ended
+        """Begin it. StoreError is its result if the loop ends, or has ended."""
+        with self._lock:
+            if not self._closing:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        ended: Future[T] = Future()
+        ended.set_exception(StoreError("kdn's background thread has ended"))
+        return ended
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
         """In the loop's thread, soon; not at all if it has ended."""
-        if not self._closing:
-            self._loop.call_soon_threadsafe(function, *arguments)
+        with self._lock:
+            if not self._closing:
+                self._loop.call_soon_threadsafe(function, *arguments)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """What is still under way is cancelled."""
-        if self._thread.is_alive() and not self._closing:
-            self.run(self._wind_up(), timeout_s)
+        """Cancel what is still under way, and end. A thread that takes longer is left alone."""
+        with self._lock:
+            if self._closing:
+                return
+            winding_up = asyncio.run_coroutine_threadsafe(self._wind_up(), self._loop)
             self._closing = True
+        try:
+            winding_up.result(timeout_s)
+        except TimeoutError:
+            logger.warning("the event loop did not end within %s s", timeout_s)
+        finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout_s)
             if not self._thread.is_alive():

@@ -27,5 +27,6 @@ class Opened(ABC):
         await self.close()
 
     async def close(self) -> None:
-        """Finish publishing, as far as that takes no longer than a few seconds."""
+        """Close all parts, the last one opened first. Publishing is finished as far as that takes
+        no longer than a few seconds."""
         await self._parts.aclose()

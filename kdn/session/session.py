@@ -21,7 +21,7 @@ from random import Random
 
 import torch
 
-from kdn.cache.keys import Chunk, Namespace, Tokens, seal_key
+from kdn.cache.keys import Chunk, Namespace, Tokens, seal_key, token_ids
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
@@ -34,12 +34,13 @@ from kdn.delivery.plan import Speeds
 from kdn.delivery.publish import Admission, Publisher, Source
 from kdn.delivery.request import FAR_S, Compute, OnProgress, Request, enough_levels, worst_kld
 from kdn.delivery.sink import Sink
+from kdn.delivery.spool import Spool
 from kdn.places.places import Places, open_places
 from kdn.session.delivered import Delivered, Grade, may_be_published
 from kdn.session.host_memory import HostMemory, open_host_memory
 from kdn.session.keeper import Keeper
 from kdn.session.opened import Opened
-from kdn.session.profiles import codec_for
+from kdn.session.profiles import codec_for, share_profile
 from kdn.session.settings import SessionSettings
 from kdn.session.spooling import open_spool
 
@@ -68,6 +69,7 @@ class Session(Opened):
         self.estimator = Estimator()
         self.host: HostMemory | None = None
         self._keeper: Keeper | None = None
+        self._has_shared = False
         self._clock, self._rng = clock, Random()
         self._asking = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         super().__init__()
@@ -89,15 +91,21 @@ class Session(Opened):
         self.namespace = Namespace(
             self.spec.fingerprint, self.codec.profile_id, secret=settings.secret
         )
-        spool = await asyncio.to_thread(
-            open_spool, settings, self.places.publish_to, self.namespace
+        opening = asyncio.ensure_future(
+            asyncio.to_thread(open_spool, settings, self.places.publish_to, self.namespace)
         )
-        if spool is not None:
-            self._parts.push_async_callback(asyncio.to_thread, spool.close)
+        self._parts.push_async_callback(_close_spool, opening)
+        spool = await asyncio.shield(opening)
         self.publisher = Publisher(
             self.places.publish_to, self.codec, spool=spool, max_queue_bytes=settings.queue_bytes
         )
         await self._parts.enter_async_context(self.publisher)
+
+    async def share_profile(self) -> None:
+        """Put the codec's profile where others find it, once in a session."""
+        if not self._has_shared:
+            await share_profile(self.codec, self.places, self.namespace.seal_key)
+            self._has_shared = True
 
     # what is known
 
@@ -126,7 +134,7 @@ class Session(Opened):
             host = self.host
             return host is not None and host.has(chunk, worst_kld(chunk, None, enough_kld))
 
-        wish = Wish(tokens, namespace or self.namespace, block_tokens, takes, is_held)
+        wish = Wish(token_ids(tokens), namespace or self.namespace, block_tokens, takes, is_held)
         async with self._asking:
             until_s = self._clock() + limit_s
             return await longest_known(wish, self._question(()), self.places.endpoints, until_s)
@@ -221,10 +229,17 @@ class Session(Opened):
     # publishing
 
     def publish(
-        self, chunk: Chunk, source: Source, *, exact_until: int | None = None, saved_s: float = 0.0
+        self, chunk: Chunk, source: Source, *, exact_until: int | None, saved_s: float = 0.0
     ) -> Admission:
-        """What the model computed of a context whose tokens before `exact_until` have no losses
-        (None: all of them). `saved_s`: how long that took."""
+        """Publish a chunk that the model computed, unless it rests on losses: see
+        `Delivered.exact_until`. `saved_s`: how long the model took for it."""
         if not may_be_published(chunk, exact_until):
             return Admission.LOSSY
         return self.publisher.publish(chunk, source, saved_s=saved_s)
+
+
+async def _close_spool(opening: asyncio.Future[Spool | None]) -> None:
+    """Also one that was still being opened when nobody wanted it any more: it holds a lock."""
+    spool = await opening
+    if spool is not None:
+        await asyncio.to_thread(spool.close)

@@ -1,4 +1,4 @@
-"""Where a session's spool lies: one for each place and secret, for all processes of a user."""
+"""Where a session's spool lies: one for each place, token and secret of a user."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ logger = logging.getLogger(__name__)
 
 def open_spool(settings: SessionSettings, place: Endpoint, namespace: Namespace) -> Spool | None:
     """None if there is to be none, or for a folder, which is as near as a spool. What waits in it
-    was named with a secret and is meant for a place: others do not send it."""
+    was named with a secret and is meant for a place and its tenant: others do not send it."""
     if place.local or not settings.spool_bytes:
         return None
-    digest = blake2b(place.name.encode(), digest_size=16, key=namespace.seal_key)
-    root = (settings.spool_folder or cache_folder() / "spool") / digest.hexdigest()
+    whose = f"{place.name.rstrip('/')}\n{settings.credentials.token or ''}"
+    name = blake2b(whose.encode(), digest_size=16, key=namespace.seal_key).hexdigest()
     try:
-        return Spool.open(root, settings.spool_bytes)
-    except (KdnError, OSError) as error:
+        folder = settings.spool_folder or cache_folder() / "spool"
+        return Spool.open(folder / name, settings.spool_bytes)
+    except (KdnError, OSError, RuntimeError) as error:  # no home, for instance
         if settings.spool_folder is not None:
             raise
         logger.warning("chunks for a place that is away wait in memory, not on disk: %s", error)

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
 from kdn.errors import ChecksumError, LimitError
 from kdn.protocol.frames import MAX_ETAG_BYTES
+from kdn.store.streaming import Ask, Piece
 from kdn.store.tally import Usage
 
 MAX_KEY_BYTES = 64
@@ -59,9 +60,10 @@ class Span:
     data: bytes | memoryview
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stats:
-    """Counters since the store was opened; `objects` and `size_bytes` are what it holds now."""
+    """Counters since the store was opened; `objects` and `size_bytes` are what it holds now.
+    A store counts in one of its own, and gives copies away."""
 
     objects: int = 0
     size_bytes: int = 0
@@ -80,7 +82,6 @@ class Store(ABC):
     volatile = False
     """Nothing here survives the end of the process."""
 
-    @abstractmethod
     async def put(
         self,
         key: bytes,
@@ -106,6 +107,14 @@ class Store(ABC):
         finds exactly this entry, until it is evicted, deleted or replaced. So nobody who puts needs
         to look again.
         """
+        entry = Entry(key, etag, len(data), hints or Hints())
+        return await self.put_entry(entry, data, checksum, replacing)
+
+    @abstractmethod
+    async def put_entry(
+        self, entry: Entry, data: bytes, checksum: int, replacing: bytes | None = None
+    ) -> Entry:
+        """`put`, for whoever has an entry of the new object."""
 
     @abstractmethod
     async def get(
@@ -118,12 +127,19 @@ class Store(ABC):
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
         """One answer per key, in order, None for those that are not here."""
 
+    async def read_spans(self, asks: Sequence[Ask]) -> AsyncGenerator[Piece]:
+        """The pieces of all asks, in order, for readers who verify them (`streaming.py`). Close it
+        (`aclosing`) to stop early."""
+        for number, ask in enumerate(asks):
+            span = await self.get(ask.key, ask.start, ask.end, etag=ask.etag)
+            yield Piece(number, ask.start, None if span is None else span.data)
+
     @abstractmethod
     async def delete(self, key: bytes) -> bool:
         """True if it was here. When this returns, the bytes are gone."""
 
     @abstractmethod
-    def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+    def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
         """All objects whose key begins so, in key order. What comes and goes meanwhile may or may
         not be among them."""
 
@@ -149,6 +165,7 @@ def is_taken(entry: Entry | None, replacing: bytes | None) -> bool:
 
 def check_put(entry: Entry, data: bytes, checksum: int) -> None:
     """What every store refuses before it touches anything."""
+    assert entry.size_bytes == len(data), f"an entry of {entry.size_bytes}, not {len(data)} bytes"
     hints = entry.hints
     for what, value, limit in (
         ("key", entry.key, MAX_KEY_BYTES),

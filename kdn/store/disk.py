@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 from asyncio import Lock, Task, shield, sleep
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from pathlib import Path
 from kdn.errors import FormatError, NoSpaceError, StoreError
 from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, is_taken
 from kdn.store.disk_files import Files
-from kdn.store.disk_folder import ObjectFolder, Reading, file_name, open_folder
+from kdn.store.disk_folder import ObjectFolder, file_name, open_folder
 from kdn.store.disk_format import header_bytes
 from kdn.store.disk_index import Index, Row, entry_of, row_of
 from kdn.store.disk_tasks import Holds, Tasks
@@ -64,25 +64,23 @@ class DiskStore(Store):
         self._folder = folder
         self._tasks = tasks
         self._unlock = unlock
-        self._capacity_bytes = capacity_bytes
+        self._counts = Stats(capacity_bytes=capacity_bytes)  # bytes: with what is being written
         self._policy = policy
         self._rows: dict[bytes, Row] = {}
         self._tally = Tally()  # of the rows
         self._used: dict[bytes, int] = {}  # those used since the start, in the index at the end
-        self._size_bytes = 0  # with what is being written
         self._holds = Holds()  # a key with a row is free, or held by one who waits for nothing
         self._policy_filled: Task[None]
         self._entering: set[bytes] = set()  # held by puts that wait for `_room`
         self._room = Lock()  # one put at a time makes room, so that no two evict for the same bytes
-        self._hits = self._misses = self._puts = self._evictions = self._corruptions = 0
         self._ticks = count()
 
     def _fill(self, rows: Sequence[Row], corruptions: int) -> None:
         """Take over what `heal` found; `_fill_policy` is yet to come."""
-        self._size_bytes = sum(footprint_bytes(row) for row in rows)
+        self._counts.size_bytes = sum(footprint_bytes(row) for row in rows)
         self._rows = {row[0]: row for row in rows}
         self._ticks = count(rows[-1][-1] + 1 if rows else 0)
-        self._corruptions = corruptions
+        self._counts.corruptions = corruptions
 
     async def _fill_policy(self, rows: Sequence[Row]) -> None:
         """Tell the policy what is here, a little at a time: a third of all that a start takes, and
@@ -97,32 +95,24 @@ class DiskStore(Store):
 
     # Store
 
-    async def put(
-        self,
-        key: bytes,
-        data: bytes,
-        *,
-        etag: bytes,
-        checksum: int,
-        hints: Hints | None = None,
-        replacing: bytes | None = None,
+    async def put_entry(
+        self, entry: Entry, data: bytes, checksum: int, replacing: bytes | None = None
     ) -> Entry:
-        entry = Entry(key, etag, len(data), hints or Hints())
         return await self._tasks.finish(self._put(entry, data, checksum, replacing))
 
     async def get(
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None
     ) -> Span | None:
         row = self._rows.get(key)
-        reading = None
+        span = None
         if row is not None and etag in (None, row[1]):
-            [reading] = await self._tasks.finish(self._read([row], start, end))
-        if row is None or reading is None:
-            self._misses += 1
+            [span] = await self._tasks.finish(self._read([row], start, end))
+        if span is None:
+            self._counts.misses += 1
             return None
-        self._hits += 1
+        self._counts.hits += 1
         self._use(key)
-        return Span(reading.entry, reading.start, reading.data)
+        return span
 
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
         rows = [self._rows.get(key) for key in keys]
@@ -131,13 +121,13 @@ class DiskStore(Store):
         known = [row for row in rows if row is not None]
         if not known:
             return [None] * len(rows)
-        readings = iter(await self._tasks.finish(self._read(known, 0, head_bytes)))
-        return [_with_head(next(readings)) if row else None for row in rows]
+        spans = iter(await self._tasks.finish(self._read(known, 0, head_bytes)))
+        return [_with_head(next(spans)) if row else None for row in rows]
 
     async def delete(self, key: bytes) -> bool:
         return await self._tasks.finish(self._delete(key))
 
-    async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+    async def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
         for key in await self._tasks.finish(self._keys(prefix)):
             row = self._rows.get(key)
             if row is not None:
@@ -147,16 +137,7 @@ class DiskStore(Store):
         return self._tally.of(prefix, ((row[0], row[2]) for row in self._rows.values()))
 
     async def stats(self) -> Stats:
-        return Stats(
-            objects=len(self._rows),
-            size_bytes=self._size_bytes,
-            capacity_bytes=self._capacity_bytes,
-            hits=self._hits,
-            misses=self._misses,
-            puts=self._puts,
-            evictions=self._evictions,
-            corruptions=self._corruptions,
-        )
+        return replace(self._counts, objects=len(self._rows))
 
     async def close(self) -> None:
         if not await self._tasks.drain():
@@ -174,8 +155,7 @@ class DiskStore(Store):
         self, entry: Entry, data: bytes, checksum: int, replacing: bytes | None
     ) -> Entry:
         await self._tasks.in_thread(check_put, entry, data, checksum)
-        await self._holds.hold(entry.key)
-        try:
+        async with self._holds.hold(entry.key):
             known = self._rows.get(entry.key)
             if known is not None:
                 old = entry_of(known)
@@ -192,16 +172,16 @@ class DiskStore(Store):
                 self._discount(row)
                 raise
             self._add_row(row)
-            self._puts += 1
+            self._counts.puts += 1
             return entry
-        finally:
-            self._holds.release(entry.key)
 
     async def _make_room(self, newcomer: Row) -> None:
         """Count the newcomer and evict until all fits; refuse it if it is what should go."""
         size_bytes = footprint_bytes(newcomer)
-        if size_bytes > self._capacity_bytes:
-            raise NoSpaceError(f"expected at most {self._capacity_bytes} bytes, found {size_bytes}")
+        if size_bytes > self._counts.capacity_bytes:
+            raise NoSpaceError(
+                f"expected at most {self._counts.capacity_bytes} bytes, found {size_bytes}"
+            )
         # Whoever has the room may be waiting to evict this key, of which nothing is here.
         self._entering.add(newcomer[0])
         self._holds.stir(newcomer[0])
@@ -217,11 +197,11 @@ class DiskStore(Store):
 
     async def _shrink(self, newcomer: bytes | None = None) -> None:
         """Evict until all fits into the capacity. The policy must be filled."""
-        while self._size_bytes > self._capacity_bytes:
+        while self._counts.size_bytes > self._counts.capacity_bytes:
             victim = self._policy.victim()
             if victim is None or victim == newcomer:
                 raise NoSpaceError(
-                    f"no room within {self._capacity_bytes} bytes: all else is to be kept"
+                    f"no room within {self._counts.capacity_bytes} bytes: all else is to be kept"
                 )
             self._policy.remove(victim)
             await self._evict(victim)
@@ -231,8 +211,7 @@ class DiskStore(Store):
             if key in self._entering:
                 return
             await self._holds.change(key)
-        self._holds.hold_free(key)
-        try:
+        with self._holds.hold_free(key):
             row = self._rows.get(key)
             if row is None:
                 return
@@ -242,34 +221,28 @@ class DiskStore(Store):
             except BaseException:
                 self._add(row)
                 raise
-            self._evictions += 1
-        finally:
-            self._holds.release(key)
+            self._counts.evictions += 1
 
     async def _delete(self, key: bytes) -> bool:
-        await self._holds.hold(key)
-        try:
+        async with self._holds.hold(key):
             row = self._rows.get(key)
             if row is not None:
                 self._remove(row)
-            return await self._tasks.in_thread(
-                self._folder.delete, key, entry_of(row) if row else None
-            )
-        finally:
-            self._holds.release(key)
+            entry = entry_of(row) if row else None
+            return await self._tasks.in_thread(self._folder.delete, key, entry)
 
     async def _read(
         self, rows: Sequence[Row], start: int, end: int | None
-    ) -> Sequence[Reading | None]:
+    ) -> Sequence[Span | None]:
         """Verified bytes of each; None where there are none any more."""
         entries = [entry_of(row) for row in rows]
-        readings: list[Reading | FormatError | None] = []
+        readings: list[Span | FormatError | None] = []
         for at in range(0, len(entries), READ_AT_ONCE):
             some = entries[at : at + READ_AT_ONCE]
             readings += await self._tasks.in_reader(_read_all, self._folder, some, start, end)
-        found: list[Reading | None] = []
+        found: list[Span | None] = []
         for row, reading in zip(rows, readings, strict=True):
-            if isinstance(reading, Reading):
+            if isinstance(reading, Span):
                 if reading.entry != entry_of(row):
                     await self._correct(row, reading.entry)
                 found.append(reading)
@@ -286,31 +259,25 @@ class DiskStore(Store):
         entry = entry_of(row)
         if self._rows.get(entry.key) is not row:
             return  # evicted or deleted meanwhile, or another reader was here first
-        self._holds.hold_free(entry.key)
-        self._remove(row)
-        try:
+        with self._holds.hold_free(entry.key):
+            self._remove(row)
             if damage is None:
                 logger.warning("%s was removed by somebody else", file_name(entry))
                 await self._tasks.in_thread(self._folder.forget, entry.key)
             else:
                 logger.warning("%s is damaged and set aside: %s", file_name(entry), damage)
-                self._corruptions += 1
+                self._counts.corruptions += 1
                 await self._tasks.in_thread(self._folder.set_aside, entry.key, file_name(entry))
-        finally:
-            self._holds.release(entry.key)
 
     async def _correct(self, row: Row, entry: Entry) -> None:
         """The index was wrong about an object; its file, which carries checksums, is believed."""
         if self._rows.get(entry.key) is not row:
             return
-        self._holds.hold_free(entry.key)
-        self._remove(row)
-        corrected = row_of(entry, row[-1])
-        try:
+        with self._holds.hold_free(entry.key):
+            self._remove(row)
+            corrected = row_of(entry, row[-1])
             await self._tasks.in_thread(self._folder.correct, corrected)
             self._add(corrected)
-        finally:
-            self._holds.release(entry.key)
 
     # State: changed on the event loop only
 
@@ -329,7 +296,7 @@ class DiskStore(Store):
         self._discount(row)
 
     def _count(self, row: Row) -> None:
-        self._size_bytes += footprint_bytes(row)
+        self._counts.size_bytes += footprint_bytes(row)
         self._tell_policy(row)
 
     def _tell_policy(self, row: Row) -> None:
@@ -337,7 +304,7 @@ class DiskStore(Store):
         self._policy.add(key, footprint_bytes(row), Hints(parent, saved_s))
 
     def _discount(self, row: Row) -> None:
-        self._size_bytes -= footprint_bytes(row)
+        self._counts.size_bytes -= footprint_bytes(row)
         self._policy.remove(row[0])
 
     def _use(self, key: bytes) -> None:
@@ -371,7 +338,7 @@ async def open_disk(
         raise
     store._policy_filled = tasks.start(store._fill_policy(tuple(store._rows.values())))
     try:
-        if store._size_bytes > capacity_bytes:
+        if store._counts.size_bytes > capacity_bytes:
             await store._policy_filled
             await store._shrink()
     except StoreError as error:
@@ -418,13 +385,13 @@ def _sorted(keys: Sequence[bytes], prefix: bytes) -> Sequence[bytes]:
 
 def _read_all(
     folder: ObjectFolder, entries: Sequence[Entry], start: int, end: int | None
-) -> list[Reading | FormatError | None]:
+) -> list[Span | FormatError | None]:
     return [_read_one(folder, entry, start, end) for entry in entries]
 
 
 def _read_one(
     folder: ObjectFolder, entry: Entry, start: int, end: int | None
-) -> Reading | FormatError | None:
+) -> Span | FormatError | None:
     """Damage is a value here: one damaged object does not spoil a batch."""
     try:
         return folder.read(entry, start, end)
@@ -432,5 +399,5 @@ def _read_one(
         return error
 
 
-def _with_head(reading: Reading | None) -> Entry | None:
-    return None if reading is None else replace(reading.entry, head=bytes(reading.data))
+def _with_head(span: Span | None) -> Entry | None:
+    return None if span is None else replace(span.entry, head=bytes(span.data))

@@ -34,12 +34,11 @@ import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from kdn.errors import FormatError, StoreError, TruncatedError
-from kdn.store.base import Entry, clip
+from kdn.store.base import Entry, Span, clip
 from kdn.store.disk_files import Files, named_errors
 from kdn.store.disk_format import (
     BLOCK_BYTES,
@@ -59,15 +58,6 @@ _HEAD_BYTES = 4096  # holds the header of any object up to 30 MB
 _NAME = re.compile("((?:[0-9a-f]{2})+)-((?:[0-9a-f]{2})+)")
 _OBJECTS = re.compile(rf"{_NAME.pattern}|[0-9]+\{PART}")
 _FOLDER = re.compile(r"lock|index\.sqlite(?:-\w+)?|objects|damaged")
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Verified bytes [start, start + len(data)) of an object, and what its file says of it."""
-
-    entry: Entry
-    start: int
-    data: memoryview
 
 
 class ObjectFolder:
@@ -97,8 +87,9 @@ class ObjectFolder:
                 raise
         self._index.change(put=[row])
 
-    def read(self, entry: Entry, start: int, end: int | None) -> Reading | None:
-        """Verified bytes of an object; None if its file is gone, FormatError if it is damaged."""
+    def read(self, entry: Entry, start: int, end: int | None) -> Span | None:
+        """Verified bytes of an object, and what its file says of it; None if that is gone,
+        FormatError if it is damaged."""
         with named_errors(f"read {file_name(entry)}"):
             try:
                 fd = self._files.open(self._objects / file_name(entry))
@@ -110,7 +101,7 @@ class ObjectFolder:
                 data = self._read_verified(fd, header, begin, stop)
             finally:
                 self._files.close(fd)
-        return Reading(header.entry, begin, data)
+        return Span(header.entry, begin, data)
 
     def evict(self, entry: Entry) -> None:
         with named_errors(f"evict {file_name(entry)}"):

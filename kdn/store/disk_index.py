@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from operator import itemgetter
 from pathlib import Path
 from threading import Lock
@@ -82,9 +81,15 @@ class Index:
 
     def change(self, put: Iterable[Row] = (), remove: Iterable[bytes] = ()) -> None:
         """All or nothing. Failure is logged: the next opening heals it."""
-        with self._lock, self._transaction() as run:
-            run.executemany(_DELETE, ((key,) for key in remove))
-            run.executemany(_INSERT, put)
+        with self._lock:
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._connection.executemany(_DELETE, ((key,) for key in remove))
+                self._connection.executemany(_INSERT, put)
+                self._connection.execute("COMMIT")
+            except sqlite3.Error as error:
+                logger.warning("the index misses a change until the next start: %s", error)
+                self._roll_back()
 
     def close(self) -> None:
         with self._lock:
@@ -92,16 +97,6 @@ class Index:
                 self._connection.close()
             except sqlite3.Error as error:
                 logger.warning("the index was not closed cleanly: %s", error)
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        try:
-            self._connection.execute("BEGIN IMMEDIATE")
-            yield self._connection
-            self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            logger.warning("the index misses a change until the next start: %s", error)
-            self._roll_back()
 
     def _roll_back(self) -> None:
         try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import Event, Future, Task, shield
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from kdn.background import watched
@@ -82,10 +83,12 @@ class Holds:
     def __init__(self) -> None:
         self._held: dict[bytes, Event] = {}
 
-    async def hold(self, key: bytes) -> None:
+    @asynccontextmanager
+    async def hold(self, key: bytes) -> AsyncIterator[None]:
         while self.is_held(key):
             await self.change(key)
-        self._held[key] = Event()
+        with self.hold_free(key):
+            yield
 
     def is_held(self, key: bytes) -> bool:
         return key in self._held
@@ -99,10 +102,12 @@ class Holds:
         self._held[key].set()
         self._held[key] = Event()
 
-    def hold_free(self, key: bytes) -> None:
+    @contextmanager
+    def hold_free(self, key: bytes) -> Iterator[None]:
         """Hold a key that nobody holds, at once."""
         assert key not in self._held, "a key with a record must be free"
         self._held[key] = Event()
-
-    def release(self, key: bytes) -> None:
-        self._held.pop(key).set()
+        try:
+            yield
+        finally:
+            self._held.pop(key).set()

@@ -7,7 +7,7 @@ node is asked at all is `node_client.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,8 @@ from kdn.protocol.frames import (
     split,
 )
 from kdn.protocol.limits import MAX_HEAD_BYTES, MAX_HEADS_BYTES, MAX_OFFSET, MAX_SPANS
-from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put
-from kdn.store.http_answers import entry_of, join, member, told_entry
+from kdn.store.base import Entry, Span, Stats, Store, check_put
+from kdn.store.http_answers import Reply, entry_of, join, member, told_entry
 from kdn.store.node_client import NodeClient
 from kdn.store.streaming import Ask, FrameSplitter, Piece
 
@@ -39,21 +39,14 @@ class HttpStore(Store):
         """A URL is enough for a node that asks for no token."""
         self._node = NodeClient(node) if isinstance(node, str) else node
         self._collection = collection
-        self._hits = self._misses = self._puts = self._corruptions = 0
+        self._counts = Stats()
 
     # the interface
 
-    async def put(
-        self,
-        key: bytes,
-        data: bytes,
-        *,
-        etag: bytes,
-        checksum: int,
-        hints: Hints | None = None,
-        replacing: bytes | None = None,
+    async def put_entry(
+        self, entry: Entry, data: bytes, checksum: int, replacing: bytes | None = None
     ) -> Entry:
-        entry = Entry(key, etag, len(data), hints or Hints())
+        key, etag = entry.key, entry.etag
         check_put(entry, data, checksum)
         for name, value in (("key", key), ("parent", entry.hints.parent or b"")):
             if len(value) > MAX_KEY_BYTES:
@@ -68,20 +61,28 @@ class HttpStore(Store):
         answer = await self._node.ask(
             "PUT", self._path(key), data, headers=headers, expect=(200, 201, 412)
         )
-        told = member(answer.json, "object", dict) if answer.status == 412 else answer.json
-        kept = told_entry(told)
+        kept = await self._taken(key, answer) if answer.status == 412 else told_entry(answer.json)
         if kept.key != key:
             raise StoreError(f"{self._node.url}: put {key.hex()}, and {kept.key.hex()} is there")
-        self._puts += answer.status == 201 or (replacing is not None and kept.etag == etag)
+        self._counts.puts += answer.status == 201 or (replacing is not None and kept.etag == etag)
         return kept
+
+    async def _taken(self, key: bytes, answer: Reply) -> Entry:
+        """What is there instead of what was to be replaced. Older nodes have to be asked."""
+        if isinstance(answer.json, dict) and "object" in answer.json:
+            return told_entry(answer.json["object"])
+        [found] = await self.lookup([key])
+        if found is None:
+            raise answer.error(self._node.url)
+        return found
 
     async def get(
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None
     ) -> Span | None:
         assert start >= 0, f"ranges count from the beginning, found {start}"
         span = await self._get(key, start, end, etag) if _askable(key, etag) else None
-        self._hits += span is not None
-        self._misses += span is None
+        self._counts.hits += span is not None
+        self._counts.misses += span is None
         return span
 
     async def _get(
@@ -100,11 +101,11 @@ class HttpStore(Store):
         try:
             return join(frames, key, start, end) if frames is not None else None
         except FormatError:
-            self._corruptions += 1
+            self._counts.corruptions += 1
             return None
 
-    async def read_spans(self, asks: Sequence[Ask]) -> AsyncGenerator[Piece, None]:
-        """See `streaming.py`: pieces as they arrive, for readers who verify them."""
+    async def read_spans(self, asks: Sequence[Ask]) -> AsyncGenerator[Piece]:
+        """In one request, and as they arrive."""
         spans = [
             {"key": ask.key.hex(), "start": ask.start, "end": ask.end, "etag": ask.etag.hex()}
             for ask in asks
@@ -137,7 +138,7 @@ class HttpStore(Store):
         if frames is None:
             return {}
         if [(frame.number, frame.key) for frame, _ in frames] != list(enumerate(keys)):
-            self._corruptions += 1
+            self._counts.corruptions += 1
             return {}
         return {
             frame.key: replace(entry_of(frame), head=bytes(data))
@@ -151,7 +152,7 @@ class HttpStore(Store):
         answer = await self._node.ask("DELETE", self._path(key), expect=(204, 404))
         return answer.status == 204
 
-    async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+    async def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
         if len(prefix) <= MAX_KEY_BYTES:
             async for told in self._node.list(f"/v1/{self._collection}", "objects", prefix.hex()):
                 yield told_entry(told)
@@ -159,14 +160,11 @@ class HttpStore(Store):
     async def stats(self) -> Stats:
         """Counters of this client; objects, bytes and quota of the tenant at the node."""
         told = (await self._node.ask("GET", "/v1/stats")).json
-        return Stats(
+        return replace(
+            self._counts,
             objects=member(told, "objects", int),
             size_bytes=member(told, "size_bytes", int),
             capacity_bytes=member(told, "quota_bytes", int),
-            hits=self._hits,
-            misses=self._misses,
-            puts=self._puts,
-            corruptions=self._corruptions,
         )
 
     async def close(self) -> None:
@@ -187,7 +185,7 @@ class HttpStore(Store):
         try:
             frames = tuple(split(answer.body))
         except FormatError:
-            self._corruptions += 1
+            self._counts.corruptions += 1
             return None
         if any(frame.status == FAILED for frame, _ in frames):
             raise StoreError(f"{self._node.url}: the node's own store failed")

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kdn.errors import ChecksumError, FormatError, KdnError, MismatchError, NoSpaceError, StoreError
+from kdn.errors import (
+    ChecksumError,
+    FormatError,
+    KdnError,
+    MismatchError,
+    NoSpaceError,
+    RefusedError,
+    StoreError,
+)
 from kdn.protocol.frames import OK, Frame
 from kdn.store.base import Entry, Hints, Span, clip
 
@@ -20,6 +30,11 @@ _ERRORS: dict[str, type[KdnError]] = {
     "quota_exceeded": NoSpaceError,
     "no_space": NoSpaceError,
     "too_large": NoSpaceError,
+    "bad_request": RefusedError,
+    "unauthorized": RefusedError,
+    "forbidden": RefusedError,
+    "not_found": RefusedError,
+    "method_not_allowed": RefusedError,
 }
 
 
@@ -76,20 +91,26 @@ def join(
 
 
 def told_entry(told: Any) -> Entry:
-    """An object as a list, or the answer to a put, tells of it."""
-    parent = told.get("parent") if isinstance(told, dict) else None
-    hints = Hints(None if parent is None else unhex(parent), float(member(told, "saved_s", float)))
+    """An object as a list, or the answer to a put, tells of it. Older nodes tell no hints."""
+    if not isinstance(told, dict):
+        raise StoreError(f"expected an object, found {str(told)[:200]}")
+    parent = told.get("parent")
     key, etag = (unhex(member(told, name, str)) for name in ("key", "etag"))
-    return Entry(key, etag, member(told, "size_bytes", int), hints)
+    size_bytes = member(told, "size_bytes", int)
+    saved_s = member({"saved_s": 0.0, **told}, "saved_s", float)
+    if size_bytes < 0 or not 0 <= saved_s < math.inf:  # NaN, too
+        raise StoreError(f"expected a size and seconds saved, found {size_bytes}, {saved_s}")
+    return Entry(key, etag, size_bytes, Hints(None if parent is None else unhex(parent), saved_s))
 
 
 def member(value: Any, name: str, kind: type[T]) -> T:
-    """A member of a JSON object, of that type (an integer is a float, too)."""
+    """A member of a JSON object, of that type (an integer is a float, too, and no truth value)."""
     found = value.get(name) if isinstance(value, dict) else None
-    if isinstance(found, kind):
+    with suppress(OverflowError):
+        if kind is float and type(found) is int:
+            return kind(found)  # type: ignore[call-arg]
+    if type(found) is kind:
         return found
-    if kind is float and isinstance(found, int):
-        return kind(found)  # type: ignore[call-arg]
     raise StoreError(f"expected {name!r} of type {kind.__name__}, found {str(value)[:200]}")
 
 

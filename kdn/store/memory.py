@@ -5,11 +5,11 @@ No locks: every method runs on one event loop and none gives way in its middle.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
 from kdn.errors import NoSpaceError
-from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, clip, is_taken
+from kdn.store.base import Entry, Span, Stats, Store, check_put, clip, is_taken
 from kdn.store.evict import Policy
 from kdn.store.tally import Tally, Usage
 
@@ -37,21 +37,12 @@ class MemoryStore(Store):
         self._held: dict[bytes, _Held] = {}
         self._policy = policy
         self._tally = Tally()
-        self._capacity_bytes = capacity_bytes
-        self._size_bytes = 0
-        self._hits = self._misses = self._puts = self._evictions = 0
+        self._counts = Stats(capacity_bytes=capacity_bytes)
 
-    async def put(
-        self,
-        key: bytes,
-        data: bytes,
-        *,
-        etag: bytes,
-        checksum: int,
-        hints: Hints | None = None,
-        replacing: bytes | None = None,
+    async def put_entry(
+        self, entry: Entry, data: bytes, checksum: int, replacing: bytes | None = None
     ) -> Entry:
-        entry = Entry(key, etag, len(data), hints or Hints())
+        key = entry.key
         check_put(entry, data, checksum)
         if key in self._held:
             known = self._held[key].entry
@@ -61,39 +52,41 @@ class MemoryStore(Store):
         self._make_room(entry)
         self._held[key] = _Held(entry, bytes(data))
         self._tally.add(key, entry.size_bytes)
-        self._puts += 1
+        self._counts.puts += 1
         return entry
 
     def _make_room(self, entry: Entry) -> None:
         """Count the newcomer and evict until all fits; refuse it if it is what should go."""
         size_bytes = footprint_bytes(entry)
-        if size_bytes > self._capacity_bytes:
-            raise NoSpaceError(f"{size_bytes} bytes exceed the store's {self._capacity_bytes}")
+        if size_bytes > self._counts.capacity_bytes:
+            raise NoSpaceError(
+                f"{size_bytes} bytes exceed the store's {self._counts.capacity_bytes}"
+            )
         self._policy.add(entry.key, size_bytes, entry.hints)
-        self._size_bytes += size_bytes
-        while self._size_bytes > self._capacity_bytes:
+        self._counts.size_bytes += size_bytes
+        while self._counts.size_bytes > self._counts.capacity_bytes:
             victim = self._policy.victim()
             if victim is None or victim == entry.key:
                 self._policy.remove(entry.key)
-                self._size_bytes -= size_bytes
+                self._counts.size_bytes -= size_bytes
                 raise NoSpaceError(f"no room for {size_bytes} bytes: all else is to be kept")
             self._drop(victim)
-            self._evictions += 1
+            self._counts.evictions += 1
 
     def _drop(self, key: bytes) -> None:
         self._policy.remove(key)
         entry = self._held.pop(key).entry
         self._tally.remove(key, entry.size_bytes)
-        self._size_bytes -= footprint_bytes(entry)
+        self._counts.size_bytes -= footprint_bytes(entry)
 
     async def get(
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None
     ) -> Span | None:
         held = self._held.get(key)
         if held is None or etag not in (None, held.entry.etag):
-            self._misses += 1
+            self._counts.misses += 1
             return None
-        self._hits += 1
+        self._counts.hits += 1
         self._policy.touch(key)
         begin, stop = clip(start, end, held.entry.size_bytes)
         return Span(held.entry, begin, memoryview(held.data)[begin:stop])
@@ -113,7 +106,7 @@ class MemoryStore(Store):
         self._drop(key)
         return True
 
-    async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+    async def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
         for key in sorted(key for key in self._held if key.startswith(prefix)):
             held = self._held.get(key)
             if held is not None:
@@ -124,15 +117,7 @@ class MemoryStore(Store):
         return self._tally.of(prefix, sizes)
 
     async def stats(self) -> Stats:
-        return Stats(
-            objects=len(self._held),
-            size_bytes=self._size_bytes,
-            capacity_bytes=self._capacity_bytes,
-            hits=self._hits,
-            misses=self._misses,
-            puts=self._puts,
-            evictions=self._evictions,
-        )
+        return replace(self._counts, objects=len(self._held))
 
     async def close(self) -> None:
         self._held.clear()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
-from kdn.store.base import Entry, Hints, Span, Stats, Store
+from kdn.store.base import Entry, Span, Stats, Store
 from kdn.store.tally import Usage
 
 
@@ -16,25 +16,14 @@ class PartStore(Store):
         self._whole = whole
         self._prefix = prefix
 
-    async def put(
-        self,
-        key: bytes,
-        data: bytes,
-        *,
-        etag: bytes,
-        checksum: int,
-        hints: Hints | None = None,
-        replacing: bytes | None = None,
+    async def put_entry(
+        self, entry: Entry, data: bytes, checksum: int, replacing: bytes | None = None
     ) -> Entry:
-        hints = hints or Hints()
+        hints = entry.hints
         if hints.parent is not None:
             hints = replace(hints, parent=self._prefix + hints.parent)
-        key = self._prefix + key
-        return self._inner(
-            await self._whole.put(
-                key, data, etag=etag, checksum=checksum, hints=hints, replacing=replacing
-            )
-        )
+        outer = replace(entry, key=self._prefix + entry.key, hints=hints)
+        return self._inner(await self._whole.put_entry(outer, data, checksum, replacing))
 
     async def get(
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None
@@ -50,7 +39,7 @@ class PartStore(Store):
     async def delete(self, key: bytes) -> bool:
         return await self._whole.delete(self._prefix + key)
 
-    async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+    async def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
         async for entry in self._whole.list(self._prefix + prefix):
             yield self._inner(entry)
 

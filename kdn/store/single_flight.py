@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any, Generic, TypeVar
 
 from kdn.background import watched
 from kdn.errors import KdnError
@@ -24,19 +24,15 @@ class SingleFlight(Generic[T]):
     def __contains__(self, key: Hashable) -> bool:
         return key in self._flights
 
-    async def run(self, key: Hashable, fetch: Callable[[], Awaitable[T]]) -> T:
+    async def run(self, key: Hashable, fetch: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of the flight under way for `key`, or of a new one."""
         return await asyncio.shield(self.start(key, fetch))
 
-    def start(self, key: Hashable, fetch: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
+    def start(self, key: Hashable, fetch: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
         """The flight itself, for callers that do not wait for it."""
         task = self._flights.get(key)
         if task is None:
-
-            async def fly() -> T:
-                return await fetch()
-
-            self._flights[key] = task = asyncio.create_task(fly())
+            self._flights[key] = task = asyncio.create_task(fetch())
             task.add_done_callback(lambda _: self._flights.pop(key))
             # Whoever still waits gets it; if nobody is left, only what is unexpected is told.
             task.add_done_callback(watched("fetching", KdnError, OSError))

@@ -1,20 +1,19 @@
 """Many byte ranges in one go, handed on piece by piece as they arrive.
 
-Any store can be read so; one that talks to a network has a `read_spans` of its own and hands on
-bytes before their frame is complete. So a reader sees throughput as it is, loses nothing when a
+Any store can be read so (`Store.read_spans`); one that talks to a network hands on bytes before
+their frame is complete. So a reader sees throughput as it is, loses nothing when a
 connection breaks, and may ask for the rest from the very next byte. The price: pieces carry no
 checksum. This is for readers who verify what they put together, as a bitstream's levels let them.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from kdn.errors import FormatError, StoreError, TruncatedError
 from kdn.protocol import frames
 from kdn.protocol.frames import FAILED, FIXED_BYTES, OK, Frame
-from kdn.store.base import Store
 
 
 class Ask(NamedTuple):
@@ -32,24 +31,6 @@ class Piece(NamedTuple):
     number: int
     start: int
     data: bytes | memoryview | None
-
-
-@runtime_checkable
-class StreamsSpans(Protocol):
-    """A store that can read many spans in one request."""
-
-    def read_spans(self, asks: Sequence[Ask]) -> AsyncGenerator[Piece, None]: ...
-
-
-def read_spans(store: Store, asks: Sequence[Ask]) -> AsyncGenerator[Piece, None]:
-    """The pieces of all asks, in order. Close it (`aclosing`) to stop early."""
-    return store.read_spans(asks) if isinstance(store, StreamsSpans) else _one_by_one(store, asks)
-
-
-async def _one_by_one(store: Store, asks: Sequence[Ask]) -> AsyncGenerator[Piece, None]:
-    for number, ask in enumerate(asks):
-        span = await store.get(ask.key, ask.start, ask.end, etag=ask.etag)
-        yield Piece(number, ask.start, None if span is None else span.data)
 
 
 class FrameSplitter:

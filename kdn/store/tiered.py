@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from xxhash import xxh3_64_intdigest
 
 from kdn.errors import KdnError, LimitError, NoSpaceError, StoreError
-from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, is_taken
+from kdn.store.base import Entry, Span, Stats, Store, check_put, is_taken
 from kdn.store.memory import MemoryStore
 from kdn.store.single_flight import SingleFlight
 from kdn.store.tally import Usage
@@ -72,7 +72,7 @@ class TieredStore(Store):
         # One replacement of a key at a time: the second must see what the first one put.
         self._replacing: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._deletions = 0  # begun and ended; a read that spans one brings nothing up
-        self._hits = self._misses = self._puts = 0
+        self._counts = Stats()  # hits, misses and puts
         self._closed = False
 
     # reads
@@ -90,8 +90,8 @@ class TieredStore(Store):
         elif self._below:
             read = (key, start, end, etag)
             span = await self._reads.run(read, lambda: self._get_below(key, start, end, etag))
-        self._hits += span is not None
-        self._misses += span is None
+        self._counts.hits += span is not None
+        self._counts.misses += span is None
         return span
 
     async def _get_below(
@@ -142,7 +142,7 @@ class TieredStore(Store):
             found.update((entry.key, entry) for entry in entries or () if entry)
         return [found.get(key) for key in keys]
 
-    async def list(self, prefix: bytes = b"") -> AsyncIterator[Entry]:
+    async def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
         """A tier that fails is left out from there on, with a counted error."""
         async with AsyncExitStack() as stack:
             sources = [self._list(tier, prefix) for tier in self.tiers]
@@ -171,36 +171,26 @@ class TieredStore(Store):
         others hold; evictions of the lowest."""
         each = [await self._ask(tier, lambda store: store.stats()) for tier in self.tiers]
         known = [stats for stats in each if stats] or [Stats()]
-        return Stats(
+        return replace(
+            self._counts,
             objects=max(stats.objects for stats in known),
             size_bytes=max(stats.size_bytes for stats in known),
             capacity_bytes=max(stats.capacity_bytes for stats in known),
-            hits=self._hits,
-            misses=self._misses,
-            puts=self._puts,
             evictions=known[-1].evictions,
             corruptions=sum(stats.corruptions for stats in known),
         )
 
     # writes
 
-    async def put(
-        self,
-        key: bytes,
-        data: bytes,
-        *,
-        etag: bytes,
-        checksum: int,
-        hints: Hints | None = None,
-        replacing: bytes | None = None,
+    async def put_entry(
+        self, entry: Entry, data: bytes, checksum: int, replacing: bytes | None = None
     ) -> Entry:
-        entry = Entry(key, etag, len(data), hints or Hints())
         check_put(entry, data, checksum)
         if replacing is not None:
             kept = await self._replace(entry, data, replacing)
         else:
             kept = await self._put_through(entry, data)
-        self._puts += kept.etag == etag
+        self._counts.puts += kept.etag == entry.etag
         return kept
 
     async def _put_through(self, entry: Entry, data: bytes) -> Entry:
@@ -240,12 +230,7 @@ class TieredStore(Store):
         """What the tier answers; None if it failed."""
         checksum = xxh3_64_intdigest(data)
         try:
-            return await self._ask(
-                tier,
-                lambda store: store.put(
-                    entry.key, data, etag=entry.etag, checksum=checksum, hints=entry.hints
-                ),
-            )
+            return await self._ask(tier, lambda store: store.put_entry(entry, data, checksum))
         except NoSpaceError as error:
             return error
 

@@ -11,13 +11,13 @@ import torch
 
 from kdn.bench.rivals import NAMES, open_rivals
 from kdn.bench.rivals.base import ExactContext
+from kdn.bench.rivals.cachegen import CacheGenCodec
+from kdn.bench.rivals.cachegen_profile import CacheGenProfile
 from kdn.bench.rivals.ours import Layered, cachegen, exact
 from kdn.bench.rivals.plain import Drop, Half, Int8
 from kdn.bench.rivals.shipped import Shipped
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
-from kdn.codec.cachegen import CacheGenCodec
-from kdn.codec.cachegen_profile import CacheGenProfile
 from kdn.codec.exact import ExactCodec
 from kdn.engines.transformers import from_dynamic_cache, spec_of
 from kdn.errors import UnsupportedError

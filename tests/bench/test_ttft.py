@@ -12,14 +12,14 @@ import torch
 from rich.console import Console
 
 from kdn.bench.report import write_json
+from kdn.bench.rivals.cachegen import CacheGenCodec
+from kdn.bench.rivals.cachegen_profile import CacheGenProfile
 from kdn.bench.rivals.plain import Half, Int8
 from kdn.bench.ttft import _links
 from kdn.bench.ttft_codecs import PackedCodec, cachegen_at, plain
 from kdn.bench.ttft_report import TtftRow, document, plot, print_report
 from kdn.cache.keys import Chunk, Namespace, cut
 from kdn.cache.tensors import KVCache
-from kdn.codec.cachegen import CacheGenCodec
-from kdn.codec.cachegen_profile import CacheGenProfile
 from kdn.codec.format import Bitstream
 from kdn.errors import FormatError, UnsupportedError
 from tests.codec.conftest import Tiny

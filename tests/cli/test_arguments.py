@@ -87,7 +87,7 @@ def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     def closed(*arguments: Any, **named: Any) -> Any:
         raise ClosedError(CLOSED)
 
-    async def serve(config: Any) -> None:
+    async def serve(config: Any, queue: Any) -> None:
         async with server.open_node(config) as node, server.listen(config, node):
             closed()
 
@@ -100,8 +100,13 @@ def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("KDN_CLIENT_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(subprocess, "Popen", closed)
-    pools = ("cache.ProcessPoolExecutor", "delivery.command.ProcessPoolExecutor")
-    for address in (*pools, "cache.replay", "node.bench", "delivery.command.run_job"):
+    work = (
+        "processes.ProcessPoolExecutor",
+        "cache.replay",
+        "node.bench",
+        "delivery.command.run_job",
+    )
+    for address in work:
         monkeypatch.setattr(f"kdn.bench.{address}", closed)
     # `kdn node` gives loggers a stream of this test, and keeps what they say from others.
     for logger in map(logging.getLogger, ("", "kdn", "aiohttp", "asyncio")):

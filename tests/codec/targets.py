@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kdn.bench.rivals.cachegen import CacheGenCodec
+from kdn.bench.rivals.cachegen_profile import CacheGenProfile
 from kdn.cache.keys import PUBLIC_SECRET, Chunk
 from kdn.codec.base import Codec
-from kdn.codec.cachegen import CacheGenCodec
-from kdn.codec.cachegen_profile import CacheGenProfile
 from kdn.codec.exact import ExactCodec
 from kdn.codec.klt import KltCodec
 from tests.codec.klt_profile import make_profile

@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.numpy import save
 
-from kdn.cache.tensors import KVCache
-from kdn.codec.cachegen import CacheGenCodec, fetch_bytes
-from kdn.codec.cachegen_profile import LAYER_BINS, LEVEL_FACTORS, CacheGenProfile
-from kdn.codec.cachegen_quantise import (
+from kdn.bench.rivals.cachegen import CacheGenCodec, fetch_bytes
+from kdn.bench.rivals.cachegen_profile import LAYER_BINS, LEVEL_FACTORS, CacheGenProfile
+from kdn.bench.rivals.cachegen_quantise import (
     GROUP_TOKENS,
     is_delta,
     quantise_anchors,
     restore_anchors,
     spread_anchors,
 )
+from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream
 from kdn.codec.rans import normalise
 from kdn.errors import FormatError, MismatchError, TruncatedError, UnsupportedError

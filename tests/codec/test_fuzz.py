@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from kdn.bench.rivals.cachegen_profile import CacheGenProfile
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.codec import threads
 from kdn.codec.base import Codec
-from kdn.codec.cachegen_profile import CacheGenProfile
 from kdn.codec.format import Bitstream
 from kdn.errors import (
     AuthenticityError,

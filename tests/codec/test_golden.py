@@ -18,11 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kdn.bench.rivals.cachegen import CacheGenCodec
+from kdn.bench.rivals.cachegen_profile import CacheGenProfile
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
-from kdn.codec.cachegen import CacheGenCodec
-from kdn.codec.cachegen_profile import CacheGenProfile
 from kdn.codec.exact import ExactCodec
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec, Profile

@@ -11,6 +11,7 @@ import torch
 
 from kdn.cache.keys import Namespace, cut
 from kdn.codec.klt import Profile
+from kdn.codec.klt.duals import Dual
 from kdn.codec.klt.transform import GroupTransform, Latent, Predictor, int8_product, pack
 from tests.codec.klt_profile import make_profile
 
@@ -33,7 +34,7 @@ def test_analysis_finds_what_synthesis_made(transform: GroupTransform) -> None:
     generator = torch.Generator().manual_seed(2)
     components = torch.randn(len(basis), 40, generator=generator, dtype=torch.float64)
     components[: transform.num_large] *= 50  # as large ones are: they are taken away first
-    found, rest = transform.analyse((components.T @ basis).float())
+    found, rest = transform.analyse((components.T @ basis).float(), Dual.of(transform.group))
     # The others are found to within the rounding of inputs and rows to 8 bits.
     torch.testing.assert_close(
         found[: transform.num_large].double(), components[: transform.num_large], rtol=0, atol=0.2

@@ -49,7 +49,7 @@ def test_everything_arrives(world: World, policy: Any) -> None:
     result = deliver_from(world, places, policy=policy)
     assert result.levels == world.all_levels
     assert result.recompute == ()
-    assert result.known == result.exact_chunks == len(world.chunks)
+    assert result.known == len(world.chunks)
     assert result.stream_ids == tuple(Bitstream.parse(s).stream_id for s in world.streams)
     assert result.failures == 0
     assert result.done_s < 2.0, "nothing to wait for"
@@ -67,7 +67,6 @@ def test_enough_is_enough(name: str) -> None:
         kld = world.expected_kld[1]
         result = deliver_from(world, places, enough_kld=kld, policy=policy)
         assert result.levels == (2,) * 3
-        assert result.exact_chunks == 0
         ends = sum(Bitstream.parse(stream).level_end(1) for stream in world.streams)
         assert result.fetched_bytes <= ends
 

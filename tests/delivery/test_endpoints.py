@@ -12,6 +12,7 @@ from kdn.delivery.endpoints import (
     MAX_REJECTED,
     Endpoint,
     Endpoints,
+    Rest,
 )
 from kdn.store.evict import open_policy
 from kdn.store.memory import MemoryStore
@@ -24,26 +25,26 @@ class Named(MemoryStore):
 
 
 def test_rests_grow_and_end_with_success() -> None:
-    endpoint, rng, now_s = Endpoint(Named("a")), Random(1), 100.0
+    rest, rng, now_s = Rest(), Random(1), 100.0
     rests = []
     for _ in range(12):
-        assert endpoint.is_ready(now_s)
-        endpoint.failed(now_s, now_s, rng)
-        rests.append(endpoint.rests_until_s - now_s)
-        assert not endpoint.is_ready(now_s)
-        now_s = endpoint.rests_until_s
+        assert rest.is_over(now_s)
+        rest.failed(now_s, now_s, rng)
+        rests.append(rest.until_s - now_s)
+        assert not rest.is_over(now_s)
+        now_s = rest.until_s
     assert FIRST_REST_S / 2 <= rests[0] <= FIRST_REST_S
     assert LONGEST_REST_S / 2 <= rests[-1] <= LONGEST_REST_S
-    endpoint.worked()
-    endpoint.failed(now_s, now_s, rng)
-    assert endpoint.rests_until_s - now_s <= FIRST_REST_S
+    rest.worked()
+    rest.failed(now_s, now_s, rng)
+    assert rest.until_s - now_s <= FIRST_REST_S
 
 
 def test_requests_that_fail_together_count_once() -> None:
-    endpoint, rng = Endpoint(Named("a")), Random(1)
+    rest, rng = Rest(), Random(1)
     for _ in range(10):
-        endpoint.failed(1.0, 2.0, rng)
-    assert endpoint.rests_until_s - 2.0 <= FIRST_REST_S
+        rest.failed(1.0, 2.0, rng)
+    assert rest.until_s - 2.0 <= FIRST_REST_S
 
 
 def test_local_ones_come_first() -> None:

@@ -10,12 +10,13 @@ from random import Random
 import pytest
 import torch
 
-from kdn.cache.keys import Chunk, Namespace, cut
+from kdn.cache.keys import Chunk, Namespace, TokenIds, cut, token_ids
 from kdn.delivery import known as module
 from kdn.delivery.client import deliver
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.delivery.known import Known, Wish, longest_known
 from kdn.delivery.lookup import Question
+from kdn.errors import RefusedError
 from kdn.store.base import Entry, Store
 from tests.delivery.world import (
     TINY,
@@ -45,8 +46,8 @@ def world() -> World:
     return make_world(6, last_tokens=48)
 
 
-def tokens_of(world: World) -> list[int]:
-    return [int(token) for chunk in world.chunks for token in chunk.tokens]
+def tokens_of(world: World, *more: int) -> TokenIds:
+    return token_ids([*(int(token) for chunk in world.chunks for token in chunk.tokens), *more])
 
 
 def namespace(world: World) -> Namespace:
@@ -70,7 +71,7 @@ async def with_tail(world: World, tokens: Sequence[int], store: Store) -> Chunk:
 def test_full_chunks_and_the_tail_take_one_lookup(world: World) -> None:
     async def test() -> None:
         store = Counting(await world.store())
-        found = await know(world, Wish([*tokens_of(world), 1, 2], namespace(world)), [store])
+        found = await know(world, Wish(tokens_of(world, 1, 2), namespace(world)), [store])
         assert found.end == 5 * 256 + 48
         assert [chunk.key for chunk in found.chunks] == [chunk.key for chunk in world.chunks]
         assert store.lookups == 1
@@ -163,6 +164,28 @@ def test_who_is_away_makes_it_late_and_who_is_empty_does_not(world: World) -> No
     run(test())
 
 
+def test_a_place_that_refuses_has_answered(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not asked until there is no time left, and the log says so once."""
+
+    class Refusing(Counting):
+        async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
+            self.lookups += 1
+            raise RefusedError("401 unauthorized")
+
+    async def test() -> None:
+        place = Endpoint(Refusing(await world.store()), name="there")
+        wish = Wish([*tokens_of(world)[:300], 1], namespace(world))
+        for _ in range(2):
+            found = await know(world, wish, [place], limit_s=60.0)
+            assert (found.end, found.is_late) == (0, False)
+        assert place.store.lookups == 2  # type: ignore[attr-defined]
+
+    run(test())
+    assert [record.message for record in caplog.records] == [
+        "nothing is known from there: 401 unauthorized"
+    ]
+
+
 def test_what_is_known_is_delivered_without_another_lookup(world: World) -> None:
     async def test() -> None:
         store = Counting(await world.store())
@@ -179,7 +202,8 @@ def test_heads_spare_another_process_the_lookup(world: World) -> None:
     async def test() -> None:
         store = Counting(await world.store())
         found = await know(world, Wish(tokens_of(world), namespace(world)), [store])
-        heads = found.heads(world.chunks)
+        heads = found.packed().heads(world.chunks)
+        assert heads == found.heads(world.chunks)
         again = Known.of_heads(world.chunks, heads, world.codec)
         result = await deliver(world.request(), [store], again)
         world.check(result)

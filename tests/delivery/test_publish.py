@@ -41,7 +41,7 @@ def test_what_is_published_is_delivered(world: World) -> None:
         assert all(entry and entry.hints.saved_s == 0.5 for entry in entries)
         result = await deliver(world.request(), [store], policy=level_major)
         world.check(result)
-        assert result.exact_chunks == 4
+        assert result.levels == (world.codec.num_levels,) * 4
 
     publisher = publishing(world, lambda: world.store([]), test)
     assert publisher.counts.published == 4

@@ -14,8 +14,10 @@ from kdn.codec.format import Bitstream
 from kdn.delivery import publish
 from kdn.delivery.client import deliver
 from kdn.delivery.endpoints import Endpoint
+from kdn.delivery.parcel import Parcel
 from kdn.delivery.publish import Admission, Publisher, Values
 from kdn.delivery.spool import Spool
+from kdn.errors import RefusedError, StoreError
 from kdn.store.base import Entry, Store
 from tests.delivery.publishing import all_accepted, down, publish_all, publishing
 from tests.delivery.world import Down, Proxy, World, level_major, make_world, run
@@ -65,7 +67,7 @@ def test_a_spool_carries_chunks_over_a_restart(world: World, tmp_path: Path) -> 
         await until_published(publisher, 4)
         result = await deliver(world.request(), [store], policy=level_major)
         world.check(result)
-        assert result.exact_chunks == 4
+        assert result.levels == (world.codec.num_levels,) * 4
 
     spool = Spool.open(tmp_path)
     publisher = publishing(world, lambda: world.store([]), test, spool=spool)
@@ -181,6 +183,166 @@ def test_a_fault_leaves_a_spooled_chunk_where_it_is(world: World, tmp_path: Path
     spool_all(world, tmp_path)
     assert publishing(world, store, test, spool=Spool.open(tmp_path)).counts.faults >= 1
     assert not list(tmp_path.glob("*/*.chunk"))
+
+
+def test_a_chunk_that_the_place_does_not_take_lets_the_others_go_first(
+    world: World, tmp_path: Path
+) -> None:
+    class Picky(Proxy):
+        async def put(self, key: bytes, *args: Any, **named: Any) -> Entry:
+            if key == world.chunks[0].key:
+                raise StoreError("not this one")
+            return await super().put(key, *args, **named)
+
+    async def store() -> Store:
+        return Picky(await world.store([]))
+
+    async def test(publisher: Publisher, store: Picky) -> None:
+        await until_published(publisher, 3)
+
+    spool_all(world, tmp_path)
+    publishing(world, store, test, spool=Spool.open(tmp_path))
+    assert len(list(tmp_path.glob("*/*.chunk"))) == 1
+
+
+def test_a_place_that_takes_nothing_is_read_from_at_once(world: World, tmp_path: Path) -> None:
+    """Nor does a disk that fails slow down reading, or sending what is new."""
+
+    class Unreadable(Spool):
+        def first(self) -> Parcel | None:
+            raise OSError(5, "Input/output error")
+
+    async def work() -> None:
+        place = Endpoint(Down(await world.store([])))
+        spool = Unreadable.open(tmp_path)
+        async with Publisher(place, world.codec, spool=spool) as publisher:
+            await all_accepted(publisher, world)
+            assert publisher.counts.failures
+            assert place.rest.is_over(0.0)
+            place.store.is_down = False  # type: ignore[attr-defined]
+            failures = publisher.counts.failures
+            async with asyncio.timeout(10.0):
+                while publisher.counts.failures < failures + 3:
+                    await asyncio.sleep(0.01)
+            again = make_world(5)
+            publisher.publish(again.chunks[4], Values(again.caches[4]))
+            assert await publisher.flush(10.0)
+            assert (publisher.counts.published, publisher.counts.spooled) == (1, 4)
+
+    run(work())
+
+
+class Refusing(Proxy):
+    """Says no to everybody, or to those who bring one of these keys."""
+
+    def __init__(self, inner: Store, *keys: bytes) -> None:
+        super().__init__(inner)
+        self.keys, self.puts = keys, 0
+
+    async def put(self, key: bytes, *args: Any, **named: Any) -> Entry:
+        self.puts += 1
+        if not self.keys or key in self.keys:
+            raise RefusedError("401 unauthorized: a valid bearer token is needed")
+        return await super().put(key, *args, **named)
+
+
+def test_what_a_place_refuses_is_neither_tried_again_nor_spooled(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def store() -> Store:
+        return Refusing(await world.store([]))
+
+    async def test(publisher: Publisher, store: Refusing) -> None:
+        await all_accepted(publisher, world)
+        assert store.puts == 4
+        keys = [chunk.key for chunk in world.chunks]
+        assert await publisher.store_all(keys, 10.0)
+        assert set(publisher.refused(keys)) == set(keys)
+        assert publisher.refused([b"another"]) == {}
+        assert publisher.publish(world.chunks[0], Values(world.caches[0])) is Admission.QUEUED
+        assert set(publisher.refused(keys)) == set(keys[1:])
+
+    counts = publishing(world, store, test, spool=Spool.open(tmp_path)).counts
+    assert (counts.refused, counts.spooled, counts.failures) == (5, 0, 0)
+    said = [record.message for record in caplog.records if "401 unauthorized" in record.message]
+    assert len(said) == 3, "the first, the second and the fourth"
+
+
+def test_what_was_spooled_and_is_refused_is_left_to_others(world: World, tmp_path: Path) -> None:
+    async def store() -> Store:
+        return Refusing(await world.store([]))
+
+    async def test(publisher: Publisher, store: Refusing) -> None:
+        keys = [chunk.key for chunk in world.chunks]
+        assert await publisher.store_all(keys, 10.0)
+        assert set(publisher.refused(keys)) == set(keys)
+        assert store.puts == 3
+        other = Spool.open(tmp_path)
+        assert len(other) == 4, "the lock is free"
+        other.close()
+        assert publisher.publish(world.chunks[0], Values(world.caches[0])) is Admission.QUEUED
+        assert await publisher.flush(10.0)
+
+    spool_all(world, tmp_path)
+    counts = publishing(world, store, test, spool=Spool.open(tmp_path)).counts
+    assert (counts.refused, counts.spooled) == (1, 0), "only the new one is given up"
+    assert len(list(tmp_path.glob("*/*.chunk"))) == 4
+
+
+def test_one_spooled_chunk_that_is_refused_does_not_stop_the_others(
+    world: World, tmp_path: Path
+) -> None:
+    async def store() -> Store:
+        return Refusing(await world.store([]), world.chunks[0].key)
+
+    async def test(publisher: Publisher, store: Refusing) -> None:
+        await until_published(publisher, 3)
+
+    spool_all(world, tmp_path)
+    publishing(world, store, test, spool=Spool.open(tmp_path))
+    assert len(list(tmp_path.glob("*/*.chunk"))) == 1
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_spool_that_takes_nothing_is_left_alone_for_a_while(
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_full: bool,
+) -> None:
+    class Failing(Spool):
+        adds, fails = 0, True
+
+        def add(self, parcel: Parcel) -> bool:
+            self.adds += 1
+            if not self.fails:
+                return super().add(parcel)
+            if is_full:
+                return False
+            raise OSError(28, "No space left on device")
+
+    async def test(publisher: Publisher, store: Down) -> None:
+        publish_all(publisher, world)
+        async with asyncio.timeout(20.0):
+            while publisher.counts.failures < 8:
+                await asyncio.sleep(0.01)
+        assert spool.adds == 1
+        publisher._sender.try_spool_again()
+        async with asyncio.timeout(20.0):
+            while spool.adds < 2:
+                await asyncio.sleep(0.01)
+        spool.fails = False
+        publisher._sender.try_spool_again()
+        assert await publisher.flush(20.0)
+
+    spool = Failing.open(tmp_path)
+    assert isinstance(spool, Failing)
+    assert publishing(world, down(world), test, spool=spool).counts.spooled == 4
+    said = [record.message for record in caplog.records]
+    assert len(said) == 2, "when it fails, and when it works again"
+    assert ("it is full" if is_full else "No space left") in said[0]
+    assert "takes chunks again" in said[1]
 
 
 def test_close_has_a_deadline_and_says_what_is_lost(world: World) -> None:

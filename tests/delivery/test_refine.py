@@ -79,3 +79,38 @@ def test_leaving_a_refinement_early_leaves_nothing_behind(world: World) -> None:
         assert not better.is_complete or better.levels == complete(world)
 
     run(test())
+
+
+class Late:
+    """A machine that finds no time for the last chunk, as long as it has other things to do."""
+
+    is_busy = True
+
+    def decode_s(self, num_tokens: int, levels: int) -> float:
+        return 100.0 if num_tokens == 48 and self.is_busy else 0.2
+
+    def prefill_s(self, start: int, end: int) -> float:
+        return 1.0
+
+
+def test_what_arrived_and_was_not_decoded_is_the_models(world: World) -> None:
+    """It was there at the deadline, but the model has read it meanwhile."""
+    speeds = Late()
+
+    async def test() -> None:
+        store = await world.store()
+        request = world.request(enough_kld=world.expected_kld[0], deadline_s=2.0, speeds=speeds)
+        result = await deliver(request, [store], policy=level_major)
+        assert result.levels == (1, 1, 1, 1, 1, 0)
+        cache_of(result).keys[:, 1280:] = 7.0
+        speeds.is_busy = False
+        async with result.refine() as better:
+            while not better.is_complete:
+                await better.wait(5.0)
+                await better.apply()
+            for step in range(60):  # with just enough time, what is empty would come first
+                await better.apply(0.5 * 0.9**step)
+        assert better.levels[:5] == complete(world)[:5]
+        assert bool((cache_of(result).keys[:, 1280:] == 7.0).all())
+
+    run(test())

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from kdn.delivery import spool as spool_module
 from kdn.delivery.parcel import Parcel, pack
-from kdn.delivery.spool import Spool
+from kdn.delivery.spool import MAX_AGE_S, Spool
 from kdn.errors import StoreError
-from kdn.files import lock_file
+from kdn.files import is_own_file, lock_file
 from kdn.store.base import Hints
 
 
@@ -158,3 +160,70 @@ def test_a_root_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match="cannot spool in"):
         Spool.open(tmp_path / "file")
+
+
+def test_a_root_of_another_user_or_open_to_others_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shared := tmp_path / "shared").mkdir()
+    (shared / "notes.txt").touch()  # with this in it, the folder keeps its mode
+    for mode in (0o777, 0o1777, 0o770):
+        shared.chmod(mode)
+        with pytest.raises(StoreError, match="folder of this user's, found mode"):
+            Spool.open(shared)
+    (own := tmp_path / "own").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(own)
+    with pytest.raises(StoreError, match="folder of this user's, found mode"):
+        Spool.open(tmp_path / "link")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(StoreError, match="folder of this user's, found mode"):
+        Spool.open(own)
+    assert not list(own.glob("*/*"))
+
+
+def test_what_others_put_there_is_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that they may write to, a lock that leads elsewhere, a file of theirs."""
+    folders = [tmp_path / (digit * 16) for digit in "012"]
+    for number, folder in enumerate(folders):
+        folder.mkdir(mode=0o700)
+        (folder / f"{parcel(number).key.hex()}.chunk").write_bytes(pack(parcel(number)))
+    folders[0].chmod(0o770)
+    (folders[1] / "lock").symlink_to(tmp_path / "elsewhere")
+    theirs = (folders[2] / f"{parcel(2).key.hex()}.chunk").stat().st_ino
+    monkeypatch.setattr(
+        spool_module, "is_own_file", lambda about: is_own_file(about) and about.st_ino != theirs
+    )
+    spool = Spool.open(tmp_path)
+    assert (len(spool), spool.damaged) == (0, 0)
+    assert not (tmp_path / "elsewhere").exists()
+    assert len(list(tmp_path.glob("*/*.chunk"))) == 3
+
+
+def test_what_waited_for_a_week_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In roots that nobody opens any more, too, but not what a living process keeps."""
+    here, beside, other = tmp_path / ("a" * 32), tmp_path / ("b" * 32), tmp_path / "other"
+    gone = tmp_path / ("c" * 32)
+    living = Spool.open(beside)
+    living.add(parcel(9))
+    for root in (here, beside, gone, other):
+        spool = Spool.open(root)
+        spool.add(parcel(1))
+        if root != gone:
+            spool.add(parcel(2))
+        spool.close()
+    long_ago_s = time.time() - MAX_AGE_S - 60
+    for number in (1, 9):
+        for path in tmp_path.glob(f"*/*/{parcel(number).key.hex()}.chunk"):
+            os.utime(path, (long_ago_s, long_ago_s))
+    spool = Spool.open(here)
+    assert taken(spool) == [parcel(2)]
+    assert spool.outdated == 3
+    assert [record.message for record in caplog.records] == ["3 chunks waited over 7 days: dropped"]
+    assert living.first() == parcel(9)
+    assert len(list(beside.glob("*/*.chunk"))) == 2
+    assert not gone.exists()
+    assert len(list(other.glob("*/*.chunk"))) == 2, "it has no name of a root"

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
 
+from kdn.bench.rivals.cachegen import CacheGenCodec
+from kdn.bench.rivals.cachegen_profile import CacheGenProfile
 from kdn.cache.keys import Chunk, Namespace, cut
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
-from kdn.codec.cachegen import CacheGenCodec
-from kdn.codec.cachegen_profile import CacheGenProfile
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec
 from kdn.delivery.plan import Fetch, Plan, Situation
@@ -159,8 +159,8 @@ class Proxy(Store):
     def __init__(self, inner: Store) -> None:
         self.inner = inner
 
-    async def put(self, *args: Any, **named: Any) -> Entry:
-        return await self.inner.put(*args, **named)
+    async def put_entry(self, *args: Any, **named: Any) -> Entry:
+        return await self.inner.put_entry(*args, **named)
 
     async def get(
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None

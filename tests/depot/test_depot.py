@@ -14,10 +14,10 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from kdn.config import NodeSettings, TenantSettings
-from kdn.depot.depot import Depot, Put, open_depot
+from kdn.depot.depot import Depot, open_depot
 from kdn.depot.tenants import Tenant
 from kdn.errors import ConditionError, MalformedError, QuotaError, StoreError
-from kdn.store.base import Entry, Hints
+from kdn.store.base import Entry
 from tests.node.harness import key_of, run
 from tests.store.contract import content, etag_of
 
@@ -29,11 +29,11 @@ async def depot_in(folder: Path, *tenants: TenantSettings) -> AsyncIterator[Depo
         yield depot
 
 
-def put_of(
-    tenant: Tenant, number: int, data: bytes, *, replacing: bytes | None = None
-) -> Put:  # fmt: skip
-    key, checksum = tenant.store_key("chunks", key_of(number)), xxh3_64_intdigest(data)
-    return Put(key, data, etag_of(data), checksum, Hints(), replacing)
+async def put(
+    depot: Depot, tenant: Tenant, number: int, data: bytes, replacing: bytes | None = None
+) -> tuple[Entry, bool]:
+    entry = Entry(tenant.store_key("chunks", key_of(number)), etag_of(data), len(data))
+    return await depot.put(tenant, entry, data, xxh3_64_intdigest(data), replacing)
 
 
 def manifest(*numbers: int) -> bytes:
@@ -52,16 +52,15 @@ def test_the_first_writer_wins_and_one_that_is_named_gives_way(tmp_path: Path) -
             changed: list[Entry] = []
             depot.changed = changed.append
             old, new = content("old", 500), content("new", 600)
-            first, created = await depot.put(tenant, put_of(tenant, 1, old))
+            first, created = await put(depot, tenant, 1, old)
             assert (first.etag, created) == (etag_of(old), True)
-            assert await depot.put(tenant, put_of(tenant, 1, new)) == (first, False)
+            assert await put(depot, tenant, 1, new) == (first, False)
             assert changed == [first]
-            put = put_of(tenant, 1, new, replacing=etag_of(old))
-            second, created = await depot.put(tenant, put)
+            second, created = await put(depot, tenant, 1, new, replacing=etag_of(old))
             assert (second.etag, created) == (etag_of(new), False)
             assert changed[1:] == [first, second]
-            assert await depot.delete(put.key)
-            assert not await depot.delete(put.key)
+            assert await depot.delete(second.key)
+            assert not await depot.delete(second.key)
             assert changed[3:] == [second]
 
     run(work())
@@ -71,11 +70,12 @@ def test_a_quota_counts_objects_and_manifests(tmp_path: Path) -> None:
     async def work() -> None:
         async with depot_in(tmp_path, TenantSettings("ann", quota_bytes=1000)) as depot:
             [tenant] = depot.tenants
-            await depot.put(tenant, put_of(tenant, 1, content("1", 600)))
+            await put(depot, tenant, 1, content("1", 600))
             with pytest.raises(QuotaError, match="500 more bytes"):
-                await depot.put(tenant, put_of(tenant, 2, content("2", 500)))
-            larger = put_of(tenant, 1, content("larger", 900), replacing=etag_of(content("1", 600)))
-            assert (await depot.put(tenant, larger))[0].size_bytes == 900, "300 more"
+                await put(depot, tenant, 2, content("2", 500))
+            larger, replacing = content("larger", 900), etag_of(content("1", 600))
+            kept, _ = await put(depot, tenant, 1, larger, replacing)
+            assert kept.size_bytes == 900, "300 more"
             body = manifest(1)
             assert len(body) < 100
             await depot.put_manifest(tenant, "n", body, anything)

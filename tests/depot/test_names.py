@@ -59,7 +59,7 @@ def test_the_store_keeps_names_over_a_restart(tmp_path: Path) -> None:
         assert (found[0].version, found[0].created_s, found[1]) == (1, 7.0, b"{}")
         assert await names.get("u", "n") is None
         assert await names.chunks_of("t", "n") == ([b"k"], [])
-        assert await names.size_bytes("t") == 2
+        assert (await names.totals("t")).size_bytes == 2
         await names.close()
 
     run(write())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,11 @@ def test_chunks_that_meet_within_a_block(shared: SharedSession) -> None:
     shared.submit(delete).result(10)
     worker, _ = make_worker(shared, block_tokens=96)
     assert load(worker, 0, 576) == (set(range(2, 6)), 192)
+
+
+def test_exact_values_of_another_dtype_are_not_known(shared: SharedSession) -> None:
+    publish(shared)
+    for dtype, end in ((torch.float32, 592), (torch.bfloat16, 0)):
+        shared.session.dtype = dtype
+        know = partial(shared.session.know, TOKENS, block_tokens=16, whole=True)
+        assert shared.submit(know).result(20).end == end

@@ -32,6 +32,26 @@ def test_what_a_session_is_told() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "engine", "publishes"),
+    [
+        ({}, {}, True),
+        ({"publish": False}, {}, False),
+        ({}, {"produces": False}, False),
+        ({}, {"ranks": 2}, False),
+        ({"spool_bytes": 5}, {"consumes": False}, True),
+    ],
+)
+def test_an_engine_that_publishes_nothing_has_no_spool(
+    given: dict[str, Any], engine: dict[str, Any], publishes: bool
+) -> None:
+    settings = Settings.parse({"url": "x", **given})
+    found = settings.for_engine(**{"consumes": True, "produces": True, "ranks": 1, **engine})
+    assert found.publish == publishes
+    assert found.load == engine.get("consumes", True)
+    assert found.session.spool_bytes == (settings.session.spool_bytes if publishes else 0)
+
+
+@pytest.mark.parametrize(
     ("quality", "expected"), [("high", 0.001), ("exact", 0.0), ("draft", 0.03), (0.02, 0.02)]
 )
 def test_quality_is_a_word_or_a_number(quality: str | float, expected: float) -> None:

@@ -52,7 +52,7 @@ def test_it_is_shared_and_closed(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="has ended"):
         first.submit(answer).result(1)
     assert not first.has_room()
-    first.publish(CHUNK, CACHE, 0.0)  # nowhere, and vLLM goes on
+    first.publish(CHUNK, CACHE, None, 0.0)  # nowhere, and vLLM goes on
     # The folder is free again.
     SharedSession.acquire(settings, SPEC, torch.float32).release()
 
@@ -80,7 +80,7 @@ def test_what_nobody_waits_for_ends_and_what_was_computed_is_published(tmp_path:
 
     with shared_session(tmp_path) as shared:
         under_way = shared.submit(endless)
-        shared.publish(CHUNK, CACHE, 0.0)
+        shared.publish(CHUNK, CACHE, None, 0.0)
         publisher = shared.session.publisher
     assert under_way.cancelled()
     assert (publisher.counts.published, publisher.counts.dropped) == (1, 0)
@@ -112,9 +112,9 @@ def test_a_mistake_while_publishing_is_told(
     before = faults["publishing"]
     with monkeypatch.context() as patch:
         patch.setattr(shared.session, "publish", broken)
-        shared.publish(CHUNK, CACHE, 0.0)
+        shared.publish(CHUNK, CACHE, None, 0.0)
         until(lambda: faults["publishing"] > before)
-    shared.publish(CHUNK, CACHE, 0.0)
+    shared.publish(CHUNK, CACHE, None, 0.0)
     until(lambda: shared.session.publisher.counts.published == 1)
 
 
@@ -125,5 +125,5 @@ def test_an_exit_in_one_task_leaves_the_others(shared: SharedSession) -> None:
     with pytest.raises(SystemExit):
         shared.submit(leave).result(10)
     assert shared.submit(answer).result(10) == 7
-    shared.publish(CHUNK, CACHE, 0.0)
+    shared.publish(CHUNK, CACHE, None, 0.0)
     until(lambda: shared.session.publisher.counts.published == 1)

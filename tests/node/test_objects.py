@@ -240,9 +240,9 @@ def test_of_many_writers_at_once_one_created_it(tmp_path: Path) -> None:
 class HesitantStore(MemoryStore):
     """Lets others run in the middle of everything, as a disk does."""
 
-    async def put(self, key: bytes, data: bytes, **more: Any) -> Entry:
+    async def put_entry(self, *args: Any, **more: Any) -> Entry:
         await asyncio.sleep(0.01)
-        return await super().put(key, data, **more)
+        return await super().put_entry(*args, **more)
 
     async def lookup(self, *keys: Any, **more: Any) -> list[Entry | None]:
         found = await super().lookup(*keys, **more)
@@ -416,10 +416,10 @@ class BrokenStore(MemoryStore):
         super().__init__(2**28, open_policy("lru"))
         self.get_error, self.put_error, self.gets_left = get, put, 1
 
-    async def put(self, key: bytes, data: bytes, **more: Any) -> Entry:
+    async def put_entry(self, *args: Any, **more: Any) -> Entry:
         if self.put_error:
             raise self.put_error
-        return await super().put(key, data, **more)
+        return await super().put_entry(*args, **more)
 
     async def get(self, key: bytes, *span: Any, **more: Any) -> Span | None:
         self.gets_left -= 1

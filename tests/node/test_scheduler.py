@@ -3,20 +3,20 @@ every history."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kdn.errors import UnsupportedError
+from kdn.bench.node_orders import RIVALS
 from kdn.node import scheduler
-from kdn.node.scheduler import ORDERS, FairQueue, FifoQueue, InverseQueue, Queue, Ticket, open_queue
+from kdn.node.scheduler import FairQueue, Queue, Ticket
 
-QUEUES = [FifoQueue, FairQueue, lambda: InverseQueue(Random(0))]
+QUEUES = [FairQueue, *RIVALS.values()]
+"""What must hold of all of them, the benchmark's as well."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,6 @@ def order(queue: Queue, *asks: Ask) -> str:
     return "".join(client for client, _ in play(queue, *asks))
 
 
-def test_fifo_keeps_the_order_of_asking() -> None:
-    done = play(FifoQueue(), Ask(0, "a", 10, frames=3), Ask(1, "b", 5))
-    assert done == [("a", 10), ("a", 20), ("a", 30), ("b", 35)]
-
-
 def test_fair_takes_turns_among_clients() -> None:
     done = play(FairQueue(), Ask(0, "a", 10, frames=3), Ask(0, "b", 10, frames=3))
     assert done == [("a", 10), ("b", 20), ("a", 30), ("b", 40), ("a", 50), ("b", 60)]
@@ -73,8 +68,6 @@ def test_a_light_client_waits_for_one_frame_only() -> None:
     done = play(FairQueue(), *heavy, Ask(1005, "l", 10))
     # The frame on the link ends at 1010; then the light one, first of all.
     assert ("l", 1020) in done
-    late = play(FifoQueue(), *heavy, Ask(1005, "l", 10))
-    assert late[-1] == ("l", 4 * 64 * 10 + 10)
 
 
 def test_sleeping_saves_nothing_up() -> None:
@@ -149,15 +142,8 @@ def test_a_weight_must_be_positive() -> None:
         FairQueue({"gold": 0.0})
 
 
-def test_orders_by_name() -> None:
-    kinds = {name: type(open_queue(name, {}, Random(0))) for name in ORDERS}
-    assert kinds == {"fair": FairQueue, "fifo": FifoQueue, "inverse": InverseQueue}
-    with pytest.raises(UnsupportedError, match="lifo"):
-        open_queue("lifo", {}, Random(0))
-
-
 @pytest.mark.parametrize("make", QUEUES)
-def test_an_empty_queue_and_a_stranger(make: type[FifoQueue]) -> None:
+def test_an_empty_queue_and_a_stranger(make: Callable[[], Queue]) -> None:
     queue = make()
     with pytest.raises(IndexError):
         queue.pop()
@@ -167,25 +153,6 @@ def test_an_empty_queue_and_a_stranger(make: type[FifoQueue]) -> None:
     assert queue.pop() is ticket
     with pytest.raises(ValueError):
         queue.remove(ticket)
-
-
-def test_inverse_favours_short_queues_by_their_inverse() -> None:
-    rng, won = Random(1), Counter[str]()
-    for _ in range(4000):
-        queue = InverseQueue(rng)
-        for _ in range(9):
-            queue.push(Ticket("t", "heavy", 10))
-        queue.push(Ticket("t", "light", 10))
-        won[queue.pop().client] += 1
-    # 1 / (1 + 1/9) of the draws; four standard deviations of 4000 of them.
-    assert won["light"] / 4000 == pytest.approx(0.9, abs=4 * math.sqrt(0.09 / 4000))
-
-
-def test_inverse_repeats_with_its_seed() -> None:
-    asks = [Ask(0, client, 10, frames=5) for client in "abc"]
-    first = order(InverseQueue(Random(7)), *asks)
-    assert first == order(InverseQueue(Random(7)), *asks)
-    assert first != order(InverseQueue(Random(8)), *asks)
 
 
 def test_invented_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +266,7 @@ def test_nobody_starves(rivals: list[tuple[tuple[str, str], int]], num_bytes: in
 @given(steps=STEPS, data=st.data())
 @pytest.mark.parametrize("make", QUEUES)
 def test_every_ticket_comes_out_once_unless_removed(
-    make: type[FifoQueue],
+    make: Callable[[], Queue],
     steps: list[tuple[tuple[str, str], int] | None],
     data: st.DataObject,
 ) -> None:

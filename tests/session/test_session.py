@@ -48,7 +48,7 @@ def values(chunks: Sequence[Chunk]) -> KVCache:
 async def publish_all(session: Session) -> list[Chunk]:
     chunks = cut(TOKENS, session.namespace)
     for chunk in chunks:
-        assert session.publish(chunk, Values(values(chunks))) is Admission.QUEUED
+        assert session.publish(chunk, Values(values(chunks)), exact_until=None) is Admission.QUEUED
     assert await session.publisher.flush(10.0)
     return chunks
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -14,11 +15,19 @@ from xxhash import xxh3_64_intdigest
 
 import tests.store.contract as contract
 from kdn.codec.format import Bitstream
-from kdn.errors import KdnError, LimitError, MismatchError, NoSpaceError, StoreError
+from kdn.errors import (
+    KdnError,
+    LimitError,
+    MismatchError,
+    NoSpaceError,
+    RefusedError,
+    StoreError,
+)
 from kdn.protocol.frames import MAX_KEY_BYTES, Frame, pack
 from kdn.store.base import Entry, Hints, Store
 from kdn.store.evict import open_policy
 from kdn.store.http import HttpStore
+from kdn.store.http_answers import told_entry
 from kdn.store.memory import MemoryStore
 from kdn.store.node_client import HttpLimits, NodeClient
 from kdn.store.tiered import Tier, TieredStore
@@ -178,6 +187,66 @@ def test_a_put_that_is_answered_with_another_key_is_refused() -> None:
         async with fake(answer) as url, closing(quick(url)) as store:
             with pytest.raises(StoreError, match="is there"):
                 await put(store, b"key", b"data")
+
+    run(test())
+
+
+def test_a_node_of_the_version_before() -> None:
+    """It tells no hints, and nothing of what is there instead."""
+    told = {"key": b"key".hex(), "etag": "01", "size_bytes": 4}
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.method == "POST":
+            return web.Response(body=frame_of(b"key", b"", etag=b"other", object_bytes=7))
+        if "If-Match" in request.headers:
+            return web.json_response({"code": "precondition_failed", "message": ""}, status=412)
+        return web.json_response(told, status=201)
+
+    async def test() -> None:
+        async with fake(answer) as url, closing(quick(url)) as store:
+            assert await put(store, b"key", b"data") == Entry(b"key", b"\x01", 4, Hints())
+            there = await put(store, b"key", b"data", replacing=b"bad")
+            assert (there.etag, there.size_bytes) == (b"other", 7)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"size_bytes": -1}, {"size_bytes": 4.0}, {"size_bytes": True}, {"size_bytes": None},
+        {"saved_s": -1}, {"saved_s": float("nan")}, {"saved_s": float("inf")},
+        {"saved_s": 10**400}, {"saved_s": "1"}, {"saved_s": None}, {"saved_s": False},
+        {"parent": 3}, {"parent": "x"},
+    ],
+)  # fmt: skip
+def test_nonsense_about_an_object_is_refused_by_name(more: dict[str, Any]) -> None:
+    told = {"key": "00", "etag": "01", "size_bytes": 4, "parent": None, "saved_s": 0}
+    assert told_entry(told) == Entry(b"\0", b"\x01", 4, Hints())
+    with pytest.raises(StoreError, match="expected"):
+        told_entry(told | more)
+
+
+def test_an_object_is_an_object() -> None:
+    with pytest.raises(StoreError, match="expected an object"):
+        told_entry([])
+
+
+@pytest.mark.parametrize(
+    ("token", "path", "status"),
+    [("wrong", "objects", 401), ("reader", "objects", 403), ("writer", "nothing", 404)],
+)
+def test_a_refusal_that_no_retry_changes(
+    tmp_path: Path, token: str, path: str, status: int
+) -> None:
+    tenants = tenant("t", "reader", "read_tokens"), tenant("u", "writer")
+
+    async def test() -> None:
+        async with running(config_for(tmp_path, *tenants)) as node:
+            client = NodeClient(node.url, token=token)
+            async with closing(HttpStore(client, collection=path)) as store:
+                with pytest.raises(RefusedError, match=f"{status} "):
+                    await put(store, b"key", b"data")
 
     run(test())
 

@@ -16,7 +16,7 @@ from kdn.store.base import Store
 from kdn.store.evict import open_policy
 from kdn.store.http import HttpStore
 from kdn.store.memory import MemoryStore
-from kdn.store.streaming import Ask, FrameSplitter, Piece, read_spans
+from kdn.store.streaming import Ask, FrameSplitter, Piece
 from tests.node.harness import config_for, running
 from tests.store.contract import closing, content, put
 
@@ -104,7 +104,7 @@ def test_a_node_whose_store_failed() -> None:
 
 
 async def pieces_of(store: Store, asks: list[Ask]) -> list[Piece]:
-    async with aclosing(read_spans(store, asks)) as pieces:
+    async with aclosing(store.read_spans(asks)) as pieces:
         return [piece async for piece in pieces]
 
 
@@ -127,7 +127,7 @@ def test_from_stores(kind: str, tmp_path: Path) -> None:
             return
         async with running(config_for(tmp_path)) as node, closing(HttpStore(node.url)) as store:
             await check(store)
-            pieces = read_spans(store, [Ask(b"large", 0, 1 << 20, b"?" * 16)])
+            pieces = store.read_spans([Ask(b"large", 0, 1 << 20, b"?" * 16)])
             assert (await anext(pieces)).data is None
             await pieces.aclose()
 

@@ -161,7 +161,7 @@ def test_a_promotion_that_fails_unexpectedly_is_told(caplog: pytest.LogCaptureFi
     """Nobody waits for it, so nobody else would tell."""
 
     class Broken(MemoryStore):
-        async def put(self, *args: object, **named: object) -> Entry:
+        async def put_entry(self, *args: object, **named: object) -> Entry:
             raise TypeError("a mistake in a store")
 
     async def test() -> None:

@@ -44,9 +44,9 @@ class Flaky(Store):
         if self.fails:
             raise StoreError("gone")
 
-    async def put(self, *args: Any, **named: Any) -> Entry:
+    async def put_entry(self, *args: Any, **named: Any) -> Entry:
         await self._pass("put")
-        return await self.store.put(*args, **named)
+        return await self.store.put_entry(*args, **named)
 
     async def get(
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None

@@ -126,4 +126,4 @@ def check_stopped(engine: Engine, node: Node, objects: int) -> None:
     ask(engine, 100)
     assert stored(engine, node) == objects
     assert engine.state()["scheduler"]["asked"] == state["scheduler"]["asked"]
-    assert (engine.state()["contexts"], engine.state()["loading"]) == (0, 0)
+    assert (engine.state()["states"], engine.state()["loading"]) == (0, 0)

@@ -6,7 +6,6 @@ costs the same to simulate.
 
 from __future__ import annotations
 
-import csv
 import math
 from pathlib import Path
 
@@ -14,8 +13,7 @@ import numpy as np
 
 from kdn.delivery.outlook import Floats
 from kdn.errors import FormatError
-
-_MAX_SAMPLES = 1_000_000
+from kdn.node.traces import read_trace
 
 
 class LinkTrace:
@@ -93,17 +91,9 @@ class LinkTrace:
 
 def load_trace(path: Path) -> LinkTrace:
     """A file of `t_s,mbps` lines; a value holds from its time to the next."""
-    try:
-        with path.open(newline="") as file:
-            rows = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise FormatError(f"{path.name}: expected a network trace: {error}") from error
-    if not rows or rows[0] != ["t_s", "mbps"] or not 2 < len(rows) <= _MAX_SAMPLES:
-        raise FormatError(f"{path.name}: expected lines of t_s,mbps under that heading")
-    try:
-        table = np.array([[float(cell) for cell in row] for row in rows[1:]]).reshape(-1, 2)
-        times_s = table[:, 0] - table[0, 0]
-        end_s = float(times_s[-1] + np.median(np.diff(times_s)))
-        return LinkTrace(times_s, table[:, 1] * 1e6 / 8, end_s)
-    except (ValueError, FormatError) as error:
-        raise FormatError(f"{path.name}: {error}") from error
+    times_s, mbps = map(np.array, read_trace(path))
+    if len(times_s) < 2:
+        raise FormatError(f"{path.name}: expected at least 2 samples, found {len(times_s)}")
+    times_s -= times_s[0]
+    end_s = float(times_s[-1] + np.median(np.diff(times_s)))
+    return LinkTrace(times_s, mbps * 1e6 / 8, end_s)

@@ -50,8 +50,8 @@ def _kvtc_nowindow(spec: ModelSpec, calibration: Calibration) -> Rival:
 
 
 def _cachegen(spec: ModelSpec, calibration: Calibration) -> Rival:
+    from kdn.bench.rivals.cachegen import CacheGenCodec
     from kdn.bench.rivals.ours import cachegen
-    from kdn.codec.cachegen import CacheGenCodec
 
     return cachegen(CacheGenCodec(spec, calibration.cachegen()))
 

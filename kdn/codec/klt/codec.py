@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,7 @@ from kdn.codec.klt.columns import (
     write_band,
 )
 from kdn.codec.klt.device import GpuDecoding, GpuEncoding
+from kdn.codec.klt.duals import Duals
 from kdn.codec.klt.profile import NUM_CLASSES, Group, Profile
 from kdn.codec.klt.sinks import SinkCoder
 from kdn.codec.klt.symbols import Model
@@ -91,7 +93,8 @@ class KltCodec(Codec):
     codec_id = CodecId.KLT
     shares_profile = True
 
-    def __init__(self, spec: ModelSpec, profile: Profile) -> None:
+    def __init__(self, spec: ModelSpec, profile: Profile, duals: Path | None = None) -> None:
+        """`duals`: a file that spares later processes what the first encoding works out."""
         profile.check_for(spec)
         self.spec = spec
         self.profile = profile
@@ -100,6 +103,7 @@ class KltCodec(Codec):
         self._token_tables = rans.Tables.from_freqs(profile.tensors["token.freqs"])
         self._predict = Predictor(profile)
         self._transforms = [GroupTransform(group, profile) for group in profile.groups]
+        self._duals = Duals(profile, duals)
         self._sinks = [SinkCoder(group, profile) for group in profile.groups]
         self._gpu = GpuDecoding(spec, profile)
         self._gpu_encoding = GpuEncoding(spec, profile)
@@ -127,6 +131,7 @@ class KltCodec(Codec):
     def encode_all(self, chunks: Sequence[Chunk], cache: KVCache) -> list[bytes]:
         """On the GPU where the cache is on one."""
         if not self._gpu_encoding.suits(chunks, cache):
+            self._duals.all()  # by all threads of the pool, before each takes a chunk
             return super().encode_all(chunks, cache)
         from kdn.codec.klt.gpu_output import sections_of
 
@@ -280,6 +285,7 @@ class KltCodec(Codec):
     def analyse(self, chunk: Chunk, cache: KVCache) -> Analysis:
         """What is to be coded, before rounding."""
         check_input(self.spec, chunk, cache)
+        duals = self._duals.all()
         tables = RopeTables.of(self.spec, chunk.start, chunk.num_tokens, forward=False)
         weight = torch.from_numpy(self.profile.tensors["importance"])
 
@@ -302,7 +308,7 @@ class KltCodec(Codec):
             transform = self._transforms[index]
             residual = columns[index] - transform.predict(latent)
             self._clear_uncoded(residual, cache.valid_from, chunk, transform.group)
-            components, rest = transform.analyse(residual)
+            components, rest = transform.analyse(residual, duals[index])
             return GroupAnalysis((components / steps).numpy(), components, rest)
 
         groups = parallel_map(analyse_group, range(len(self._transforms)))

@@ -20,6 +20,7 @@ from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.klt import symbols
 from kdn.codec.klt.columns_triton import take_columns
+from kdn.codec.klt.duals import dual_rows
 from kdn.codec.klt.gpu_input import token_rows
 from kdn.codec.klt.gpu_tables import (
     Coding,
@@ -255,13 +256,8 @@ class _Transform:
 
 def _matrices(group: Group, step: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """From residuals to components in finest steps, and the rows of the way back."""
-    fine, coarse = put(group.fine, device).float(), put(group.basis, device).float()
-    basis = torch.cat([fine, coarse * put(group.basis_scale, device)[:, None]])
-    directions, gain = put(group.metric, device).float(), put(group.gain, device)
-    measured = torch.addmm(basis, (basis @ directions) * gain, directions.T)
-    dual = torch.linalg.solve((measured @ measured.T).double(), measured.double()).float()
-    dual = torch.addmm(dual, (dual @ directions) * gain, directions.T)
-    analysis = dual * put(group.weight, device) / step
+    analysis = dual_rows(group, device) * put(group.weight, device) / step
+    fine, coarse = put(group.fine, device), put(group.basis, device)
     return analysis.half().T.contiguous(), fine.half(), coarse.half()
 
 

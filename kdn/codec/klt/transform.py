@@ -28,7 +28,6 @@ the basis: 0.4 % of the error at the finest level that has no correction.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +36,7 @@ from numba import njit
 
 from kdn.cache.keys import Chunk
 from kdn.codec.klt.columns import Floats
+from kdn.codec.klt.duals import Dual
 from kdn.codec.klt.profile import CONTEXT_TOKENS, Group, Profile
 from kdn.errors import MismatchError
 
@@ -148,38 +148,17 @@ class GroupTransform:
         """The other components, in units of token and column scale; the last may be missing."""
         return _sum_bytes(self._coarse_rows[: len(codes), columns], torch.from_numpy(codes))
 
-    def analyse(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def analyse(self, residual: torch.Tensor, dual: Dual) -> tuple[torch.Tensor, torch.Tensor]:
         """Components of a residual, and what the large ones leave of it."""
-        large_rows, coarse_rows, coarse_scale = self._analysis
-        large = large_rows @ residual.T
+        large = dual.large @ residual.T
         rest = torch.addmm(residual, large.T, self._float_rows[self._num_latent :], alpha=-1)
         codes = np.empty(tuple(rest.shape), dtype=np.int8)
         unit = np.empty(len(rest), dtype=np.float32)
         _to_bytes(rest.numpy(), self.group.weight, codes, unit)
-        coarse = int8_product(coarse_rows, torch.from_numpy(codes).T).float()
-        coarse *= coarse_scale[:, None]
+        coarse = int8_product(dual.codes, torch.from_numpy(codes).T).float()
+        coarse *= dual.scale[:, None]
         coarse *= torch.from_numpy(unit)
         return torch.cat([large, coarse]), rest
-
-    @cached_property
-    def _analysis(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows that give the large components of a residual, and those (int8, and their scale)
-        that give the others of a weighted one.
-
-        The stored basis is rounded: dividing by its Gram matrix makes analysis and synthesis
-        inverses on its span.
-        """
-        g = self.group
-        coarse = torch.from_numpy(g.basis).float() * torch.from_numpy(g.basis_scale)[:, None]
-        basis = torch.cat([torch.from_numpy(g.fine).float(), coarse])
-        directions, gain = torch.from_numpy(g.metric).float(), torch.from_numpy(g.gain)
-        measured = torch.addmm(basis, (basis @ directions) * gain, directions.T)
-        dual = torch.linalg.solve((measured @ measured.T).double(), measured.double()).float()
-        dual = torch.addmm(dual, (dual @ directions) * gain, directions.T)
-        large = dual[: len(g.fine)] * torch.from_numpy(g.weight)
-        rest = dual[len(g.fine) :]
-        scale = rest.abs().amax(dim=1).clamp_(min=1e-30) / 127
-        return large, (rest / scale[:, None]).round_().to(torch.int8), scale
 
 
 def _sum_bytes(rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

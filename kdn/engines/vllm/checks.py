@@ -70,7 +70,7 @@ def _word(value: Any) -> str:
 
 
 def cache_dtype(config: Any) -> torch.dtype:
-    """Of the values that vLLM keeps."""
+    """The dtype of vLLM's KV cache."""
     told = str(config.cache_config.cache_dtype)
     found = config.model_config.dtype if told == "auto" else getattr(torch, told, None)
     if not isinstance(found, torch.dtype):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,7 +56,11 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._settings = settings = Settings.parse(transfer.kv_connector_extra_config)
+        self._settings = settings = Settings.parse(transfer.kv_connector_extra_config).for_engine(
+            consumes=transfer.is_kv_consumer,
+            produces=transfer.is_kv_producer,
+            ranks=vllm_config.parallel_config.tensor_parallel_size,
+        )
         check_config(vllm_config, settings)
         check_weights(vllm_config)
         check_blocks(kv_cache_config)
@@ -69,33 +73,22 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = self._make_scheduler(transfer)
+            identity = Identity(self._shared.session.namespace)
+            self._scheduler = SchedulerSide(settings, identity, self._look_up, self._block_tokens)
         told = settings.session
         logger.info("kdn: model %s, %s at %s", spec.fingerprint.hex(), told.codec, told.where)
-
-    def _make_scheduler(self, transfer: Any) -> SchedulerSide:
-        ranks = self._vllm_config.parallel_config.tensor_parallel_size
-        settings = replace(
-            self._settings,
-            load=self._settings.load and transfer.is_kv_consumer,
-            publish=self._settings.publish and transfer.is_kv_producer and ranks == 1,
-        )
-        identity = Identity(self._shared.session.namespace)
-        return SchedulerSide(settings, identity, self._look_up, self._block_tokens)
 
     def _look_up(
         self, tokens: Any, namespace: Namespace, enough_kld: float, limit_s: float
     ) -> Future[Known]:
-        return self._shared.submit(
-            lambda: self._shared.session.know(
-                tokens,
-                namespace=namespace,
-                enough_kld=enough_kld,
-                block_tokens=self._block_tokens,
-                whole=True,
-                limit_s=limit_s,
-            )
-        )
+        async def ask() -> Known:
+            known = await self._shared.session.know(
+                tokens, namespace=namespace, enough_kld=enough_kld,
+                block_tokens=self._block_tokens, whole=True, limit_s=limit_s,
+            )  # fmt: skip
+            return known.packed()  # requests may wait for vLLM by the thousand
+
+        return self._shared.submit(ask)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -35,6 +35,8 @@ class SaveOrder:
     request_id: str
     chunks: tuple[Chunk, ...]
     block_ids: tuple[int, ...]
+    exact_until: int | None = None
+    """See `RequestState`."""
 
 
 T = TypeVar("T", LoadOrder, SaveOrder)

@@ -37,7 +37,9 @@ class Saving:
         wanted = [chunk for chunk in chunks if chunk.start >= start and self._is_new(state, chunk)]
         if not wanted:
             return None
-        return SaveOrder(request.request_id, tuple(wanted), tuple(state.block_ids))
+        return SaveOrder(
+            request.request_id, tuple(wanted), tuple(state.block_ids), state.exact_until
+        )
 
     def forget(self, chunks: Iterable[Chunk]) -> None:
         """They may be saved again."""

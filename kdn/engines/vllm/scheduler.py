@@ -182,7 +182,6 @@ class SchedulerSide:
             settings.deadline_s, settings.quality, self._is_strict(state),
         )  # fmt: skip
         state.tried = request.num_preemptions
-        state.known = replace(known, streams={})  # the order has what there is to know of them
         self._orders.append(order)
         self.loading[request.request_id] = order
         self.counts["hits"] += 1

@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -56,7 +57,8 @@ class SharedSession:
         try:
             self._loop.run(self.session.__aenter__(), OPEN_S)
         except BaseException as error:
-            self._loop.close(GRACE_S)
+            with suppress(TimeoutError):
+                self._loop.close(GRACE_S)
             if isinstance(error, TimeoutError):
                 where = ", ".join(map(str, settings.where))
                 raise StoreError(f"{where} did not open in {OPEN_S:g} s") from error
@@ -129,12 +131,15 @@ class SharedSession:
         queued = self.session.publisher.queued_bytes
         return not self._loop.is_closed and queued < self.session.settings.queue_bytes
 
-    def publish(self, chunk: Chunk, cache: KVCache, saved_s: float) -> None:
+    def publish(
+        self, chunk: Chunk, cache: KVCache, exact_until: int | None, saved_s: float
+    ) -> None:
         """Later; `cache` must not change any more."""
 
         def publish() -> None:
             try:
-                self.session.publish(chunk, Values(cache, final=True), saved_s=saved_s)
+                source = Values(cache, final=True)
+                self.session.publish(chunk, source, exact_until=exact_until, saved_s=saved_s)
             except Exception as error:
                 fault("publishing", error)
 

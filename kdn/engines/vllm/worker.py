@@ -124,6 +124,6 @@ class WorkerSide:
                 continue
             cache = self._paged.read(chunk.start, chunk.end, order.block_ids)
             saved_s = took_s * chunk.num_tokens / max(self._step.num_tokens, chunk.num_tokens)
-            self._shared.publish(chunk, cache, saved_s)
+            self._shared.publish(chunk, cache, order.exact_until, saved_s)
             self._shared.session.keep(chunk, cache, OWN)
             self.counts["published_chunks"] += 1

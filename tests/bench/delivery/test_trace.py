@@ -64,7 +64,8 @@ def test_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "t_s,mbps\n", "a,b\n0,1\n1,2\n", "t_s,mbps\n0,1\n1\n", "t_s,mbps\n0,1\n0,2\n",
+    ["", "t_s,mbps\n", "t_s,mbps\n0,1\n",
+     "a,b\n0,1\n1,2\n", "t_s,mbps\n0,1\n1\n", "t_s,mbps\n0,1\n0,2\n",
      "t_s,mbps\n0,-1\n1,2\n", "t_s,mbps\n0,0\n1,0\n", "t_s,mbps\n0,nan\n1,2\n",
      "t_s,mbps\n0,x\n1,2\n"],
 )  # fmt: skip

@@ -29,9 +29,7 @@ import safetensors
 import torch
 from safetensors.numpy import save
 
-from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
-from kdn.cache.tensors import KVCache
-from kdn.codec.cachegen_quantise import (
+from kdn.bench.rivals.cachegen_quantise import (
     ANCHOR_ALPHABET,
     Floats,
     check_finite,
@@ -42,6 +40,8 @@ from kdn.codec.cachegen_quantise import (
     restore_anchors,
     spread_anchors,
 )
+from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
+from kdn.cache.tensors import KVCache
 from kdn.codec.header import PROFILE_ID_BYTES
 from kdn.codec.rans import PROB_TOTAL, Tables, normalise
 from kdn.errors import FormatError, LimitError, MismatchError

@@ -25,14 +25,14 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from kdn.bench.rivals import cachegen_quantise as quant
+from kdn.bench.rivals.cachegen_profile import LAYER_BINS, CacheGenProfile, layer_values
+from kdn.bench.rivals.cachegen_quantise import Floats, Symbols
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
-from kdn.codec import cachegen_quantise as quant
 from kdn.codec import rans_numba
 from kdn.codec.base import Codec
-from kdn.codec.cachegen_profile import LAYER_BINS, CacheGenProfile, layer_values
-from kdn.codec.cachegen_quantise import Floats, Symbols
 from kdn.codec.format import (
     KIND_KEYS,
     KIND_VALUES,
