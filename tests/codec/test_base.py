@@ -20,7 +20,7 @@ TINY = Tiny.with_layers(4)
 SPEC = TINY.spec
 
 
-def test_by_codec() -> None:
+def test_each_codec_tells_what_its_levels_are_worth() -> None:
     assert ExactCodec(SPEC).expected_kld == (0.0,)
     meta, tensors = parts(SPEC)
     meta["expected"] = [{"kld": 0.1 / 4**level} for level in range(LEVELS)]
@@ -28,7 +28,7 @@ def test_by_codec() -> None:
     assert codec.expected_kld == tuple(0.1 / 4**level for level in range(LEVELS))
 
 
-def test_a_profile_that_does_not_tell() -> None:
+def test_a_profile_that_does_not_tell_what_levels_are_worth_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="worth"):
         _ = KltCodec(SPEC, make_profile(SPEC)).expected_kld
 
@@ -43,7 +43,9 @@ def test_lossless_streams_decode_to_their_own_dtype_only() -> None:
         assert codec.is_lossless != others
 
 
-def test_a_profile_that_nobody_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_profile_klt_opens_only_with_a_file_that_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KDN_CACHE", str(tmp_path))
     assert find_profile(SPEC) is None
     with pytest.raises(UnsupportedError, match="kdn calibrate"):

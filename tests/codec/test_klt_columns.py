@@ -17,7 +17,7 @@ from kdn.codec.klt.columns import (
     read_columns,
     write_band,
 )
-from tests.codec.test_rope import MIXED
+from tests.codec.rotations import MIXED
 
 LAYERS = (1, 5)  # plain, none, partial and interleaved rotations
 START, TOKENS = 40, 21

@@ -9,21 +9,11 @@ import pytest
 import torch
 
 import kdn.codec.rope
-from kdn.cache.spec import ModelSpec, RopeSpec
+from kdn.cache.spec import ModelSpec
 from kdn.codec.rope import redo, undo
 from kdn.engines.transformers import from_dynamic_cache, spec_of
 from kdn.errors import MismatchError
-
-HALVES = RopeSpec(tuple(10000.0 ** -(i / 8) for i in range(8)))
-PARTIAL = RopeSpec((1.0, 0.1, 0.01), amplitude=1.3)
-NEIGHBOURS = RopeSpec((1.0, 0.3, 0.02, 0.001), interleaved=True)
-
-
-def spec_with(*ropes: RopeSpec | None) -> ModelSpec:
-    return ModelSpec(len(ropes), 3, 16, 100, ropes, (None,) * len(ropes), bytes(16))
-
-
-MIXED = spec_with(HALVES, HALVES, None, PARTIAL, NEIGHBOURS, HALVES)
+from tests.codec.rotations import MIXED
 
 
 def random_keys(num_layers: int, num_tokens: int = 9) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The two programs of `test_two_hosts.py`: one fills a node, the other has it delivered.
+"""The host of `test_two_hosts.py` that has a context delivered, and what fills a node for it.
 
-python -m tests.delivery.peer publish|fetch URL CHUNKS
+python -m tests.delivery.peer URL CHUNKS
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from kdn.codec.exact import ExactCodec
 from kdn.delivery.client import deliver
 from kdn.delivery.request import Request
 from kdn.delivery.sink import HostSink
+from kdn.places.places import open_places
 from kdn.store.http import HttpStore
 from tests.codec.conftest import seeded_bytes
 from tests.delivery.world import put_stream
@@ -43,19 +45,18 @@ def values(chunk: Chunk) -> KVCache:
     return KVCache(*(one.view(torch.float16) for one in both), chunk.start)
 
 
-async def publish(url: str, num_chunks: int) -> dict[str, object]:
+async def fill(folder: Path, num_chunks: int) -> list[int]:
+    """A node's data folder: how many bytes each chunk takes."""
     codec, chunks = context(num_chunks)
-    store = HttpStore(url)
-    sizes = [
-        (await put_stream(store, codec.encode(chunk, values(chunk)))).size_bytes for chunk in chunks
-    ]
-    await store.close()
-    return {"size_bytes": sum(sizes)}
+    async with open_places(folder) as places:
+        store = places.publish_to.store
+        entries = [await put_stream(store, codec.encode(one, values(one))) for one in chunks]
+    return [entry.size_bytes for entry in entries]
 
 
 async def fetch(url: str, num_chunks: int) -> dict[str, object]:
     codec, chunks = context(num_chunks)
-    store = HttpStore(url)
+    store = HttpStore(url, collection="chunks")
     sink = HostSink.of(codec, chunks, torch.float16)
     request = Request(chunks, codec, (0.0,), sink, deadline_s=90.0)
     result = await deliver(request, [store], policy=fixed)
@@ -71,9 +72,8 @@ async def fetch(url: str, num_chunks: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def main(what: str, url: str, num_chunks: str) -> None:
-    work = {"publish": publish, "fetch": fetch}[what]
-    print(json.dumps(asyncio.run(work(url, int(num_chunks)))))  # noqa: T201
+def main(url: str, num_chunks: str) -> None:
+    print(json.dumps(asyncio.run(fetch(url, int(num_chunks)))))  # noqa: T201
 
 
 if __name__ == "__main__":

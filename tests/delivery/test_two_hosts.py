@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 
+from tests.delivery.peer import fill
 from tests.delivery.wire import missing, two_hosts
+from tests.node.harness import run
 
 BITS_PER_S = 20e6
 PORT = 8470
+MOST_CHUNKS = 48
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -27,8 +30,15 @@ def inside(namespace: str, *words: str) -> list[str]:
     return ["ip", "netns", "exec", namespace, sys.executable, "-m", *words]
 
 
-def peer(namespace: str, *words: str) -> dict[str, Any]:
-    command = inside(namespace, "tests.delivery.peer", *words)
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A node's data folder, and how many bytes each chunk in it takes."""
+    folder = tmp_path_factory.mktemp("node")
+    return folder, run(fill(folder, MOST_CHUNKS))
+
+
+def fetched(namespace: str, url: str, num_chunks: int) -> dict[str, Any]:
+    command = inside(namespace, "tests.delivery.peer", url, str(num_chunks))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=150)
     assert done.returncode == 0, done.stderr.decode()
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -59,27 +69,32 @@ def wait_for(namespace: str, url: str) -> None:
         time.sleep(0.2)
 
 
-def delivered(folder: Path, round_trip_s: float, loss: float, num_chunks: int) -> dict[str, Any]:
+def delivered(
+    filled: tuple[Path, list[int]], round_trip_s: float, loss: float, num_chunks: int
+) -> dict[str, Any]:
+    folder, sizes = filled
+    size_bytes = sum(sizes[:num_chunks])
     with two_hosts(BITS_PER_S, round_trip_s, loss) as (server, client), node(server, folder) as url:
         wait_for(server, url)
-        stored = peer(server, "publish", url, str(num_chunks))
-        found = peer(client, "fetch", url, str(num_chunks))
+        found = fetched(client, url, num_chunks)
     assert found["right"], found
     assert found["recompute"] == 0
     # What the lookup brought along is not fetched again.
-    assert found["fetched_bytes"] >= 0.99 * stored["size_bytes"]
-    found["use"] = 8 * stored["size_bytes"] / (BITS_PER_S * found["done_s"])
+    assert found["fetched_bytes"] >= 0.99 * size_bytes
+    found["use"] = 8 * size_bytes / (BITS_PER_S * found["done_s"])
     return found
 
 
-def test_a_long_round_trip_leaves_no_link_idle(tmp_path: Path) -> None:
+def test_a_long_round_trip_leaves_no_link_idle(filled: tuple[Path, list[int]]) -> None:
     """Of all the time from the request on, connecting and asking included; payload alone."""
-    found = delivered(tmp_path, 0.1, 0.0, 48)
+    found = delivered(filled, 0.1, 0.0, MOST_CHUNKS)
     assert found["use"] >= 0.85, found
     assert found["first_byte_s"] >= 0.2  # a round trip to connect, one to ask: the delay is real
 
 
 @pytest.mark.parametrize(("round_trip_s", "loss"), [(0.001, 0.0), (0.2, 0.0), (0.05, 0.02)])
-def test_delay_and_loss_cost_time_only(tmp_path: Path, round_trip_s: float, loss: float) -> None:
-    found = delivered(tmp_path, round_trip_s, loss, 8)
+def test_delay_and_loss_cost_time_only(
+    filled: tuple[Path, list[int]], round_trip_s: float, loss: float
+) -> None:
+    found = delivered(filled, round_trip_s, loss, 8)
     assert found["use"] >= (0.85 if round_trip_s < 0.01 else 0.05), found
