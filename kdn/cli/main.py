@@ -197,7 +197,7 @@ def list_command(
     token_file: TokenOption = None,
     tls_ca: TlsOption = None,
 ) -> None:
-    """List the names at a node, or its chunks."""
+    """List the names at a node or in a folder, or its chunks."""
     from kdn.cli.remote import Whom, list_all
 
     list_all(Whom(config, url, token_file, tls_ca), prefix, chunks)
@@ -228,7 +228,7 @@ def rm(
     token_file: TokenOption = None,
     tls_ca: TlsOption = None,
 ) -> None:
-    """Delete a name or a chunk at a node."""
+    """Delete a name or a chunk at a node or in a folder."""
     from kdn.cli.remote import Whom, remove
 
     remove(Whom(config, url, token_file, tls_ca), what, chunks)

@@ -1,8 +1,9 @@
-"""`kdn ls`, `kdn show`, `kdn rm`: what is at a node. Nothing here needs torch."""
+"""`kdn ls`, `kdn show`, `kdn rm`: what is at a node or in a folder. Nothing here needs torch."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,10 +16,8 @@ from rich.table import Table
 from kdn.checked import checked_name, checked_text, shown
 from kdn.config import load_config
 from kdn.errors import StoreError, UnsupportedError
-from kdn.places.names import NodeNames
-from kdn.store.http import HttpStore
-from kdn.store.node_client import HttpLimits, NodeClient
-from kdn.store.tls import client_tls
+from kdn.places.places import Places, is_url, open_places
+from kdn.store.node_client import HttpLimits
 
 _KEY = re.compile(r"[0-9a-f]{32}")
 
@@ -33,28 +32,21 @@ class Whom:
     tls_ca: Path | None = None
 
 
-@dataclass(frozen=True)
-class At:
-    """What a node has."""
-
-    chunks: HttpStore
-    names: NodeNames
-
-
-def _ask(whom: Whom, question: Callable[[At], Awaitable[None]]) -> None:
+def _ask(whom: Whom, question: Callable[[Places], Awaitable[None]]) -> None:
     flags = {"url": whom.url, "token_file": whom.token_file, "tls_ca": whom.tls_ca}
     given = {f"client.{name}": value for name, value in flags.items()}
     settings = load_config(whom.config, given).client
+    if not is_url(settings.url) and not os.path.isdir(os.path.expanduser(settings.url)):
+        raise UnsupportedError(
+            f"expected the URL of a node, or a folder that is there, found {shown(settings.url)}"
+        )
     own, timeout_s = settings.credentials, settings.timeout_s
     limits = HttpLimits(connect_s=timeout_s, silence_s=timeout_s, deadline_s=timeout_s)
 
     async def work() -> None:
-        tls = client_tls(own.tls_ca)
-        node = NodeClient(settings.url, token=own.token, limits=limits, tls=tls)
-        try:
-            await question(At(HttpStore(node, collection="chunks"), NodeNames(node)))
-        finally:
-            await node.close()
+        places = open_places(settings.url, token=own.token, tls_ca=own.tls_ca, limits=limits)
+        async with places as opened:
+            await question(opened)
 
     asyncio.run(work())
 
@@ -63,24 +55,24 @@ def list_all(whom: Whom, prefix: str, chunks: bool) -> None:
     if prefix:
         checked_text("prefix", prefix)
 
-    async def work(at: At) -> None:
+    async def work(at: Places) -> None:
         Console().print(await (_chunks if chunks else _names)(at, prefix))
 
     _ask(whom, work)
 
 
-async def _chunks(at: At, prefix: str) -> Table:
+async def _chunks(at: Places, prefix: str) -> Table:
     if not re.fullmatch("([0-9a-f]{2})*", prefix):
         raise UnsupportedError(f"prefix: expected pairs of hex digits, found {shown(prefix)}")
     table = Table("chunk", "bytes", "after", "saves")
-    async for entry in at.chunks.list(bytes.fromhex(prefix)):
+    async for entry in at.publish_to.store.list(bytes.fromhex(prefix)):
         parent, saved_s = entry.hints.parent or b"", entry.hints.saved_s
         saves = f"{saved_s:g} s" if saved_s else ""
         table.add_row(entry.key.hex(), f"{entry.size_bytes:,}", parent.hex(), saves)
     return table
 
 
-async def _names(at: At, prefix: str) -> Table:
+async def _names(at: Places, prefix: str) -> Table:
     table = Table("name", "version", "written", "bytes")
     async for about in at.names.list(prefix):
         written, size = _when(about.created_s), f"{about.size_bytes:,}"
@@ -89,13 +81,13 @@ async def _names(at: At, prefix: str) -> Table:
 
 
 def show_one(whom: Whom, what: str) -> None:
-    async def work(at: At) -> None:
+    async def work(at: Places) -> None:
         await (_show_chunk if _KEY.fullmatch(what) else _show_name)(at, what)
 
     _ask(whom, work)
 
 
-async def _show_name(at: At, name: str) -> None:
+async def _show_name(at: Places, name: str) -> None:
     history, newest = await at.names.history(checked_name(name)), await at.names.get(name)
     if not history or newest is None:
         raise StoreError(f"there is no name {name!r} here")
@@ -110,10 +102,10 @@ async def _show_name(at: At, name: str) -> None:
         console.print(f"model {fingerprint}: {chunks} chunks", highlight=False, markup=False)
 
 
-async def _show_chunk(at: At, key: str) -> None:
+async def _show_chunk(at: Places, key: str) -> None:
     from kdn.codec.header import MAX_HEADER_BYTES, Header
 
-    span = await at.chunks.get(bytes.fromhex(key), 0, MAX_HEADER_BYTES)
+    span = await at.publish_to.store.get(bytes.fromhex(key), 0, MAX_HEADER_BYTES)
     if span is None:
         raise StoreError(f"there is no chunk {key} here")
     header = Header.parse(bytes(span.data))
@@ -135,9 +127,9 @@ async def _show_chunk(at: At, key: str) -> None:
 def remove(whom: Whom, what: str, chunks: bool) -> None:
     console = Console(highlight=False)
 
-    async def work(at: At) -> None:
+    async def work(at: Places) -> None:
         if _KEY.fullmatch(what):
-            if not await at.chunks.delete(bytes.fromhex(what)):
+            if not await at.publish_to.store.delete(bytes.fromhex(what)):
                 raise StoreError(f"there is no chunk {what} here")
             console.print(f"deleted chunk {what}")
             return

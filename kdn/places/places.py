@@ -10,7 +10,6 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from kdn.errors import UnsupportedError
 from kdn.places.names import FolderNames, Names, NodeNames
 from kdn.store.base import Store
 from kdn.store.http import HttpStore
-from kdn.store.node_client import NodeClient
+from kdn.store.node_client import HttpLimits, NodeClient
 from kdn.store.part import PartStore
 from kdn.store.tls import client_tls
 
@@ -57,18 +56,21 @@ async def open_places(
     token: str | None = None,
     client: str | None = None,
     tls_ca: str | None = None,
+    limits: HttpLimits | None = None,
     memory_bytes: int = MEMORY_BYTES,
     disk_bytes: int = DISK_BYTES,
 ) -> AsyncIterator[Places]:
     """`token` and `client` are told to nodes, whose certificates the authority in the PEM file
-    `tls_ca` has signed (None: one that the system knows); the sizes bound folders."""
+    `tls_ca` has signed (None: one that the system knows), and who are asked within `limits`; the
+    sizes bound folders."""
     every = checked_places(where)
-    node = partial(_open_node, token=token, client=client, tls=client_tls(tls_ca))
+    tls = client_tls(tls_ca)
+    node = partial(NodeClient, token=token, client=client, tls=tls, limits=limits)
     async with AsyncExitStack() as stack:
         opened = []
         for place in every:
             if is_url(place):
-                opened.append(await node(stack, str(place)))
+                opened.append(_open_node(stack, str(place), node(str(place))))
             else:
                 path = Path(place).expanduser()
                 opened.append(await _open_folder(stack, path, memory_bytes, disk_bytes))
@@ -103,16 +105,8 @@ class _Opened:
     names: Names
 
 
-async def _open_node(
-    stack: AsyncExitStack,
-    url: str,
-    *,
-    token: str | None,
-    client: str | None,
-    tls: ssl.SSLContext | None,
-) -> _Opened:
+def _open_node(stack: AsyncExitStack, url: str, node: NodeClient) -> _Opened:
     """Nothing is asked of the node yet: one that is away now may be there later."""
-    node = NodeClient(url, token=token, client=client, tls=tls)
     stack.push_async_callback(node.close)
     chunks, profiles = (
         HttpStore(node, collection=collection) for collection in ("chunks", "profiles")

@@ -10,11 +10,14 @@ from threading import Event, Thread
 
 import pytest
 from typer.testing import CliRunner
+from xxhash import xxh3_64_intdigest
 
 from kdn.cli.main import app
+from kdn.codec.header import Header
 from kdn.errors import StoreError, UnsupportedError
 from kdn.node.tenants import token_hash
-from tests.node.harness import config_for, key_of, running, tenant
+from kdn.places.places import open_places
+from tests.node.harness import chunk_stream, config_for, key_of, running, tenant
 
 KEYS = [key_of(number).hex() for number in (1, 2)]
 
@@ -49,6 +52,28 @@ def kdn(*arguments: str) -> str:
         raise result.exception
     assert result.exit_code == 0, result.output
     return result.output
+
+
+def test_a_folder_shows_what_a_node_would(tmp_path: Path) -> None:
+    async def fill() -> None:
+        async with open_places(tmp_path / "data") as places:
+            stream = chunk_stream(key_of(1))
+            await places.publish_to.store.put(
+                key_of(1), stream, etag=Header.parse(stream).stream_id,
+                checksum=xxh3_64_intdigest(stream),
+            )  # fmt: skip
+            await places.names.change("handbook", lambda _: {"models": {}})
+
+    asyncio.run(fill())
+    folder = f"--url={tmp_path / 'data'}"
+    assert "handbook" in kdn("ls", folder)
+    assert KEYS[0] in kdn("ls", "--chunks", folder)
+    assert "tokens [0, 16)" in kdn("show", KEYS[0], folder)
+    kdn("rm", "handbook", folder)
+    assert "handbook" not in kdn("ls", folder)
+    with pytest.raises(UnsupportedError, match="a folder that is there"):
+        kdn("ls", f"--url={tmp_path / 'typo'}")
+    assert not (tmp_path / "typo").exists()
 
 
 def test_ls_show_rm(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
