@@ -68,7 +68,7 @@ def test_the_example_of_a_session_delivers(tmp_path: Path, monkeypatch: pytest.M
                 *(torch.cat([getattr(p, n) for p in parts], 1) for n in ("keys", "values"))
             )
             for chunk in chunks[:2]:
-                session.publish(chunk, Values(cache))
+                session.publish(chunk, Values(cache), exact_until=None)
             assert await session.publisher.flush(10.0)
         left = await run_example(
             code.replace(address, node.url),
