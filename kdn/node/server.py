@@ -92,7 +92,8 @@ def make_egress(config: Config, queue: Queue | None = None) -> Egress:
     elif settings.egress_bits_per_s:
         rate = float(settings.egress_bits_per_s)
     weights = {tenant.name: tenant.weight for tenant in config.tenants}
-    return Egress(queue or FairQueue(weights), rate, slots=settings.max_sends)
+    queue = FairQueue(weights) if queue is None else queue  # an empty one is false
+    return Egress(queue, rate, slots=settings.max_sends)
 
 
 def make_node(config: Config, depot: Depot, queue: Queue | None = None) -> Node:

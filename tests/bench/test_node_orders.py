@@ -13,7 +13,9 @@ import pytest
 from kdn.bench.node_load import check_all
 from kdn.bench.node_orders import RIVALS, FifoQueue, InverseQueue
 from kdn.bench.node_servers import make_objects, start_kdn
+from kdn.config import ClientSettings, Config, NodeSettings
 from kdn.node.scheduler import Ticket
+from kdn.node.server import make_egress
 from tests.node.test_scheduler import Ask, order, play
 
 
@@ -44,6 +46,13 @@ def test_inverse_repeats_with_its_seed() -> None:
     first = order(InverseQueue(Random(7)), *asks)
     assert first == order(InverseQueue(Random(7)), *asks)
     assert first != order(InverseQueue(Random(8)), *asks)
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+def test_a_node_sends_in_the_order_that_it_is_given(rival: str) -> None:
+    queue = RIVALS[rival]()
+    egress = make_egress(Config(NodeSettings(), ClientSettings(), (), {}), queue)
+    assert egress._queue is queue
 
 
 @pytest.mark.parametrize("rival", RIVALS)
