@@ -108,7 +108,7 @@ class Sender:
             parcel = await asyncio.to_thread(spool.first)
             if parcel is None:
                 return
-            if await self._try(parcel):
+            if await self._try(parcel, is_spooled=True):
                 await asyncio.to_thread(spool.remove, parcel.key)
                 self._spool_rest.worked()
                 self._refused_in_a_row = 0
@@ -175,19 +175,21 @@ class Sender:
         self.counts.faults += 1
         fault(doing, error)
 
-    async def _try(self, parcel: Parcel) -> bool:
-        """Put it. False if it is worth trying again; RefusedError if nothing is."""
+    async def _try(self, parcel: Parcel, *, is_spooled: bool = False) -> bool:
+        """Put it. False if it is worth trying again; RefusedError if nothing is. What was spooled
+        was accepted: it is tried again also if the place has no room for it now."""
         began_s = self._clock()
         try:
             async with asyncio.timeout(PUT_S):
                 mine = await self._put(parcel)
         except RefusedError:
             raise
-        except NoSpaceError as error:
-            self.refuse(parcel.key, error)
-        except (ChecksumError, StoreError, OSError):
+        except (ChecksumError, OSError):
             return self._failed(began_s)
         except KdnError as error:
+            passes = isinstance(error, StoreError) and not isinstance(error, NoSpaceError)
+            if is_spooled or passes:
+                return self._failed(began_s)
             self.refuse(parcel.key, error)
         else:
             self._rest.worked()

@@ -17,7 +17,7 @@ from kdn.delivery.endpoints import Endpoint
 from kdn.delivery.parcel import Parcel
 from kdn.delivery.publish import Admission, Publisher, Values
 from kdn.delivery.spool import Spool
-from kdn.errors import RefusedError, StoreError
+from kdn.errors import NoSpaceError, RefusedError, StoreError
 from kdn.store.base import Entry, Store
 from tests.delivery.publishing import all_accepted, down, publish_all, publishing
 from tests.delivery.world import Down, Proxy, World, level_major, make_world, run
@@ -56,6 +56,39 @@ def test_a_node_that_comes_back_gets_everything(world: World) -> None:
     publisher = publishing(world, down(world), test)
     assert publisher.counts.published == 4
     assert publisher.counts.dropped == 0
+
+
+class Full(Proxy):
+    """Has no room, for as long as `is_full`."""
+
+    is_full, refusals = True, 0
+
+    async def put_entry(self, *args: Any, **named: Any) -> Entry:
+        if self.is_full:
+            self.refusals += 1
+            raise NoSpaceError("no room now")
+        return await super().put_entry(*args, **named)
+
+
+def test_what_was_spooled_waits_for_a_place_that_is_full(world: World, tmp_path: Path) -> None:
+    """It was accepted: a passing lack of room must not lose it."""
+    spool_all(world, tmp_path)
+
+    async def store() -> Store:
+        return Full(await world.store([]))
+
+    async def test(publisher: Publisher, place: Full) -> None:
+        async with asyncio.timeout(10.0):
+            while place.refusals < 8:
+                await asyncio.sleep(0.01)
+        assert len(spool) == 4
+        place.is_full = False
+        await until_published(publisher, 4)
+
+    spool = Spool.open(tmp_path)
+    counts = publishing(world, store, test, spool=spool).counts
+    spool.close()
+    assert (counts.published, counts.refused) == (4, 0)
 
 
 def test_a_spool_carries_chunks_over_a_restart(world: World, tmp_path: Path) -> None:
