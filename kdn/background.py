@@ -64,3 +64,16 @@ def watched(
             fault(name, error)
 
     return done
+
+
+async def outwait(work: asyncio.Future[Any]) -> None:
+    """Wait until it is done, however often the caller is cancelled meanwhile; the cancellation is
+    raised afterwards. For work in a thread, which cannot be stopped."""
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

@@ -61,6 +61,10 @@ class RefusedError(StoreError):
     """A place says no to whoever asks this: trying again changes nothing."""
 
 
+class NotAllowedError(RefusedError):
+    """This token, or none, may not do that there."""
+
+
 class ConditionError(KdnError):
     """A change was made for another version of a name than `newest`: the etag that is there, None
     if there is no such name."""

@@ -20,4 +20,4 @@ def write_private(path: Path, data: bytes) -> None:
     cannot be."""
     for folder in (cache_folder(), path.parent):
         folder.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
-    write_whole(path, data, path.with_name(f".{path.stem}-{os.getpid()}.part"))
+    write_whole(path, data, path.with_name(f".{path.name}-{os.getpid()}.part"))

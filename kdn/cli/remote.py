@@ -19,6 +19,8 @@ from kdn.errors import StoreError, UnsupportedError
 from kdn.places.places import Places, is_url, open_places
 from kdn.store.node_client import HttpLimits
 
+NO_LIMIT = 1 << 62
+"""Bytes: to look into a folder must not make it smaller."""
 _KEY = re.compile(r"[0-9a-f]{32}")
 
 
@@ -36,19 +38,27 @@ def _ask(whom: Whom, question: Callable[[Places], Awaitable[None]]) -> None:
     flags = {"url": whom.url, "token_file": whom.token_file, "tls_ca": whom.tls_ca}
     given = {f"client.{name}": value for name, value in flags.items()}
     settings = load_config(whom.config, given).client
-    if not is_url(settings.url) and not os.path.isdir(os.path.expanduser(settings.url)):
+    if not is_url(settings.url) and not os.path.isfile(_names_file(settings.url)):
         raise UnsupportedError(
-            f"expected the URL of a node, or a folder that is there, found {shown(settings.url)}"
+            "expected the URL of a node, or a folder that something was learned into, found "
+            f"{shown(settings.url)}"
         )
     own, timeout_s = settings.credentials, settings.timeout_s
     limits = HttpLimits(connect_s=timeout_s, silence_s=timeout_s, deadline_s=timeout_s)
 
     async def work() -> None:
-        places = open_places(settings.url, token=own.token, tls_ca=own.tls_ca, limits=limits)
+        places = open_places(
+            settings.url, token=own.token, tls_ca=own.tls_ca, limits=limits, memory_bytes=0,
+            disk_bytes=NO_LIMIT,
+        )  # fmt: skip
         async with places as opened:
             await question(opened)
 
     asyncio.run(work())
+
+
+def _names_file(folder: str) -> str:
+    return os.path.join(os.path.expanduser(folder), "names.sqlite")
 
 
 def list_all(whom: Whom, prefix: str, chunks: bool) -> None:

@@ -216,6 +216,7 @@ class Contexts:
     async def publish_end(self, context: Context, *, tail: bool = False) -> None:
         """The chunk that has just become whole, before any layer drops a part of it; or, when
         nothing more will come, the rest of the context."""
+        context.check()
         count = context.num_tokens
         if context.exact_until is None and count and (tail or count % CHUNK_TOKENS == 0):
             chunks = cut(context.tokens[:count], await self.engine.names())

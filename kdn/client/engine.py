@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kdn.background import outwait
 from kdn.cache.keys import Chunk, Namespace
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
@@ -52,11 +53,15 @@ class Context:
     is_broken: bool = False
     """A pass failed halfway: some layers may hold tokens that others lack."""
 
+    def check(self) -> None:
+        """MismatchError if it is of no use any more."""
+        if self.is_broken:
+            raise MismatchError("reading failed halfway before: begin anew, with another context")
+
     @contextmanager
     def going_on(self) -> Iterator[None]:
         """Around a pass that adds to `past`."""
-        if self.is_broken:
-            raise MismatchError("reading failed halfway before: begin anew, with another context")
+        self.check()
         self.is_broken = True
         yield
         self.is_broken = False
@@ -78,6 +83,7 @@ class ContextSource:
     context: Context
 
     def read(self, chunk: Chunk) -> KVCache:
+        self.context.check()
         return last_tokens(self.context.past, chunk.start).slice(chunk.start, chunk.end)
 
 
@@ -194,14 +200,11 @@ class Engine:
 
 
 async def _finish(function: Any, *arguments: Any) -> Any:
-    """In a thread. If the caller is cancelled, the pass is waited for: the model must be free
-    before anybody else uses it."""
+    """In a thread. However often the caller is cancelled, the pass is waited for: the model and the
+    memory it writes to must be free before anybody else uses them."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        raise
+    await outwait(running)
+    return running.result()
 
 
 def values_of_cache(cache: Any, spec: ModelSpec) -> KVCache:

@@ -61,4 +61,8 @@ def klt_codec(spec: ModelSpec, profile: Profile | None) -> KltCodec:
             f"no klt profile for the model {spec.fingerprint.hex()}: make one with "
             '`kdn calibrate MODEL`, connect to where one is shared, or use codec="exact"'
         )
-    return KltCodec(spec, profile, duals=local_profile(spec).with_suffix(".duals"))
+    try:
+        duals = local_profile(spec).with_suffix(".duals")
+    except RuntimeError:  # no home: they are worked out by every process
+        duals = None
+    return KltCodec(spec, profile, duals)

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kdn.background import outwait
 from kdn.codec.threads import num_cores
 from kdn.delivery.assemble import Assembly
 from kdn.delivery.estimate import Gauge
@@ -73,13 +74,8 @@ class Decoder:
 
     async def finish(self) -> None:
         """Wait for the chunk in hand, even if cancelled: its memory is not the caller's before."""
-        if self._task is None:
-            return
-        try:
-            await asyncio.wait([self._task])
-        except asyncio.CancelledError:
-            await asyncio.wait([self._task])
-            raise
+        if self._task is not None:
+            await outwait(self._task)
 
     def raise_crash(self) -> None:
         if self._task is not None and self._task.done():

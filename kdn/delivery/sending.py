@@ -21,7 +21,14 @@ from kdn.background import fault
 from kdn.delivery.endpoints import Endpoint, Rest
 from kdn.delivery.parcel import Parcel
 from kdn.delivery.spool import Spool
-from kdn.errors import ChecksumError, KdnError, NoSpaceError, RefusedError, StoreError
+from kdn.errors import (
+    ChecksumError,
+    KdnError,
+    NoSpaceError,
+    NotAllowedError,
+    RefusedError,
+    StoreError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +100,7 @@ class Sender:
             try:
                 if not away and await self._try(parcel):
                     return
-            except RefusedError as error:
+            except (NoSpaceError, RefusedError) as error:
                 self.refuse(parcel.key, error)
                 return
             if (away or attempt >= ATTEMPTS) and await self.put_aside(parcel):
@@ -108,14 +115,18 @@ class Sender:
             parcel = await asyncio.to_thread(spool.first)
             if parcel is None:
                 return
-            if await self._try(parcel, is_spooled=True):
+            if await self._try(parcel):
                 await asyncio.to_thread(spool.remove, parcel.key)
                 self._spool_rest.worked()
                 self._refused_in_a_row = 0
-        except RefusedError as error:
+        except (NoSpaceError, RefusedError) as error:
             self._refused_in_a_row += 1
-            if self._refused_in_a_row >= min(REFUSALS, len(spool)):
+            is_stranger = isinstance(error, NotAllowedError)
+            if is_stranger and self._refused_in_a_row >= min(REFUSALS, len(spool)):
                 await self._leave(spool, error)
+            elif self._refused_in_a_row >= len(spool):  # all of them: there may be room later
+                self._refused_in_a_row = 0
+                self._spool_rest.until_s = self._clock() + SPOOL_PAUSE_S
         except Exception as error:
             self.fault("sending a spooled chunk", error)
             self.counts.failures += 1
@@ -123,7 +134,7 @@ class Sender:
         if parcel is not None:
             await asyncio.to_thread(spool.defer, parcel.key)  # if it is still there
 
-    async def _leave(self, spool: Spool, why: RefusedError) -> None:
+    async def _leave(self, spool: Spool, why: StoreError) -> None:
         """To processes that the place trusts more."""
         keys = spool.keys()
         logger.warning("%d spooled chunks are left to other processes: %s", len(keys), why)
@@ -175,21 +186,17 @@ class Sender:
         self.counts.faults += 1
         fault(doing, error)
 
-    async def _try(self, parcel: Parcel, *, is_spooled: bool = False) -> bool:
-        """Put it. False if it is worth trying again; RefusedError if nothing is. What was spooled
-        was accepted: it is tried again also if the place has no room for it now."""
+    async def _try(self, parcel: Parcel) -> bool:
+        """Put it. False if it is worth trying again soon; NoSpaceError or RefusedError if not."""
         began_s = self._clock()
         try:
             async with asyncio.timeout(PUT_S):
                 mine = await self._put(parcel)
-        except RefusedError:
+        except (NoSpaceError, RefusedError):
             raise
-        except (ChecksumError, OSError):
+        except (ChecksumError, StoreError, OSError):
             return self._failed(began_s)
         except KdnError as error:
-            passes = isinstance(error, StoreError) and not isinstance(error, NoSpaceError)
-            if is_spooled or passes:
-                return self._failed(began_s)
             self.refuse(parcel.key, error)
         else:
             self._rest.worked()

@@ -167,9 +167,8 @@ class Spool:
         for _ in range(_TRIES):
             folder = self._root / token_hex(8)
             with suppress(FileNotFoundError):
-                private_folder(self._root, _OWNER)
-                private_folder(folder, _IN_FOLDER)
-                for one in (self._root, folder):
+                for one, names in ((self._root, _OWNER), (folder, _IN_FOLDER)):
+                    private_folder(one, names)
                     if not is_own_folder(about := one.lstat()):
                         found = f"mode {about.st_mode:o} of user {about.st_uid}"
                         raise StoreError(f"{one}: expected a folder of this user's, found {found}")

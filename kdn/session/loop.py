@@ -66,7 +66,7 @@ class LoopThread:
     def close(self, timeout_s: float | None = None) -> None:
         """Cancel what is still under way, and end. A thread that takes longer is left alone."""
         with self._lock:
-            if self._closing:
+            if self._closing or not self._thread.is_alive():  # as in a forked child
                 return
             winding_up = asyncio.run_coroutine_threadsafe(self._wind_up(), self._loop)
             self._closing = True

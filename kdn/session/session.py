@@ -69,7 +69,6 @@ class Session(Opened):
         self.estimator = Estimator()
         self.host: HostMemory | None = None
         self._keeper: Keeper | None = None
-        self._has_shared = False
         self._clock, self._rng = clock, Random()
         self._asking = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         super().__init__()
@@ -102,10 +101,8 @@ class Session(Opened):
         await self._parts.enter_async_context(self.publisher)
 
     async def share_profile(self) -> None:
-        """Put the codec's profile where others find it, once in a session."""
-        if not self._has_shared:
-            await share_profile(self.codec, self.places, self.namespace.seal_key)
-            self._has_shared = True
+        """Put the codec's profile where others find it, if it is not there."""
+        await share_profile(self.codec, self.places, self.namespace.seal_key)
 
     # what is known
 

@@ -15,6 +15,7 @@ from kdn.errors import (
     KdnError,
     MismatchError,
     NoSpaceError,
+    NotAllowedError,
     RefusedError,
     StoreError,
 )
@@ -31,8 +32,8 @@ _ERRORS: dict[str, type[KdnError]] = {
     "no_space": NoSpaceError,
     "too_large": NoSpaceError,
     "bad_request": RefusedError,
-    "unauthorized": RefusedError,
-    "forbidden": RefusedError,
+    "unauthorized": NotAllowedError,
+    "forbidden": NotAllowedError,
     "not_found": RefusedError,
     "method_not_allowed": RefusedError,
 }

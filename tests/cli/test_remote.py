@@ -71,9 +71,13 @@ def test_a_folder_shows_what_a_node_would(tmp_path: Path) -> None:
     assert "tokens [0, 16)" in kdn("show", KEYS[0], folder)
     kdn("rm", "handbook", folder)
     assert "handbook" not in kdn("ls", folder)
-    with pytest.raises(UnsupportedError, match="a folder that is there"):
+    with pytest.raises(UnsupportedError, match="learned into"):
         kdn("ls", f"--url={tmp_path / 'typo'}")
     assert not (tmp_path / "typo").exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UnsupportedError, match="learned into"):
+        kdn("ls", f"--url={tmp_path / 'empty'}")
+    assert not list((tmp_path / "empty").iterdir())
 
 
 def test_ls_show_rm(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

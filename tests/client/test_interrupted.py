@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,15 @@ def test_a_conversation_that_failed_halfway_does_not_go_on(
             raise RuntimeError("out of memory")
 
         monkeypatch.setattr(model.model.layers[2], "forward", fails)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            await talk.ask("two?").read()
+        other = client.converse(max_new_tokens=3)
+        for conversation, question in ((talk, "two?"), (other, TEXT[:400])):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                await conversation.ask(question).read()
         monkeypatch.undo()
-        with pytest.raises(MismatchError, match="begin anew"):
-            await talk.ask("three?").read()
+        before = replace(client.session.publisher.counts)
+        for conversation in (talk, other):  # of the second, the first layers hold a whole chunk
+            with pytest.raises(MismatchError, match="begin anew"):
+                await conversation.ask("three?").read()
+        assert await client.flush(10.0)
+        assert client.session.publisher.counts == before
         await client.converse(max_new_tokens=3).ask("one?").read()

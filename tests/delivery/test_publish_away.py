@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from kdn.codec.format import Bitstream
-from kdn.delivery import publish
+from kdn.delivery import publish, sending
 from kdn.delivery.client import deliver
 from kdn.delivery.endpoints import Endpoint
 from kdn.delivery.parcel import Parcel
 from kdn.delivery.publish import Admission, Publisher, Values
 from kdn.delivery.spool import Spool
-from kdn.errors import NoSpaceError, RefusedError, StoreError
+from kdn.errors import NoSpaceError, NotAllowedError, StoreError
 from kdn.store.base import Entry, Store
 from tests.delivery.publishing import all_accepted, down, publish_all, publishing
 from tests.delivery.world import Down, Proxy, World, level_major, make_world, run
@@ -70,8 +70,11 @@ class Full(Proxy):
         return await super().put_entry(*args, **named)
 
 
-def test_what_was_spooled_waits_for_a_place_that_is_full(world: World, tmp_path: Path) -> None:
+def test_what_was_spooled_waits_for_a_place_that_is_full(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was accepted: a passing lack of room must not lose it."""
+    monkeypatch.setattr(sending, "SPOOL_PAUSE_S", 0.02)
     spool_all(world, tmp_path)
 
     async def store() -> Store:
@@ -275,7 +278,7 @@ class Refusing(Proxy):
     async def put(self, key: bytes, *args: Any, **named: Any) -> Entry:
         self.puts += 1
         if not self.keys or key in self.keys:
-            raise RefusedError("401 unauthorized: a valid bearer token is needed")
+            raise NotAllowedError("401 unauthorized: a valid bearer token is needed")
         return await super().put(key, *args, **named)
 
 
