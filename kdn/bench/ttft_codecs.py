@@ -15,7 +15,7 @@ from kdn.bench.rivals.plain import Half, Int8
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
 from kdn.cache.tensors import KVCache
-from kdn.codec.base import Codec
+from kdn.codec.base import Codec, check_input, output_cache
 from kdn.codec.format import (
     KIND_KEYS,
     Bitstream,
@@ -26,7 +26,6 @@ from kdn.codec.format import (
     StreamInfo,
     write,
 )
-from kdn.codec.outputs import check_input, output_cache
 
 Pack = Callable[[Chunk, KVCache], bytes]
 Unpack = Callable[[bytes, Chunk], KVCache]

@@ -32,7 +32,7 @@ from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec import rans_numba
-from kdn.codec.base import Codec
+from kdn.codec.base import Codec, check_input, output_cache
 from kdn.codec.format import (
     KIND_KEYS,
     KIND_VALUES,
@@ -44,7 +44,6 @@ from kdn.codec.format import (
     StreamInfo,
     write,
 )
-from kdn.codec.outputs import check_input, output_cache
 from kdn.codec.rans import Ints, Tables
 from kdn.codec.threads import parallel_map
 from kdn.errors import FormatError, MismatchError, TruncatedError

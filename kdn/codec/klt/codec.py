@@ -23,7 +23,7 @@ from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec import rans, rans_numba
-from kdn.codec.base import Codec
+from kdn.codec.base import Codec, check_input, clear_absent, output_cache
 from kdn.codec.format import Bitstream, CodecId, DType, Section, StreamInfo, write
 from kdn.codec.klt import symbols, symbols_numba
 from kdn.codec.klt.columns import (
@@ -51,7 +51,6 @@ from kdn.codec.klt.transform import (
     pack,
     transpose,
 )
-from kdn.codec.outputs import check_input, clear_absent, output_cache
 from kdn.codec.threads import parallel_call, parallel_map
 from kdn.errors import FormatError, UnsupportedError
 

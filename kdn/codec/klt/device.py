@@ -19,11 +19,11 @@ import torch
 from kdn.cache.keys import CHUNK_TOKENS, Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
+from kdn.codec.base import output_cache
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import symbols
 from kdn.codec.klt.gpu_tables import MAX_SINKS
 from kdn.codec.klt.profile import Profile
-from kdn.codec.outputs import output_cache
 from kdn.errors import UnsupportedError
 
 if TYPE_CHECKING:
