@@ -108,6 +108,7 @@ class AsyncClient(Opened):
             token=token, token_file=token_file, secret=secret, secret_file=secret_file,
             tls_ca=tls_ca,
         )  # fmt: skip
+        # No shared memory of the host: it outlives its engines, and clients come and go.
         self._settings = SessionSettings(
             tuple(places), credentials, client, codec, spool_bytes=spool_bytes, host_bytes=0
         )

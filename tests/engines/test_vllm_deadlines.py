@@ -6,8 +6,6 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,12 +25,6 @@ from tests.engines.vllm_working import (
     publish,
     shared_session,
 )
-
-
-@pytest.fixture
-def shared(tmp_path: Path) -> Iterator[SharedSession]:
-    with shared_session(tmp_path / "folder") as shared:
-        yield shared
 
 
 def test_a_deadline_that_has_passed(shared: SharedSession) -> None:

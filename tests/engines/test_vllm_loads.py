@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +19,7 @@ from tests.engines.vllm_working import (
     load,
     make_worker,
     publish,
-    shared_session,
 )
-
-
-@pytest.fixture
-def shared(tmp_path: Path) -> Iterator[SharedSession]:
-    with shared_session(tmp_path / "folder") as shared:
-        yield shared
 
 
 def test_what_one_publishes_another_loads(shared: SharedSession) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,14 +18,7 @@ from tests.engines.vllm_working import (
     make_worker,
     order,
     publish,
-    shared_session,
 )
-
-
-@pytest.fixture
-def shared(tmp_path: Path) -> Iterator[SharedSession]:
-    with shared_session(tmp_path / "folder") as shared:
-        yield shared
 
 
 def test_a_full_queue_publishes_nothing(
