@@ -25,9 +25,10 @@ BLOCK_TILES = tl.constexpr(32)
 def pack_components(
     low, high, scales, row_factor, centroids, classes, class_factor, counts, skipped, out, status,
     first_group, num_groups, num_rows, num_scales, wide, level_factor, width, latents,
-    BR: tl.constexpr, BT: tl.constexpr,
+    BR: tl.constexpr, BT: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
-    """Integers of rows [BR] and tokens [BT] of a (group, chunk) to components, turned into A."""
+    """Integers of rows [BR] and tokens [BT] of a (group, chunk) to components, turned into A. If
+    not WRITE, only what is too large is found."""
     part, block = tl.program_id(0), tl.program_id(1)
     in_batch = tl.program_id(2) % num_groups
     chunk, group = tl.program_id(2) // num_groups, first_group + in_batch
@@ -56,9 +57,10 @@ def pack_components(
     # Over all at once: each thread first looks at its own.
     if tl.max(value) > 65000.0:
         tl.atomic_or(status + chunk, 1)
-    value = tl.trans(tl.where(q < 0, -value, value).to(tl.float16))
-    line = out + (chunk * ROW + token).to(tl.int64)[:, None] * width
-    tl.store(line + latents + in_batch * num_rows + row[None, :], value)
+    if WRITE:
+        value = tl.trans(tl.where(q < 0, -value, value).to(tl.float16))
+        line = out + (chunk * ROW + token).to(tl.int64)[:, None] * width
+        tl.store(line + latents + in_batch * num_rows + row[None, :], value)
 
 
 @triton.jit
@@ -104,14 +106,18 @@ def _write(
 def restore(
     a_matrix, b_matrix, tiles, first_tile, num_tiles, blocks_of, latents, group_width, first_group,
     column_scale, bias, first_channel, second_channel, frequency, cos, sin, num_frequencies,
-    slots, pointers, key_stride, value_stride, sinks, sink_width, num_token_tiles, num_pairs,
+    slots, status, pointers, key_stride, value_stride, value_channels, sinks, sink_width,
+    num_token_tiles, num_pairs,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
     DTYPE: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """Tiles of tokens and columns, one after the other. `tiles` [tile, 4]: group, layer, whether
     values, and with which of a layer's pairs it begins; `pointers` [layers, 2]: where each layer's
-    keys and values are; `slots` [tokens]: each token's place there, or -1. EXACT says that pairs
-    come in whole runs of eight neighbours, all of them turned."""
+    keys and values are; `slots` [tokens]: each token's place there, or -1. `first_channel` and
+    `second_channel` [2, layers, pairs] are how far a pair's channels are from there, in keys and,
+    `value_channels` further, in values. Of chunks whose `status` is set nothing is written. EXACT
+    says that pairs come in whole runs of eight neighbours, all of them turned, and that every run
+    lies at a multiple of 16 bytes (8 in memory of bytes)."""
     latent_blocks = latents // BK
     for item in tl.range(tl.program_id(0), num_tiles * num_token_tiles, tl.num_programs(0),
                          flatten=FLATTEN):  # fmt: skip
@@ -132,7 +138,10 @@ def restore(
             b = b_matrix.load([tile * BN, block * BK])
             sums = tl.dot(a, b.T, sums)
         token = token_tile * BM + tl.arange(0, BM)
-        slot = tl.load(slots + token)
+        is_sound = tl.load(status + token_tile * BM // ROW) == 0
+        slot = tl.where(is_sound, tl.load(slots + token), -1)
+        first_of, second_of = (first_channel + is_value * value_channels,
+                               second_channel + is_value * value_channels)  # fmt: skip
         base = tl.load(pointers + layer * 2 + is_value).to(tl.pointer_type(DTYPE))
         stride = tl.where(is_value == 0, key_stride, value_stride)
         line = base + slot[:, None] * stride
@@ -145,15 +154,15 @@ def restore(
             left, right = tl.split(tl.permute(tl.reshape(sums, (BM, 2, HALF)), (0, 2, 1)))
             _write(left, tile * BN + tl.arange(0, HALF), pair + tl.arange(0, HALF // 2), token,
                    is_value, sinks, own_sinks, column_scale, bias, frequency, cos, sin,
-                   num_frequencies, line, slot, first_channel, second_channel, EXACT, DTYPE,
+                   num_frequencies, line, slot, first_of, second_of, EXACT, DTYPE,
                    )  # fmt: skip
             _write(right, tile * BN + HALF + tl.arange(0, HALF),
                    pair + HALF // 2 + tl.arange(0, HALF // 2), token,
                    is_value, sinks, own_sinks, column_scale, bias, frequency, cos, sin,
-                   num_frequencies, line, slot, first_channel, second_channel, EXACT, DTYPE,
+                   num_frequencies, line, slot, first_of, second_of, EXACT, DTYPE,
                    )  # fmt: skip
         else:
             _write(sums, tile * BN + tl.arange(0, BN), pair + tl.arange(0, BN // 2), token,
                    is_value, sinks, own_sinks, column_scale, bias, frequency, cos, sin,
-                   num_frequencies, line, slot, first_channel, second_channel, EXACT, DTYPE,
+                   num_frequencies, line, slot, first_of, second_of, EXACT, DTYPE,
                    )  # fmt: skip
