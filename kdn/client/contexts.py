@@ -18,10 +18,10 @@ from kdn.delivery.plan import Speeds
 from kdn.delivery.publish import Admission, Values
 from kdn.delivery.refine import Refinement
 from kdn.delivery.request import FAR_S, OnProgress
-from kdn.delivery.sink import HostSink
+from kdn.delivery.sink import HostSink, RowsSink, Sink
 from kdn.engines.compute import ChunkReader
 from kdn.engines.generating import Sampling
-from kdn.engines.growing import Room
+from kdn.engines.growing import Room, slots_of
 from kdn.engines.reading import pieces
 from kdn.session.delivered import Delivered
 from kdn.session.quality import Quality, enough_kld
@@ -80,27 +80,41 @@ class Contexts:
         options: Options,
         known: Known | None = None,
         room: Room | None = None,
-    ) -> tuple[Delivered, HostSink]:
+    ) -> tuple[Delivered, KVCache]:
         """As good as asked for, by the deadline, into `room`; the model may read along from the
-        front."""
+        front. What a GPU decodes goes to a room in any case."""
         engine, session = self.engine, self.session
         deadline_s = self.deadline_s if options.deadline_s is None else options.deadline_s
+        if room is None and engine.by_rows:
+            room = engine.room_for(chunks[-1].end)
+        sink, cache_of = self.sink_for(chunks, room)
         reader = None if self.speeds is None else ChunkReader(engine.model, chunks)
-        if room is None:
-            sink = HostSink.of(session.codec, chunks, engine.model.dtype)
-        else:
-            sink = HostSink(session.codec, room.canonical(chunks[-1].end))
         try:
             got = await session.deliver(
                 chunks, sink, known=known, enough_kld=self.enough_kld(options),
                 deadline_s=FAR_S if deadline_s is None else deadline_s, speeds=self.speeds,
-                compute=reader, shared=engine.model.device.type == "cpu",
+                compute=reader, shared=engine.device.type == "cpu",
                 on_progress=options.on_progress,
             )  # fmt: skip
         finally:
             if reader is not None:
                 await reader.finish()
-        return got, sink
+        return got, cache_of()
+
+    def sink_for(
+        self, chunks: Sequence[Chunk], room: Room | None
+    ) -> tuple[Sink, Callable[[], KVCache]]:
+        """To deliver a context's first chunks to, and what it then holds: in `room`, or in new
+        memory of the CPU."""
+        codec, end = self.session.codec, chunks[-1].end
+        if room is not None and self.engine.by_rows:
+            rows = RowsSink(codec, room.rows(), slots_of, room.after)
+            return rows, lambda: room.canonical(end)
+        if room is not None:
+            sink = HostSink(codec, room.canonical(end))
+        else:
+            sink = HostSink.of(codec, chunks, self.engine.model.dtype)
+        return sink, lambda: sink.cache
 
     def enough_kld(self, options: Options) -> float:
         """What the request asks for, as far as the codec can be that good."""
@@ -113,8 +127,8 @@ class Contexts:
         if not chunks:
             return self.engine.new_context()
         room = self.engine.room_for(chunks[-1].end)
-        got, sink = await self.deliver(chunks, options, room=room)
-        context = await self._joined(got, sink.cache, tokens, room)
+        got, cache = await self.deliver(chunks, options, room=room)
+        context = await self._joined(got, cache, tokens, room)
         stats.fetched_bytes, stats.troubles = got.fetched_bytes, got.troubles
         stats.levels, stats.delivery_s = got.levels, got.done_s
         if context.delivered is not None:
@@ -147,10 +161,12 @@ class Contexts:
     async def exact(self, known: Known, tokens: Sequence[int]) -> Context:
         """What is known, without any loss: so what comes next may be published."""
         if known.chunks:
-            sink = HostSink.of(self.session.codec, known.chunks, self.engine.model.dtype)
+            end = known.chunks[-1].end
+            room = self.engine.room_for(end) if self.engine.by_rows else None
+            sink, cache_of = self.sink_for(known.chunks, room)
             got = await self.session.deliver(known.chunks, sink, known=known)
             if got.num_ready == len(got.chunks) and got.exact_until is None:
-                return self.engine.context_of(sink.cache, tokens)
+                return self.engine.context_of(cache_of(), tokens, room)
         return self.engine.new_context()
 
     # finer levels, after the first token
@@ -169,6 +185,8 @@ class Contexts:
         if not better.ready or not self.engine.lies_in_room(context):
             return
         async with self.engine.lock:
+            assert context.room is not None
+            context.room.used()  # the last token's pass still reads what is written next
             improved = await better.apply(APPLY_S)
         stats.refined_chunks += len(improved)
         stats.refined_bytes = better.fetched_bytes
