@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Tokens, cut
 from kdn.cache.tensors import KVCache
@@ -150,12 +151,14 @@ class Contexts:
             part = cache.slice(0, chunks[ready - 1].end)
             context = engine.context_of(part, tokens, room)
         context.delivered = got
-        for chunk, grade in list(zip(chunks, got.grades, strict=True))[ready:]:
-            if grade is None:
-                await self.read(context, tokens, [chunk])
-            else:
-                part = cache.slice(chunk.start, chunk.end)
-                engine.append(context, part, tokens[chunk.start : chunk.end])
+        rest = list(zip(chunks, got.grades, strict=True))[ready:]
+        for is_missing, run in groupby(rest, lambda one: one[1] is None):
+            part = [chunk for chunk, _ in run]
+            if is_missing:
+                await self.read(context, tokens, part)
+                continue
+            start, end = part[0].start, part[-1].end
+            engine.append(context, cache.slice(start, end), tokens[start:end])
         return context
 
     async def exact(self, known: Known, tokens: Sequence[int]) -> Context:
@@ -204,23 +207,23 @@ class Contexts:
     ) -> bool:
         """Up to the end of the last chunk, publishing each as soon as it is read; what finds no
         room for so long is not published, and False returned."""
-        published = True
-        by_end = {chunk.end: chunk for chunk in chunks}
-        for start, end in pieces(context.num_tokens, chunks[-1].end):
+        published, at_once = True, self.engine.chunks_at_once
+        for start, end in pieces(context.num_tokens, chunks[-1].end, at_once):
             began_s = self.clock()
             await self.engine.read(context, tokens[start:end])
-            if (chunk := by_end.get(end)) is not None:
-                took_s = self.clock() - began_s
-                published &= await self.publish(context, chunk, took_s, wait_s)
+            token_s = (self.clock() - began_s) / (end - start)
+            await self.engine.names()  # the model that read it was the one that the chunks name
+            for chunk in (one for one in chunks if start < one.end <= end):
+                took_s = token_s * (chunk.end - max(start, chunk.start))
+                published &= await self._publish(context, chunk, took_s, wait_s)
             told(end)
         return published
 
-    async def publish(
+    async def _publish(
         self, context: Context, chunk: Chunk, saved_s: float = 0.0, wait_s: float = 0.0
     ) -> bool:
         """A chunk that the model has just read, unless it builds on losses. False if the publisher
         has had no room for it all the time."""
-        await self.engine.names()  # the model that read it was the one that the chunk names
         source, until_s = ContextSource(context), self.clock() + wait_s
         while (
             self.session.publish(chunk, source, exact_until=context.exact_until, saved_s=saved_s)
@@ -239,7 +242,7 @@ class Contexts:
         if context.exact_until is None and count and (tail or count % CHUNK_TOKENS == 0):
             chunks = cut(context.tokens[:count], await self.engine.names())
             if not tail:
-                await self.publish(context, chunks[-1])
+                await self._publish(context, chunks[-1])
             elif chunks and chunks[-1].num_tokens < CHUNK_TOKENS:
                 values = ContextSource(context).read(chunks[-1])
                 self.publish_given(chunks[-1:], values, None)

@@ -30,6 +30,7 @@ from kdn.engines.device import (
     chosen_device,
     chosen_dtype,
     model_stream,
+    wait_for_model,
 )
 from kdn.engines.generating import Sampling, generate
 from kdn.engines.growing import Room, Rooms, growing_cache, is_written_by_rows
@@ -42,6 +43,9 @@ from kdn.session.delivered import Delivered
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
+
+GPU_CHUNKS = 8
+"""That a GPU reads at a time: with fewer it waits for its host."""
 
 ModelSource = str | Path | tuple[Any, Any]
 """A name or folder for `load_model`, or a model of transformers and its tokenizer."""
@@ -95,7 +99,7 @@ class ContextSource:
         self.context.check()
         past = self.context.past
         with model_stream(past.layers[0].keys.device):
-            return last_tokens(past, chunk.start).slice(chunk.start, chunk.end)
+            return last_tokens(past, chunk.start, chunk.end)
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,11 @@ class Engine:
     def by_rows(self) -> bool:
         """See `kdn/engines/growing.py`."""
         return is_written_by_rows(self.spec, self.device)
+
+    @property
+    def chunks_at_once(self) -> int:
+        """To let the model read. A layer with a window drops what is not taken at once."""
+        return GPU_CHUNKS if self.by_rows else 1
 
     def room_for(self, num_tokens: int) -> Room | None:
         """To deliver into, if the model works in memory that a decoder can write to."""
@@ -179,6 +188,7 @@ class Engine:
         with context.going_on():
             logits = forward(self.model, tokens, context.past)
             finish_check()
+            wait_for_model(self.device)
         context.logits = logits
         context.tokens[held:] = tokens
 

@@ -26,6 +26,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+KNOWS_BFLOAT16 = (8, 0)
+"""Compute capability of the first GPUs that do, Ampere's."""
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 
@@ -61,11 +63,8 @@ def chosen_dtype(told: DType, device: torch.device) -> torch.dtype:
     check_dtype(told)
     if told is not None:
         return DTYPES[told] if isinstance(told, str) else told
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            if torch.cuda.is_bf16_supported(including_emulation=False):
-                return torch.bfloat16
-    return torch.float32
+    knows = device.type == "cuda" and torch.cuda.get_device_capability(device) >= KNOWS_BFLOAT16
+    return torch.bfloat16 if knows else torch.float32
 
 
 def check_placed(model: Any, device: Device, dtype: DType) -> None:
@@ -86,6 +85,13 @@ def model_stream(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda":
         return nullcontext()
     return torch.cuda.stream(torch.cuda.default_stream(device))
+
+
+def wait_for_model(device: torch.device) -> None:
+    """Until the passes that were launched before are done: then what they took can be told, and an
+    error of theirs is raised here."""
+    if device.type == "cuda":
+        torch.cuda.default_stream(device).record_event().synchronize()
 
 
 def _indexed(device: torch.device) -> torch.device:
