@@ -153,11 +153,11 @@ class Contexts:
         context.delivered = got
         rest = list(zip(chunks, got.grades, strict=True))[ready:]
         for is_missing, run in groupby(rest, lambda one: one[1] is None):
-            part = [chunk for chunk, _ in run]
+            some = [chunk for chunk, _ in run]
             if is_missing:
-                await self.read(context, tokens, part)
+                await self.read(context, tokens, some)
                 continue
-            start, end = part[0].start, part[-1].end
+            start, end = some[0].start, some[-1].end
             engine.append(context, cache.slice(start, end), tokens[start:end])
         return context
 

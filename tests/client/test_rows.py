@@ -15,6 +15,8 @@ from kdn.cache.keys import cut
 from kdn.client.asynchronous import AsyncClient
 from kdn.codec.format import Bitstream
 from kdn.delivery.sink import Arrival, RowsSink
+from kdn.engines.compute import ChunkReader
+from kdn.engines.generating import Sampling
 from kdn.engines.growing import Room, is_written_by_rows
 from kdn.engines.transformers import spec_of
 from tests.client.clients import QUESTION, TEXT, client_at, own_answer, prompt_of
@@ -89,13 +91,19 @@ def test_the_model_reads_along(tiny_model: Any, tmp_path: Path) -> None:
 
     async def test() -> None:
         async with client_at(tmp_path, model) as client:
-            await client.learn("notes", TEXT)
-            chunks = cut((await client.named("notes"))[0], await client.engine.names())
-            await client.session.places.publish_to.store.delete(chunks[0].key)
-        async with client_at(tmp_path, model, recompute=True) as client:
-            answer = client.ask("notes", QUESTION, max_new_tokens=9)
-            assert await answer.read() == expected
-            assert answer.stats.known_tokens <= 704 - 256
+            engine, prompt = client.engine, prompt_of(TEXT, QUESTION)
+            chunks = cut(prompt, await engine.names())
+            room = engine.room_for(chunks[-1].end)
+            sink, cache_of = client.contexts.sink_for(chunks, room)
+            reader = ChunkReader(model, chunks)
+            values = await reader(0, len(chunks))
+            for chunk in chunks:
+                sink.write(chunk, values)
+            await reader.finish()
+            context = engine.context_of(cache_of(), prompt, room)
+            await engine.read(context, prompt[chunks[-1].end :])
+            tokens = [token async for token in engine.answer(context, Sampling(9))]
+            assert engine.text(tokens) == expected
 
     run(test())
 
