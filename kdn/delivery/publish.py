@@ -90,14 +90,17 @@ class Publisher:
         max_queue_bytes: int = QUEUE_BYTES,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
+        on_encoded: Callable[[Chunk, bytes], None] | None = None,
     ) -> None:
-        """Place and spool are closed by those who opened them, afterwards."""
+        """Place and spool are closed by those who opened them, afterwards. `on_encoded` gets every
+        stream that was encoded, before it is sent."""
         endpoint = place if isinstance(place, Endpoint) else Endpoint(place)
         self._sender = Sender(endpoint, spool, clock=clock, rng=rng)
         self._codec = codec
         self._spool = spool
         self._max_queue_bytes = max_queue_bytes
         self._clock = clock
+        self._on_encoded = on_encoded
         self._jobs: deque[Job] = deque()
         self._queued_bytes = 0
         self._under_way: set[bytes] = set()  # keys from `publish` until accepted or given up
@@ -233,6 +236,8 @@ class Publisher:
         except KdnError as error:
             self._refuse(chunk.key, error)
             return
+        if self._on_encoded is not None:
+            self._on_encoded(chunk, data)
         etag, bad = Header.parse(data).stream_id, self._sender.endpoint.rejected(chunk.key)
         hints = Hints(chunk.parent if chunk.start else None, job.saved_s)  # no root's is stored
         self._parcels.append(Parcel(chunk.key, etag, data, hints, replacing=bad))
