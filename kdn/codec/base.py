@@ -121,16 +121,23 @@ class Codec(ABC):
         self, one: Coded, rows: TokenRows, after: torch.cuda.Event | None
     ) -> KdnError | None:
         """One chunk in main memory, then where it belongs."""
-        dtype = rows.dtype if rows.dtype.itemsize > 1 else torch.float32
         try:
             rows.check_slots(one.slots, one.chunk.num_tokens)
             check_whole(one.stream.info.valid_from, one.chunk.start, one.slots)
+            dtype = self._dtype_for(one.stream.info, rows)
             cache = self.decode(one.stream, one.chunk, levels=one.levels, dtype=dtype)
             with rows.writing(after):
                 rows.write(cache, one.slots)
         except KdnError as error:
             return error
         return None
+
+    def _dtype_for(self, info: StreamInfo, rows: TokenRows) -> torch.dtype:
+        """Scales come between a stream and memory of 8 bit, so it is not decoded to that."""
+        if rows.dtype.itemsize > 1:
+            return rows.dtype
+        known = (torch.float32, torch.bfloat16, torch.float16)
+        return next((one for one in known if self.decodes_to(info, one)), torch.float32)
 
 
 def check_input(spec: ModelSpec, chunk: Chunk, cache: KVCache) -> None:
