@@ -85,6 +85,18 @@ class Codec(ABC):
             lambda chunk: self.encode(chunk, cache.slice(chunk.start, chunk.end)), chunks
         )
 
+    def encode_batch(self, items: Sequence[tuple[Chunk, KVCache]]) -> list[bytes | KdnError]:
+        """Any chunks, each with its own cache, together: streams, or why there is none. Values on a
+        GPU are copied to main memory for it, unless the codec encodes there."""
+
+        def encode(item: tuple[Chunk, KVCache]) -> bytes | KdnError:
+            try:
+                return self.encode(item[0], _on_host(item[1]))
+            except KdnError as error:
+                return error
+
+        return parallel_map(encode, items)
+
     def decode_all(
         self,
         streams: Sequence[Bitstream],
@@ -147,6 +159,14 @@ def check_input(spec: ModelSpec, chunk: Chunk, cache: KVCache) -> None:
         raise MismatchError(f"expected a cache of {expected}, found {tuple(cache.keys.shape)}")
     if cache.start != chunk.start:
         raise MismatchError(f"expected a cache from {chunk.start}, found from {cache.start}")
+
+
+def _on_host(cache: KVCache) -> KVCache:
+    if not cache.keys.is_cuda:
+        return cache
+    if cache.ready is not None:
+        cache.ready.synchronize()
+    return KVCache(cache.keys.cpu(), cache.values.cpu(), cache.start, cache.valid_from)
 
 
 def output_cache(info: StreamInfo, out: KVCache | None, dtype: torch.dtype) -> KVCache:

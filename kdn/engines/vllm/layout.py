@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
@@ -174,8 +175,8 @@ class PagedCache:
         """What is queued on the device by now: blocks may still be written by steps under way."""
         if self.device.type != "cuda":
             return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
+        stream: Any = torch.cuda.current_stream(self.device)
+        event: torch.cuda.Event = stream.record_event()
         return event
 
     def _as_rows(self, scales: Scales | None) -> TokenRows | None:
