@@ -23,6 +23,8 @@ class KVCache:
     values: torch.Tensor
     start: int = 0
     valid_from: tuple[int, ...] = field(default=())
+    ready: torch.cuda.Event | None = None
+    """On a GPU: the values are there when this has passed. None: they are there."""
 
     def __post_init__(self) -> None:
         if self.keys.ndim != 4 or self.keys.shape != self.values.shape:
@@ -84,7 +86,7 @@ class KVCache:
             raise MismatchError(f"[{start}, {end}) is not within [{self.start}, {self.end})")
         lo, hi = start - self.start, end - self.start
         valid = tuple(min(max(v, start), end) for v in self.valid_from)
-        return KVCache(self.keys[:, lo:hi], self.values[:, lo:hi], start, valid)
+        return KVCache(self.keys[:, lo:hi], self.values[:, lo:hi], start, valid, self.ready)
 
     @classmethod
     def empty(
