@@ -90,9 +90,7 @@ class KVCache:
         """Some of its KV heads, as views."""
         check_heads(heads, self.num_kv_heads)
         own = slice(heads.start, heads.stop)
-        return KVCache(
-            self.keys[:, :, own], self.values[:, :, own], self.start, self.valid_from
-        )
+        return KVCache(self.keys[:, :, own], self.values[:, :, own], self.start, self.valid_from)
 
     @classmethod
     def empty(

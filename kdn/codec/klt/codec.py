@@ -263,7 +263,7 @@ class KltCodec(Codec):
 
         def restore(index: int, band: Band) -> None:
             transform, (packed, error) = self._transforms[index], coded[index]
-            # Of whole layers for any share of heads: a product of fewer columns may round otherwise.
+            # Of whole layers, whatever the heads: a product of fewer columns may round otherwise.
             large = transform.sum_large(latent, packed.large, band.columns).numpy()
             for part in share_of(band, self.spec, heads):
                 own, first = part.columns, band.columns.start
