@@ -8,16 +8,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kdn.cache.keys import Chunk
+from kdn.cache.rows import TokenRows, check_whole
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream, CodecId, StreamInfo
 from kdn.codec.threads import parallel_map
-from kdn.errors import MismatchError, UnsupportedError
+from kdn.errors import KdnError, MismatchError, UnsupportedError
+
+
+class Coded(NamedTuple):
+    """The first `levels` levels of a chunk, to be decoded into an engine's memory."""
+
+    stream: Bitstream
+    chunk: Chunk
+    levels: int
+    slots: npt.NDArray[np.int64]
+    """Of each of the chunk's tokens, -1 for one that is not wanted."""
 
 
 class Codec(ABC):
@@ -87,6 +100,37 @@ class Codec(ABC):
             self.decode(stream, chunk, levels=levels, out=out.slice(chunk.start, chunk.end))
 
         parallel_map(decode, zip(streams, chunks, strict=True))
+
+    def decode_rows(
+        self,
+        batch: Sequence[Coded],
+        rows: TokenRows,
+        *,
+        after: torch.cuda.Event | None = None,
+    ) -> list[KdnError | None]:
+        """Many chunks straight into an engine's memory. Each is written as a whole or not at all;
+        then the result says why. Writing begins after the event `after`, and when this returns
+        it is done: whatever the engine launches then sees it."""
+
+        def decode(one: Coded) -> KdnError | None:
+            return self._decode_row(one, rows, after)
+
+        return parallel_map(decode, batch)
+
+    def _decode_row(
+        self, one: Coded, rows: TokenRows, after: torch.cuda.Event | None
+    ) -> KdnError | None:
+        """One chunk in main memory, then where it belongs."""
+        dtype = rows.dtype if rows.dtype.itemsize > 1 else torch.float32
+        try:
+            rows.check_slots(one.slots, one.chunk.num_tokens)
+            check_whole(one.stream.info.valid_from, one.chunk.start, one.slots)
+            cache = self.decode(one.stream, one.chunk, levels=one.levels, dtype=dtype)
+            with rows.writing(after):
+                rows.write(cache, one.slots)
+        except KdnError as error:
+            return error
+        return None
 
 
 def check_input(spec: ModelSpec, chunk: Chunk, cache: KVCache) -> None:
