@@ -62,6 +62,10 @@ class Codec(ABC):
         """Whether such a stream decodes to values of `dtype`."""
         return True
 
+    def decodes_on(self, device: torch.device) -> bool:
+        """Whether it decodes on such a device itself, so that streams are all it needs there."""
+        return False
+
     @abstractmethod
     def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
         """The whole bitstream of one chunk. `cache` holds exactly the chunk's tokens."""

@@ -12,9 +12,13 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from hashlib import blake2b, sha256
 from hmac import compare_digest
-from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kdn.cache.keys import FORMAT_VERSION, KEY_BYTES, SEAL_KEY_BYTES, Chunk
 from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
@@ -51,6 +55,8 @@ MAX_PARAMS_BYTES = 1024
 _PROBE = struct.Struct("<4sHBBI")
 _FIXED = struct.Struct("<4sHBBI16s16s16sQHHHHBBHBH")
 _ENTRY = struct.Struct("<BBHI")
+_LINE = np.dtype([("level", "u1"), ("kind", "u1"), ("group", "<u2"), ("length", "<u4")])
+"""The same, for arrays."""
 
 PROBE_BYTES = _PROBE.size
 """So many first bytes tell the header's size."""
@@ -103,6 +109,32 @@ class SectionEntry:
     @property
     def end(self) -> int:
         return self.offset + self.length
+
+
+class Directory(NamedTuple):
+    """All of a directory as arrays: `codes` (see `section_code`) increase from section to section,
+    `offsets` count from the stream's first byte. Headers are read by the hundred, and have a
+    hundred sections each: a few operations on arrays are four times as fast as objects."""
+
+    codes: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+    @property
+    def stream_bytes(self) -> int:
+        return int(self.offsets[-1] + self.lengths[-1])
+
+    def entries(self) -> tuple[SectionEntry, ...]:
+        lines = zip(*(part.tolist() for part in self), strict=True)
+        return tuple(
+            SectionEntry(code >> 24, code & 255, code >> 8 & 0xFFFF, offset, length)
+            for code, offset, length in lines
+        )
+
+
+def section_code(level: int, group: int, kind: int) -> int:
+    """A section's name as a number: ordered as sections are."""
+    return level << 24 | group << 8 | kind
 
 
 @dataclass(frozen=True)
@@ -175,7 +207,7 @@ class Header:
 
     info: StreamInfo
     stream_id: bytes
-    entries: tuple[SectionEntry, ...]
+    directory: Directory = field(repr=False, compare=False)
     level_ends: tuple[int, ...]
     level_digests: tuple[bytes, ...]
     size_bytes: int
@@ -183,10 +215,15 @@ class Header:
     """The header's bytes up to the seal, which covers them."""
     seal: bytes = field(repr=False)
 
+    @cached_property
+    def entries(self) -> tuple[SectionEntry, ...]:
+        """The directory, line by line."""
+        return self.directory.entries()
+
     @property
     def stream_bytes(self) -> int:
         """Size of the whole stream."""
-        return self.entries[-1].end
+        return self.level_ends[-1]
 
     def level_start(self, level: int) -> int:
         """Byte offset where this level begins."""
@@ -283,13 +320,13 @@ def _parse_header(view: memoryview) -> Header:
         prefix_quality=prefix_quality,
     )
     _check_info(info)
-    entries = _parse_directory(view[directory_at:digests_at], size)
-    _check_directory(entries, levels)
+    directory = _parse_directory(view[directory_at:digests_at], size)
+    _check_directory(directory, levels)
     return Header(
         info=info,
         stream_id=bytes(view[-STREAM_ID_BYTES:]),
-        entries=entries,
-        level_ends=tuple({entry.level: entry.end for entry in entries}.values()),
+        directory=directory,
+        level_ends=_level_ends(directory, levels),
         level_digests=tuple(
             bytes(view[at : at + LEVEL_DIGEST_BYTES])
             for at in range(digests_at, seal_at, LEVEL_DIGEST_BYTES)
@@ -300,13 +337,27 @@ def _parse_header(view: memoryview) -> Header:
     )
 
 
-def _parse_directory(view: memoryview, first_offset: int) -> tuple[SectionEntry, ...]:
-    entries = []
-    offset = first_offset
-    for level, kind, group, length in _ENTRY.iter_unpack(view):
-        entries.append(SectionEntry(level, kind, group, offset, length))
-        offset += length
-    return tuple(entries)
+def _parse_directory(view: memoryview, first_offset: int) -> Directory:
+    lines = np.frombuffer(view, _LINE)
+    codes = lines["level"].astype(np.int64) << 24
+    codes |= lines["group"].astype(np.int64) << 8
+    codes |= lines["kind"]
+    return _directory(codes, lines["length"].astype(np.int64), first_offset)
+
+
+def _directory(
+    codes: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], first_offset: int
+) -> Directory:
+    offsets = np.cumsum(lengths)
+    offsets += first_offset - lengths
+    return Directory(codes, offsets, lengths)
+
+
+def _level_ends(directory: Directory, num_levels: int) -> tuple[int, ...]:
+    """Of a sound directory: where the last section of each level ends."""
+    after = np.searchsorted(directory.codes, np.arange(1, num_levels + 1) << 24)
+    ends = directory.offsets[after - 1] + directory.lengths[after - 1]
+    return tuple(ends.tolist())
 
 
 def _check_info(info: StreamInfo) -> None:
@@ -325,16 +376,15 @@ def _check_info(info: StreamInfo) -> None:
             raise FormatError(f"expected 0 to {info.num_tokens} absent tokens, found {absent}")
 
 
-def _check_directory(entries: Sequence[SectionEntry], num_levels: int) -> None:
-    _check_range("sections", len(entries), 1, MAX_SECTIONS)
-    order = [(entry.level, entry.group, entry.kind) for entry in entries]
-    if any(a >= b for a, b in pairwise(order)):
+def _check_directory(directory: Directory, num_levels: int) -> None:
+    _check_range("sections", len(directory.codes), 1, MAX_SECTIONS)
+    if (np.diff(directory.codes) <= 0).any():
         raise FormatError("expected sections strictly increasing by (level, group, kind)")
-    if {entry.level for entry in entries} != set(range(num_levels)):
+    levels = directory.codes >> 24
+    if levels[0] or levels[-1] != num_levels - 1 or (np.diff(levels) > 1).any():
         raise FormatError(f"expected sections for each of the levels 0 to {num_levels - 1}")
-    for entry in entries:
-        _check_range("section length", entry.length, 0, MAX_SECTION_BYTES)
-    _check_range("stream bytes", entries[-1].end, 0, MAX_STREAM_BYTES)
+    _check_range("section length", int(directory.lengths.max()), 0, MAX_SECTION_BYTES)
+    _check_range("stream bytes", directory.stream_bytes, 0, MAX_STREAM_BYTES)
 
 
 def _check_range(what: str, found: int, low: int, high: int) -> None:
@@ -352,13 +402,13 @@ def build_header(
     assert len(info.valid_from) == info.num_layers
     _check_info(info)
     front = _front_bytes(info, len(sections))
-    entries = []
-    offset = _FIXED.unpack_from(front)[4]
-    for level, kind, group, data in sections:
-        entries.append(SectionEntry(level, kind, group, offset, len(data)))
-        offset += len(data)
-    _check_directory(entries, info.num_levels)
-    directory = [_ENTRY.pack(one.level, one.kind, one.group, one.length) for one in entries]
+    codes = np.array([section_code(level, group, kind) for level, kind, group, _ in sections])
+    lengths = np.array([len(data) for *_, data in sections], np.int64)
+    size = _FIXED.unpack_from(front)[4]
+    _check_directory(_directory(codes, lengths, size), info.num_levels)
+    directory = [
+        _ENTRY.pack(level, kind, group, len(data)) for level, kind, group, data in sections
+    ]
     digests = [
         level_digest(*(data for level, _, _, data in sections if level == wanted))
         for wanted in range(info.num_levels)

@@ -125,13 +125,15 @@ class Publisher:
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
     ) -> None:
-        """Place and spool are closed by those who opened them, afterwards."""
+        """Place and spool are closed by those who opened them, afterwards. `on_encoded` gets every
+        stream that was encoded, before it is sent."""
         endpoint = place if isinstance(place, Endpoint) else Endpoint(place)
         self._sender = Sender(endpoint, spool, clock=clock, rng=rng)
         self._codec, self._on_encoded = codec, on_encoded
         self._spool = spool
         self._max_queue_bytes = max_queue_bytes
         self._clock = clock
+        self._on_encoded = on_encoded
         self._jobs: deque[Job] = deque()
         self._queued_bytes = 0
         self._under_way: set[bytes] = set()  # keys from `publish` until accepted or given up

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,9 @@ class KltCodec(Codec):
         """As the profile says, if it does."""
         told = [lv.expected["kld"] for lv in self.profile.levels if "kld" in lv.expected]
         return tuple(map(float, told)) if len(told) == self.num_levels else super().expected_kld
+
+    def decodes_on(self, device: torch.device) -> bool:
+        return device.type == "cuda" and find_spec("triton") is not None
 
     def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
         analysis = self.analyse(chunk, cache)
