@@ -92,7 +92,24 @@ class KVCache:
         """Some of its KV heads, as views."""
         check_heads(heads, self.num_kv_heads)
         own = slice(heads.start, heads.stop)
-        return KVCache(self.keys[:, :, own], self.values[:, :, own], self.start, self.valid_from)
+        return KVCache(
+            self.keys[:, :, own], self.values[:, :, own], self.start, self.valid_from, self.ready
+        )
+
+    def queued(self) -> KVCache:
+        """The same, where a GPU still has to compute it: ready when that has done what its current
+        stream was given so far."""
+        if not self.keys.is_cuda:
+            return self
+        ready = torch.cuda.current_stream(self.keys.device).record_event()
+        return KVCache(self.keys, self.values, self.start, self.valid_from, ready)
+
+    def copy(self) -> KVCache:
+        """In memory of its own; on a GPU in the order of its current stream."""
+        if self.ready is not None:
+            torch.cuda.current_stream(self.keys.device).wait_event(self.ready)
+        keys, values = self.keys.clone(), self.values.clone()
+        return KVCache(keys, values, self.start, self.valid_from).queued()
 
     @classmethod
     def empty(

@@ -43,7 +43,14 @@ from kdn.codec import CODECS
 from kdn.config import find_credentials
 from kdn.defaults import CODEC, DEVICE, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
 from kdn.delivery.request import OnProgress
-from kdn.engines.device import Device, DType, check_device, check_dtype
+from kdn.engines.device import (
+    Device,
+    DType,
+    check_device,
+    check_dtype,
+    follow_caller,
+    model_stream,
+)
 from kdn.engines.generating import Sampling, TextPieces
 from kdn.engines.growing import Rooms
 from kdn.engines.prompts import Knowledge, Prompts
@@ -129,7 +136,7 @@ class AsyncClient(Opened):
         )
         unchanged = Unchanged(model)  # first: what changes while it is being named counts, too
         spec = await asyncio.to_thread(spec_of, model)
-        session = Session(self._settings, spec, model.dtype)
+        session = Session(self._settings, spec, model.dtype, device=model.device)
         self.session = await self._parts.enter_async_context(session)
         self._parts.push_async_callback(self._audit.close)
         rooms = Rooms(spec, model.dtype, device=model.device)
@@ -305,7 +312,9 @@ class AsyncClient(Opened):
         checked_tokens("tokens", tokens, self.engine.spec.vocab_size)
         if after is not None and not isinstance(after, Loaded):
             raise UnsupportedError(f"after: expected what was loaded, found {shown(after)}")
-        values = values_of_cache(cache, self.engine.spec)
+        follow_caller(self.engine.device)
+        with model_stream(self.engine.device):
+            values = values_of_cache(cache, self.engine.spec)
         known, exact_until = 0, None
         if after is not None and after.delivered is not None:
             known, exact_until = after.num_tokens, after.delivered.exact_until

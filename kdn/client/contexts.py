@@ -21,6 +21,7 @@ from kdn.delivery.refine import Refinement
 from kdn.delivery.request import FAR_S, OnProgress
 from kdn.delivery.sink import HostSink, RowsSink, Sink
 from kdn.engines.compute import ChunkReader
+from kdn.engines.device import model_stream
 from kdn.engines.generating import Sampling
 from kdn.engines.growing import Room, slots_of
 from kdn.engines.reading import pieces
@@ -252,11 +253,12 @@ class Contexts:
     ) -> int:
         """Those of `chunks` that `values` holds: how many are on their way."""
         source = Values(values)
-        said = [
-            self.session.publish(chunk, source, exact_until=exact_until)
-            for chunk in chunks
-            if chunk.end <= values.end and self._holds(values, chunk)
-        ]
+        with model_stream(values.keys.device):
+            said = [
+                self.session.publish(chunk, source, exact_until=exact_until)
+                for chunk in chunks
+                if chunk.end <= values.end and self._holds(values, chunk)
+            ]
         return said.count(Admission.QUEUED)
 
     def _holds(self, values: KVCache, chunk: Chunk) -> bool:

@@ -99,7 +99,7 @@ class ContextSource:
         self.context.check()
         past = self.context.past
         with model_stream(past.layers[0].keys.device):
-            return last_tokens(past, chunk.start, chunk.end)
+            return last_tokens(past, chunk.start, chunk.end).queued()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from kdn.client.conversation import Conversation as AsyncConversation
 from kdn.client.engine import ModelSource
 from kdn.defaults import CODEC, DEVICE, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
 from kdn.delivery.request import OnProgress
-from kdn.engines.device import Device, DType
+from kdn.engines.device import Device, DType, follow_caller
 from kdn.engines.prompts import Knowledge
 from kdn.places.places import Where
 from kdn.session.loop import LoopThread
@@ -168,6 +168,7 @@ class Client:
     def publish(
         self, tokens: Tokens, cache: Cache | KVCache, *, after: Loaded | None = None
     ) -> int:
+        follow_caller(self.model.device)  # in this thread: the client's own has launched nothing
         return self._loop.run(self._client.publish(tokens, cache, after=after))
 
     def flush(self, deadline_s: float = FLUSH_S) -> bool:

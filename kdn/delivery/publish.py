@@ -73,11 +73,7 @@ class Values:
 
     def read(self, chunk: Chunk) -> KVCache:
         part = self.cache.slice(chunk.start, chunk.end)
-        if self.final:
-            return part
-        return KVCache(
-            part.keys.clone(), part.values.clone(), part.start, part.valid_from, part.ready
-        )
+        return part if self.final else part.copy()
 
 
 class Admission(Enum):

@@ -87,6 +87,14 @@ def model_stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.default_stream(device))
 
 
+def follow_caller(device: torch.device) -> None:
+    """Let the model's passes, and all in order with them, wait for what this thread has launched:
+    before it hands over values of its own."""
+    if device.type == "cuda":
+        launched = torch.cuda.current_stream(device).record_event()
+        torch.cuda.default_stream(device).wait_event(launched)
+
+
 def wait_for_model(device: torch.device) -> None:
     """Until the passes that were launched before are done: then what they took can be told, and an
     error of theirs is raised here."""
