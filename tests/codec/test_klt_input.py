@@ -14,10 +14,10 @@ from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream, Section, write
 from kdn.codec.klt import KltCodec
-from kdn.codec.klt.codec import KIND_DIGITS, KIND_ENTERING, KIND_SINKS, KIND_TOKENS
+from kdn.codec.klt.kinds import KIND_ENTERING, KIND_SINKS, KIND_TOKENS
 from kdn.codec.klt.gpu_input import Job, Slab, SlabMaker, split_slabs, token_rows
 from kdn.codec.klt.gpu_memory import InputBuffer, InputRing, Scratch, aligned, size_of
-from kdn.codec.klt.gpu_tables import Coding, Pairs, SectionTables
+from kdn.codec.klt.gpu_tables import Coding, Pairs
 from kdn.codec.klt.gpu_target import Channels, Target
 from kdn.codec.klt.streams import Streams
 from kdn.errors import FormatError, MismatchError
@@ -40,7 +40,8 @@ class Context:
         cache = KVCache(*(torch.from_numpy(rng.normal(size=shape)).float() for _ in range(2)))
         self.data = self.codec.encode_all(self.chunks, cache)
         self.streams = [Bitstream.parse(one) for one in self.data]
-        self.parts = Coding.of(self.codec.profile, CPU).parts
+        coding = Coding.of(self.codec.profile, CPU)
+        self.parts = (*coding.parts, coding.correction)
         profile = self.codec.profile
         self.maker = SlabMaker(
             self.parts, len(profile.groups), profile.num_sinks, SPEC.vocab_size, SPARE_WORDS
@@ -78,11 +79,7 @@ def words_at(slab: Slab, place: torch.Tensor) -> bytes:
     return found
 
 
-def kind_of(part: SectionTables) -> int:
-    return KIND_DIGITS if part.is_digits else KIND_ENTERING
-
-
-@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize("levels", [1, 2, 3, 4])
 @pytest.mark.parametrize("numbers", [(0, 1, 2), (1, 2), (2,), (0,)])
 def test_every_section_is_where_its_place_says(
     context: Context, levels: int, numbers: tuple[int, ...]
@@ -97,7 +94,7 @@ def test_every_section_is_where_its_place_says(
             for g in range(2):
                 place = slab.places[p, c, g]
                 if part.level < levels and part.sizes[g]:
-                    section = stream.section(part.level, g, kind_of(part))
+                    section = stream.section(part.level, g, part.kind)
                     assert words_at(slab, place) == section
                 else:
                     assert place.tolist() == [0, 0]

@@ -24,12 +24,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kdn.cache.keys import CHUNK_TOKENS
 from kdn.cache.spec import ModelSpec
+from kdn.codec.klt.correction_triton import Correction, Errors
 from kdn.codec.klt.gpu_input import Slab, SlabMaker
 from kdn.codec.klt.gpu_launch import Batching, Launcher
 from kdn.codec.klt.gpu_memory import ALIGNMENT, Carving, Fresh, aligned
 from kdn.codec.klt.gpu_tables import (
     BLOCK_K,
-    MAX_SINKS,
     WIDE_ROWS,
     Coding,
     SectionTables,
@@ -56,7 +56,8 @@ SLAB_CHUNKS = 32
 MIN_BATCH_BYTES = 64 << 20
 PREDICTED_TOKENS = 4096
 LATENT_TOKENS, TURN_TOKENS = 8, 16
-MOST_FLOAT16 = 65000.0
+MAX_COMPONENT = 65000.0
+"""In A, whose 16-bit floats end at 65504: see `pack_components`."""
 _DTYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -108,6 +109,7 @@ class GpuDecoder(Launcher):
         self.synthesis = Synthesis.of(spec, profile, device, self.heads, self.coding.num_rows)
         self._latents = Latents(profile, device)
         self._sinks = Sinks(profile, device)
+        self._correction = Correction(profile, self.coding, self.synthesis.source, device)
         self._asm = device.type == "cuda"
         self.tiling = Tiling.of(device, self.synthesis.block_columns)
         shape = [self.synthesis.block_columns, BLOCK_K]
@@ -118,11 +120,12 @@ class GpuDecoder(Launcher):
         turns = [f for rope in pairs.ropes for f in rope.inv_freq]
         sizes = [rope.amplitude for rope in pairs.ropes for _ in rope.inv_freq]
         self._turns = torch.tensor([turns, sizes], dtype=torch.float64, device=device)
-        self._large_rows = [self._rows_that_may_be_large(n + 1) for n in range(len(self._blocks))]
+        self._largest_factor = float((self.synthesis.row_factor.max() * 2).item())
+        self._largest_offset = max(float(c.abs().max()) for c in self.coding.centroids)
         self._scratch_bytes = scratch_bytes
         maker = SlabMaker(
-            self.coding.parts, len(profile.groups), profile.num_sinks, spec.vocab_size,
-            self._spare_words,
+            (*self.coding.parts, self.coding.correction), len(profile.groups), profile.num_sinks,
+            spec.vocab_size, self._spare_words,
         )  # fmt: skip
         super().__init__(device, maker, Streams(device, max(profile.num_levels, 2)))
 
@@ -130,19 +133,7 @@ class GpuDecoder(Launcher):
     def _spare_words(self) -> int:
         """As far as a damaged section may read beyond its end: two words a token and row."""
         columns = max(g.columns.stop - g.columns.start for g in self.profile.groups)
-        return 2 * int(max(CHUNK_TOKENS * self.coding.num_rows, MAX_SINKS * columns))
-
-    def _rows_that_may_be_large(self, levels: int) -> int:
-        """The first so many rows of a group may have components that no 16-bit float holds."""
-        rows = torch.arange(self.coding.num_rows)
-        most = torch.where(rows < WIDE_ROWS, 2**15, 2**7) + 1.0
-        most = most + self.coding.centroids[levels - 1].abs().max().cpu()
-        factor = self.synthesis.row_factor.amax(dim=0).cpu() * self._level_factor(levels)
-        largest = most * factor * self.coding.class_factor.max().cpu()
-        return 1 + max(torch.nonzero(largest > MOST_FLOAT16).ravel().tolist(), default=-1)
-
-    def _level_factor(self, levels: int) -> float:
-        return float(3.0 ** (self.profile.num_levels - 1 - levels))
+        return 2 * int(CHUNK_TOKENS * max(self.coding.num_rows, columns))
 
     def plan(self, num_chunks: int, target: Target) -> Batching:
         """The most at a time that the memory allows. In a whole cache, integers may lie where the
@@ -226,14 +217,25 @@ class GpuDecoder(Launcher):
         packed = memory.take(shape, torch.float16)
         planes = self.planes(slab.num_chunks, memory) if plan.planes is None else plan.planes
         sinks, turns = self._decode_symbols(slab, packed, planes, levels, target.dtype, memory)
-        self._pack((0, groups), slab, *planes, levels, packed, rows=self._large_rows[levels - 1])
         stage("symbols")
         product = TensorDescriptor.from_tensor(packed, [BLOCK_TOKENS, BLOCK_K])
-        for first in range(0, groups, plan.num_groups):
-            batch = first, min(first + plan.num_groups, groups)
-            self._pack(batch, slab, *planes, levels, packed)
+        parts, size, largest = min(levels, self.profile.num_levels - 1), plan.num_groups, None
+        if levels > parts:
+            size = min(size, self._correction.groups_at_once(slab.num_chunks))
+            largest = self._correction.largest(
+                slab, planes, self.synthesis.row_factor, slab.classes
+            )
+            self._correction.check(slab, slab.status)
+        if size < groups:
+            self._pack((0, groups), slab, *planes, parts, packed, check=True)
+        for first in range(0, groups, size):
+            batch, errors = (first, min(first + size, groups)), None
+            self._pack(batch, slab, *planes, parts, packed, largest)
             stage("components")
-            self._restore(batch, product, slab, sinks, turns, target, levels)
+            if levels > parts:
+                errors = self._correction.decode(slab, batch, slab.classes, slab.status)
+                stage("correction")
+            self._restore(batch, product, slab, sinks, turns, target, parts, errors)
             stage("transform")
         return slab.status
 
@@ -337,33 +339,41 @@ class GpuDecoder(Launcher):
 
     def _pack(
         self, batch: tuple[int, int], slab: Slab, low: Tensor, high: Tensor, levels: int,
-        packed: Tensor, rows: int | None = None,
+        packed: Tensor, largest: Tensor | None = None, *, check: bool = False,
     ) -> None:  # fmt: skip
-        """Components of some groups into the matrix A; with `rows`, it is only found which chunks
-        have too large ones there: before a chunk's first value is written, all of it is known to be
-        sound."""
+        """Components of some groups into the matrix A; where the last level follows, rounded to
+        bytes as it expects. `check` only finds those that are too large: before the first value is
+        written, since a chunk is written as a whole or not at all."""
         coding, synthesis, (first, last) = self.coding, self.synthesis, batch
-        count = max(self.profile.levels[levels - 1].num_components)
+        factor = 3.0 ** (self.profile.num_levels - 1 - levels)
+        rows = max(self.profile.levels[levels - 1].num_components)
+        if check:
+            rows = min(rows, self._rows_in_doubt(factor))
         # Up to whole blocks of the product: what no component fills is zero.
-        parts = -(-count // BLOCK_K) * (BLOCK_K // 32)
-        if rows is not None:
-            parts = min(parts, -(-rows // 32))
-        if not parts:
-            return
+        parts = -(-rows // BLOCK_K) * (BLOCK_K // 32)
         grid = (parts, CHUNK_TOKENS // 128, (last - first) * slab.num_chunks)
         pack_components[grid](
             low.view(torch.int8), high.view(torch.int8), coding.scales, synthesis.row_factor,
             coding.centroids[levels - 1], slab.classes, coding.class_factor,
-            coding.counts[levels - 1], slab.skipped, packed, slab.status, first, last - first,
-            coding.num_rows, coding.num_rows, WIDE_ROWS, self._level_factor(levels),
-            packed.shape[1], synthesis.num_latents, BR=32, BT=128, WRITE=rows is None,
+            coding.counts[levels - 1], slab.skipped, packed, slab.status,
+            self._correction.num_fine, synthesis.row_factor if largest is None else largest, first,
+            last - first, coding.num_rows, coding.num_rows, WIDE_ROWS, factor, packed.shape[1],
+            synthesis.num_latents, BR=32, BT=128, BYTES=largest is not None, CHECK=check,
         )  # fmt: skip
+
+    def _rows_in_doubt(self, level_factor: float) -> int:
+        """The first rows of a plane whose components may be too large for A: those of 16 bits, and
+        others only if a profile's basis is very uneven."""
+        largest = self._largest_factor * level_factor * (128 + self._largest_offset)
+        return WIDE_ROWS if largest < MAX_COMPONENT else self.coding.num_rows
 
     def _restore(
         self, batch: tuple[int, int], packed: TensorDescriptor, slab: Slab, sinks: Tensor | None,
-        turns: tuple[Tensor, Tensor], target: Target, levels: int,
+        turns: tuple[Tensor, Tensor], target: Target, levels: int, errors: Errors | None,
     ) -> None:  # fmt: skip
         synthesis, (first, last) = self.synthesis, batch
+        nothing = synthesis.bias
+        no_errors = (nothing, nothing, nothing, nothing, nothing, 0, 0)
         begin, end = synthesis.tiles_before[first], synthesis.tiles_before[last]
         token_tiles = slab.num_tokens // BLOCK_TOKENS
         tiling, channels = self.tiling, self._channels
@@ -371,12 +381,15 @@ class GpuDecoder(Launcher):
             packed, self._matrix, synthesis.tiles, begin, end - begin, self._blocks[levels - 1],
             synthesis.num_latents, self.coding.num_rows, first, synthesis.scale, synthesis.bias,
             *channels.of(target.head_strides), channels.frequency, *turns,
-            synthesis.pairs.num_frequencies, slab.slots, slab.status, target.pointers,
-            target.key_stride, target.value_stride, channels.num_layers * channels.num_pairs,
-            synthesis.bias if sinks is None else sinks,
+            synthesis.pairs.num_frequencies, slab.slots, target.pointers, target.key_stride,
+            target.value_stride, nothing if sinks is None else sinks,
             0 if sinks is None else len(synthesis.source), token_tiles, channels.num_pairs,
-            BM=BLOCK_TOKENS, BN=synthesis.block_columns, BK=BLOCK_K,
+            channels.num_layers * channels.num_pairs, slab.status,
+            nothing if target.inverse_scales is None else target.inverse_scales,
+            *(no_errors if errors is None else errors.arguments), BM=BLOCK_TOKENS,
+            BN=synthesis.block_columns, BK=BLOCK_K,
             EXACT=synthesis.pairs.contiguous and target.is_aligned, DTYPE=_DTYPES[target.dtype],
-            HALVES=tiling.halves, FLATTEN=tiling.flatten, num_warps=tiling.warps,
+            HALVES=tiling.halves, FLATTEN=tiling.flatten, ERRORS=errors is not None,
+            HAS_SCALES=target.inverse_scales is not None, num_warps=tiling.warps,
             num_stages=tiling.stages,
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """What a GPU does of coding: all that it can, where the cache lies on one and Triton is there.
 
-The kernels know chunks of up to 256 tokens, every level but the last, and memory in which a head's
-channels lie side by side. The rest, and chunks in which they found something wrong, is for the
-reference: it is the one that says what is wrong.
+The kernels know chunks of up to 256 tokens, and memory in which a head's channels lie side by side.
+The rest, and chunks in which they found something wrong, is for the reference: it is the one that
+says what is wrong.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class GpuDecoding:
         """Decodes what it can, each chunk into its place in `out`; returns which are left to do."""
         if not self._suits(out.keys, out.values):
             return list(range(len(chunks)))
-        left = [i for i, n in enumerate(levels) if not self._can(chunks[i], n)]
+        left = [i for i, chunk in enumerate(chunks) if not self._can(chunk)]
         with self._lock:
             decoder = self._decoder(out.keys.device, range(self._spec.num_kv_heads))
             for count in sorted(set(levels)):
@@ -102,7 +102,7 @@ class GpuDecoding:
         found: dict[int, list[tuple[int, Job]]] = {}
         for i in sorted(range(len(batch)), key=lambda i: batch[i].chunk.start > 0):
             one = batch[i]
-            if self._can(one.chunk, one.levels):
+            if self._can(one.chunk):
                 with suppress(KdnError):  # the reference says what is wrong
                     job = decoder.job(one.stream, one.chunk, one.levels, one.slots)
                     found.setdefault(one.levels, []).append((i, job))
@@ -113,9 +113,8 @@ class GpuDecoding:
         known = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
         return keys.is_cuda and find_spec("triton") is not None and plain and keys.dtype in known
 
-    def _can(self, chunk: Chunk, levels: int) -> bool:
-        few = self._profile.num_sinks <= MAX_SINKS
-        return few and chunk.num_tokens <= CHUNK_TOKENS and levels < self._profile.num_levels
+    def _can(self, chunk: Chunk) -> bool:
+        return self._profile.num_sinks <= MAX_SINKS and chunk.num_tokens <= CHUNK_TOKENS
 
     def _decoder(self, device: torch.device, heads: range) -> GpuDecoder:
         from kdn.codec.klt.decoder_triton import GpuDecoder

@@ -19,17 +19,17 @@ import numpy.typing as npt
 import torch
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk
+from kdn.codec.directory import section_code
 from kdn.codec.format import Bitstream, Header
-from kdn.codec.header import section_code
 from kdn.codec.klt.gpu_memory import InputBuffer, aligned
 from kdn.codec.klt.gpu_tables import SectionTables, Tensor
+from kdn.codec.klt.kinds import KIND_SINKS, KIND_TOKENS
 from kdn.codec.klt.profile import CONTEXT_TOKENS
 from kdn.codec.klt.streams import Streams
 from kdn.codec.threads import num_cores, parallel_call
 from kdn.errors import FormatError, KdnError, MismatchError
 
 Ids = npt.NDArray[np.int64]
-KIND_ENTERING, KIND_TOKENS, KIND_SINKS, KIND_DIGITS = 0, 1, 2, 4
 STREAM_ALIGNMENT = 16
 MAX_READERS = 8
 """Threads that bring streams into a buffer; more hardly read faster."""
@@ -97,8 +97,7 @@ class Sections:
         for p, part in enumerate(parts):
             for g in range(num_groups if part.level < levels else 0):
                 if part.sizes[g]:
-                    kind = KIND_DIGITS if part.is_digits else KIND_ENTERING
-                    wanted[p, g] = section_code(part.level, g, kind)
+                    wanted[p, g] = section_code(part.level, g, part.kind)
         classes = section_code(0, 0, KIND_TOKENS)
         sinks = np.array([section_code(0, g, KIND_SINKS) for g in range(num_groups)])
         codes = np.unique([*wanted.ravel(), classes, *(sinks if with_sinks else ())])

@@ -13,7 +13,7 @@ ROUNDING = tl.constexpr(12582912.0)
 """1.5 * 2**23: added to a small number and taken off again, it leaves the nearest whole one."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sinks"])
 def place_latents(
     sums, scale, factor, out, sum_width, out_width, rank, num_fine, num_latents, num_sinks,
     BT: tl.constexpr, BR: tl.constexpr,
