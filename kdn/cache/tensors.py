@@ -88,6 +88,14 @@ class KVCache:
         valid = tuple(min(max(v, start), end) for v in self.valid_from)
         return KVCache(self.keys[:, lo:hi], self.values[:, lo:hi], start, valid, self.ready)
 
+    def of_heads(self, heads: range) -> KVCache:
+        """Some of its KV heads, as views."""
+        check_heads(heads, self.num_kv_heads)
+        own = slice(heads.start, heads.stop)
+        return KVCache(
+            self.keys[:, :, own], self.values[:, :, own], self.start, self.valid_from, self.ready
+        )
+
     def queued(self) -> KVCache:
         """The same, where a GPU still has to compute it: ready when that has done what its current
         stream was given so far."""
@@ -120,3 +128,9 @@ class KVCache:
         return cls(
             torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), start, valid_from
         )
+
+
+def check_heads(heads: range, num_kv_heads: int) -> None:
+    """That these are some of so many."""
+    if heads.step != 1 or not 0 <= heads.start < heads.stop <= num_kv_heads:
+        raise MismatchError(f"{heads} is not within {num_kv_heads} KV heads")

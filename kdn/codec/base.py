@@ -83,6 +83,13 @@ class Codec(ABC):
         """The chunk's cache from the first `levels` levels at hand (all that the stream holds if
         None), written into `out` if given, else into a new cache of `dtype`."""
 
+    def decode_heads(
+        self, stream: Bitstream, chunk: Chunk, heads: range, *, levels: int, dtype: torch.dtype
+    ) -> KVCache:
+        """The same bits as those of these KV heads in `decode`, in a new cache that holds no
+        others."""
+        return self.decode(stream, chunk, levels=levels, dtype=dtype).of_heads(heads)
+
     def encode_all(self, chunks: Sequence[Chunk], cache: KVCache) -> list[bytes]:
         """Many chunks of one context at once: each core takes one, which is faster than sharing."""
         return parallel_map(
