@@ -2,6 +2,8 @@
 Those of configuration files are in `config.py`. Importing this is light."""
 
 MODEL = "smollm2"
+DEVICE = "auto"
+"""A GPU if there is one; see `kdn/engines/device.py`."""
 CODEC = "klt"
 QUALITY = "default"
 """See `kdn/session/quality.py`."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
+from kdn.codec.directory import SectionEntry
 from kdn.codec.header import (
     KIND_KEYS,
     KIND_VALUES,
@@ -28,7 +28,6 @@ from kdn.codec.header import (
     CodecId,
     DType,
     Header,
-    SectionEntry,
     StreamInfo,
     build_header,
     header_size,
@@ -94,11 +93,6 @@ class Bitstream:
         self._levels = levels
         self._verified = set(verified)
 
-    @cached_property
-    def _index(self) -> dict[tuple[int, int, int], SectionEntry]:
-        """Only for those who read section by section."""
-        return {(e.level, e.group, e.kind): e for e in self.header.entries}
-
     @classmethod
     def parse(cls, data: Buffer, verified: Collection[int] = ()) -> Bitstream:
         """A whole stream, or one that was cut anywhere after the header."""
@@ -154,7 +148,7 @@ class Bitstream:
 
     def has_section(self, level: int, group: int, kind: int) -> bool:
         """Whether this section is in the directory and its level is here."""
-        return (level, group, kind) in self._index and level in self._levels
+        return (level, group, kind) in self.header.directory.spans and level in self._levels
 
     def level_end(self, level: int) -> int:
         """See Header.level_end."""
@@ -162,12 +156,12 @@ class Bitstream:
 
     def section(self, level: int, group: int, kind: int) -> memoryview:
         """The verified bytes of one section."""
-        entry = self._index.get((level, group, kind))
-        if entry is None:
+        span = self.header.directory.spans.get((level, group, kind))
+        if span is None:
             raise FormatError(f"expected a section (level {level}, group {group}, kind {kind})")
         data = self._verified_level(level)
-        start = entry.offset - self.header.level_start(level)
-        return data[start : start + entry.length]
+        first = self.header.level_start(level)
+        return data[span[0] - first : span[1] - first]
 
     def read_into(self, buffer: memoryview, levels: int) -> None:
         """The verified bytes of the first levels, one after the other; `buffer` has exactly their
@@ -210,14 +204,17 @@ class Bitstream:
         """That this is the stream of this chunk, model, profile and codec, and that a holder of
         the secret that named the chunk has written it."""
         info = self.info
-        wanted = StreamInfo.for_chunk(
-            chunk, spec, codec=codec, dtype=info.dtype, num_levels=1, profile=profile_id
-        )
-        for name in (
-            "codec", "model", "profile", "chunk_key", "start", "num_tokens", "num_layers",
-            "num_kv_heads", "head_dim",
-        ):  # fmt: skip
-            expected, found = getattr(wanted, name), getattr(info, name)
+        for name, expected, found in (
+            ("codec", codec, info.codec),
+            ("model", spec.fingerprint, info.model),
+            ("profile", profile_id, info.profile),
+            ("chunk_key", chunk.key, info.chunk_key),
+            ("start", chunk.start, info.start),
+            ("num_tokens", chunk.num_tokens, info.num_tokens),
+            ("num_layers", spec.num_layers, info.num_layers),
+            ("num_kv_heads", spec.num_kv_heads, info.num_kv_heads),
+            ("head_dim", spec.head_dim, info.head_dim),
+        ):
             if expected != found:
                 raise MismatchError(f"{name}: expected {_show(expected)}, found {_show(found)}")
         self.header.check_seal(chunk.seal_key)

@@ -12,21 +12,22 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property
 from hashlib import blake2b, sha256
 from hmac import compare_digest
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from kdn.cache.keys import FORMAT_VERSION, KEY_BYTES, SEAL_KEY_BYTES, Chunk
 from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
+from kdn.codec.directory import (
+    LINE_BYTES,
+    MAX_SECTIONS,
+    Directory,
+    SectionEntry,
+    check_range,
+)
 from kdn.errors import (
     AuthenticityError,
     ChecksumError,
     FormatError,
-    LimitError,
     TruncatedError,
     UnsupportedError,
 )
@@ -47,25 +48,19 @@ MAX_KV_HEADS = 1024
 MAX_HEAD_DIM = 4096
 MAX_VALUES = 2**31
 MAX_LEVELS = 32
-MAX_SECTIONS = 8192
-MAX_SECTION_BYTES = 2**30
-MAX_STREAM_BYTES = 2**33
 MAX_PARAMS_BYTES = 1024
 
 _PROBE = struct.Struct("<4sHBBI")
 _FIXED = struct.Struct("<4sHBBI16s16s16sQHHHHBBHBH")
-_ENTRY = struct.Struct("<BBHI")
-_LINE = np.dtype([("level", "u1"), ("kind", "u1"), ("group", "<u2"), ("length", "<u4")])
-"""The same, for arrays."""
 
 PROBE_BYTES = _PROBE.size
 """So many first bytes tell the header's size."""
-MIN_HEADER_BYTES = _FIXED.size + _ENTRY.size + LEVEL_DIGEST_BYTES + SEAL_BYTES + STREAM_ID_BYTES
+MIN_HEADER_BYTES = _FIXED.size + LINE_BYTES + LEVEL_DIGEST_BYTES + SEAL_BYTES + STREAM_ID_BYTES
 MAX_HEADER_BYTES = (
     _FIXED.size
     + 2 * MAX_LAYERS
     + MAX_PARAMS_BYTES
-    + _ENTRY.size * MAX_SECTIONS
+    + LINE_BYTES * MAX_SECTIONS
     + LEVEL_DIGEST_BYTES * MAX_LEVELS
     + SEAL_BYTES
     + STREAM_ID_BYTES
@@ -96,45 +91,7 @@ class DType(IntEnum):
         return cls[name]
 
 
-@dataclass(frozen=True)
-class SectionEntry:
-    """One line of the directory: where a section lies, counted from the stream's first byte."""
-
-    level: int
-    kind: int
-    group: int
-    offset: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.length
-
-
-class Directory(NamedTuple):
-    """All of a directory as arrays: `codes` (see `section_code`) increase from section to section,
-    `offsets` count from the stream's first byte. Headers are read by the hundred, and have a
-    hundred sections each: a few operations on arrays are four times as fast as objects."""
-
-    codes: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
-
-    @property
-    def stream_bytes(self) -> int:
-        return int(self.offsets[-1] + self.lengths[-1])
-
-    def entries(self) -> tuple[SectionEntry, ...]:
-        lines = zip(*(part.tolist() for part in self), strict=True)
-        return tuple(
-            SectionEntry(code >> 24, code & 255, code >> 8 & 0xFFFF, offset, length)
-            for code, offset, length in lines
-        )
-
-
-def section_code(level: int, group: int, kind: int) -> int:
-    """A section's name as a number: ordered as sections are."""
-    return level << 24 | group << 8 | kind
+_CODECS, _DTYPES = frozenset(map(int, CodecId)), frozenset(map(int, DType))
 
 
 @dataclass(frozen=True)
@@ -208,22 +165,24 @@ class Header:
     info: StreamInfo
     stream_id: bytes
     directory: Directory = field(repr=False, compare=False)
-    level_ends: tuple[int, ...]
     level_digests: tuple[bytes, ...]
     size_bytes: int
     sealed: bytes = field(repr=False)
     """The header's bytes up to the seal, which covers them."""
     seal: bytes = field(repr=False)
 
-    @cached_property
+    @property
     def entries(self) -> tuple[SectionEntry, ...]:
-        """The directory, line by line."""
-        return self.directory.entries()
+        return self.directory.entries
+
+    @property
+    def level_ends(self) -> tuple[int, ...]:
+        return self.directory.level_ends
 
     @property
     def stream_bytes(self) -> int:
         """Size of the whole stream."""
-        return self.level_ends[-1]
+        return self.directory.level_ends[-1]
 
     def level_start(self, level: int) -> int:
         """Byte offset where this level begins."""
@@ -271,7 +230,7 @@ def header_size(prefix: Buffer) -> int:
         raise FormatError(f"expected magic {MAGIC!r}, found {bytes(magic)!r}")
     if version != FORMAT_VERSION:
         raise FormatError(f"expected format version {FORMAT_VERSION}, found {version}")
-    _check_range("header size", size, MIN_HEADER_BYTES, MAX_HEADER_BYTES)
+    check_range("header size", size, MIN_HEADER_BYTES, MAX_HEADER_BYTES)
     return int(size)
 
 
@@ -280,26 +239,27 @@ def _parse_header(view: memoryview) -> Header:
         _, _, codec, dtype, size, chunk_key, model, profile, start, tokens, layers, kv_heads,
         head_dim, prefix_quality, levels, num_sections, absences_follow, params_bytes,
     ) = _FIXED.unpack_from(view)  # fmt: skip
-    if codec not in CodecId.__members__.values():
+    if codec not in _CODECS:
         raise FormatError(f"expected codec 1, 2 or 3, found {codec}")
-    if dtype not in DType.__members__.values():
+    if dtype not in _DTYPES:
         raise FormatError(f"expected dtype 1, 2 or 3, found {dtype}")
     if absences_follow not in (0, 1):
         raise FormatError(f"expected 0 or 1 for absences, found {absences_follow}")
-    _check_range("layers", layers, 1, MAX_LAYERS)
-    _check_range("sections", num_sections, 1, MAX_SECTIONS)
-    _check_range("parameter bytes", params_bytes, 0, MAX_PARAMS_BYTES)
+    check_range("layers", layers, 1, MAX_LAYERS)
+    check_range("sections", num_sections, 1, MAX_SECTIONS)
+    check_range("parameter bytes", params_bytes, 0, MAX_PARAMS_BYTES)
     at = _FIXED.size
-    _check_range("levels", levels, 1, MAX_LEVELS)
+    check_range("levels", levels, 1, MAX_LEVELS)
     directory_at = at + 2 * layers * absences_follow + params_bytes
-    digests_at = directory_at + _ENTRY.size * num_sections
+    digests_at = directory_at + LINE_BYTES * num_sections
     seal_at = digests_at + LEVEL_DIGEST_BYTES * levels
     expected = seal_at + SEAL_BYTES + STREAM_ID_BYTES
     if size != expected:
         raise FormatError(f"expected a header of {expected} bytes by its fields, found {size}")
-    absences: tuple[int, ...] = (0,) * layers
+    valid_from = (start,) * layers
     if absences_follow:
         absences = struct.unpack_from(f"<{layers}H", view, at)
+        valid_from = tuple(start + absent for absent in absences)
         at += 2 * layers
         if not any(absences):
             raise FormatError("expected an absent token where absences follow, found none")
@@ -315,18 +275,15 @@ def _parse_header(view: memoryview) -> Header:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         num_levels=levels,
-        valid_from=tuple(start + absent for absent in absences),
+        valid_from=valid_from,
         params=bytes(view[at : at + params_bytes]),
         prefix_quality=prefix_quality,
     )
     _check_info(info)
-    directory = _parse_directory(view[directory_at:digests_at], size)
-    _check_directory(directory, levels)
     return Header(
         info=info,
         stream_id=bytes(view[-STREAM_ID_BYTES:]),
-        directory=directory,
-        level_ends=_level_ends(directory, levels),
+        directory=Directory.parse(view[directory_at:digests_at], size, levels),
         level_digests=tuple(
             bytes(view[at : at + LEVEL_DIGEST_BYTES])
             for at in range(digests_at, seal_at, LEVEL_DIGEST_BYTES)
@@ -337,59 +294,21 @@ def _parse_header(view: memoryview) -> Header:
     )
 
 
-def _parse_directory(view: memoryview, first_offset: int) -> Directory:
-    lines = np.frombuffer(view, _LINE)
-    codes = lines["level"].astype(np.int64) << 24
-    codes |= lines["group"].astype(np.int64) << 8
-    codes |= lines["kind"]
-    return _directory(codes, lines["length"].astype(np.int64), first_offset)
-
-
-def _directory(
-    codes: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], first_offset: int
-) -> Directory:
-    offsets = np.cumsum(lengths)
-    offsets += first_offset - lengths
-    return Directory(codes, offsets, lengths)
-
-
-def _level_ends(directory: Directory, num_levels: int) -> tuple[int, ...]:
-    """Of a sound directory: where the last section of each level ends."""
-    after = np.searchsorted(directory.codes, np.arange(1, num_levels + 1) << 24)
-    ends = directory.offsets[after - 1] + directory.lengths[after - 1]
-    return tuple(ends.tolist())
-
-
 def _check_info(info: StreamInfo) -> None:
-    _check_range("start", info.start, 0, MAX_START)
-    _check_range("tokens", info.num_tokens, 1, MAX_TOKENS)
-    _check_range("layers", info.num_layers, 1, MAX_LAYERS)
-    _check_range("KV heads", info.num_kv_heads, 1, MAX_KV_HEADS)
-    _check_range("head size", info.head_dim, 1, MAX_HEAD_DIM)
+    check_range("start", info.start, 0, MAX_START)
+    check_range("tokens", info.num_tokens, 1, MAX_TOKENS)
+    check_range("layers", info.num_layers, 1, MAX_LAYERS)
+    check_range("KV heads", info.num_kv_heads, 1, MAX_KV_HEADS)
+    check_range("head size", info.head_dim, 1, MAX_HEAD_DIM)
     num_values = 2 * info.num_layers * info.num_tokens * info.num_kv_heads * info.head_dim
-    _check_range("values", num_values, 1, MAX_VALUES)
-    _check_range("levels", info.num_levels, 1, MAX_LEVELS)
-    _check_range("prefix quality", info.prefix_quality, 0, 255)
-    _check_range("parameter bytes", len(info.params), 0, MAX_PARAMS_BYTES)
-    for absent in info.absences:
+    check_range("values", num_values, 1, MAX_VALUES)
+    check_range("levels", info.num_levels, 1, MAX_LEVELS)
+    check_range("prefix quality", info.prefix_quality, 0, 255)
+    check_range("parameter bytes", len(info.params), 0, MAX_PARAMS_BYTES)
+    for position in set(info.valid_from):  # nearly always one, the start
+        absent = position - info.start
         if not 0 <= absent <= info.num_tokens:
             raise FormatError(f"expected 0 to {info.num_tokens} absent tokens, found {absent}")
-
-
-def _check_directory(directory: Directory, num_levels: int) -> None:
-    _check_range("sections", len(directory.codes), 1, MAX_SECTIONS)
-    if (np.diff(directory.codes) <= 0).any():
-        raise FormatError("expected sections strictly increasing by (level, group, kind)")
-    levels = directory.codes >> 24
-    if levels[0] or levels[-1] != num_levels - 1 or (np.diff(levels) > 1).any():
-        raise FormatError(f"expected sections for each of the levels 0 to {num_levels - 1}")
-    _check_range("section length", int(directory.lengths.max()), 0, MAX_SECTION_BYTES)
-    _check_range("stream bytes", directory.stream_bytes, 0, MAX_STREAM_BYTES)
-
-
-def _check_range(what: str, found: int, low: int, high: int) -> None:
-    if not low <= found <= high:
-        raise LimitError(f"{what}: expected {low} to {high}, found {found}")
 
 
 def build_header(
@@ -402,18 +321,13 @@ def build_header(
     assert len(info.valid_from) == info.num_layers
     _check_info(info)
     front = _front_bytes(info, len(sections))
-    codes = np.array([section_code(level, group, kind) for level, kind, group, _ in sections])
-    lengths = np.array([len(data) for *_, data in sections], np.int64)
-    size = _FIXED.unpack_from(front)[4]
-    _check_directory(_directory(codes, lengths, size), info.num_levels)
-    directory = [
-        _ENTRY.pack(level, kind, group, len(data)) for level, kind, group, data in sections
-    ]
+    lines = [(level, kind, group, len(data)) for level, kind, group, data in sections]
+    directory = Directory.of(lines, _FIXED.unpack_from(front)[4], info.num_levels)
     digests = [
         level_digest(*(data for level, _, _, data in sections if level == wanted))
         for wanted in range(info.num_levels)
     ]
-    sealed = b"".join([front, *directory, *digests])
+    sealed = b"".join([front, directory.packed(), *digests])
     header = sealed + _seal(sealed, seal_key)
     return header + _stream_id(header)
 
@@ -424,7 +338,7 @@ def _front_bytes(info: StreamInfo, num_sections: int) -> bytes:
     if any(info.absences):
         absences = struct.pack(f"<{info.num_layers}H", *info.absences)
     tail = absences + info.params
-    size = _FIXED.size + len(tail) + _ENTRY.size * num_sections
+    size = _FIXED.size + len(tail) + LINE_BYTES * num_sections
     size += LEVEL_DIGEST_BYTES * info.num_levels + SEAL_BYTES + STREAM_ID_BYTES
     fixed = _FIXED.pack(
         MAGIC, FORMAT_VERSION, info.codec, info.dtype, size, info.chunk_key, info.model,

@@ -12,6 +12,7 @@ import pytest
 
 from kdn.cache.keys import PUBLIC_SEAL_KEY, Chunk, seal_key
 from kdn.codec import header as h
+from kdn.codec.directory import MAX_SECTION_BYTES
 from kdn.codec.format import (
     Bitstream,
     CodecId,
@@ -101,6 +102,15 @@ def test_reads_what_was_written() -> None:
     stream.verify()
 
 
+def test_the_directory_says_where_each_section_lies() -> None:
+    directory = Header.parse(STREAM).directory
+    found = {name: STREAM[start:end] for name, (start, end) in directory.spans.items()}
+    assert found == {(one.level, one.group, one.kind): one.data for one in SECTIONS}
+    lines = [(one.level, one.group, one.kind) for one in directory.entries]
+    assert lines == list(directory.spans)
+    assert [(one.offset, one.end) for one in directory.entries] == list(directory.spans.values())
+
+
 def test_accepts_any_byte_buffer() -> None:
     for data in (bytearray(STREAM), memoryview(STREAM)):
         assert bytes(Bitstream.parse(data).section(1, 0, 0)) == b"third"
@@ -186,7 +196,7 @@ def test_trailing_bytes_are_an_error() -> None:
         (81, struct.pack("<H", 2), FormatError),
         (81, struct.pack("<H", h.MAX_PARAMS_BYTES + 1), LimitError),
         (DIRECTORY_AT, b"\1", FormatError),  # first section's level: order broken
-        (DIRECTORY_AT + 4, struct.pack("<I", h.MAX_SECTION_BYTES + 1), LimitError),
+        (DIRECTORY_AT + 4, struct.pack("<I", MAX_SECTION_BYTES + 1), LimitError),
     ],
 )
 def test_every_wrong_field_has_its_error(at: int, new: bytes, error: type[Exception]) -> None:

@@ -286,13 +286,16 @@ def decode_entering(
     for block in range((rows + 7) // 8):
         sums, activity = _enter_block(sums, sizes, thresholds + block * 8, STEPS)
         sizes = _repeat(zero, STEPS)
-        last_scale = scale
         tables, pairs = _load_tables(scale, shifts, activity, bounds, intervals, STEPS)
+        # Not the last row's scale beside this one's: Triton does not carry a name through a loop
+        # if all that it is given there is another name's value, and both begin as the same.
+        changed = scale < 0
         for row in range(block * 8, tl.minimum(block * 8 + 8, rows)):
-            if scale != last_scale:
+            if changed:
                 tables, pairs = _load_tables(scale, shifts, activity, bounds, intervals, STEPS)
-                last_scale = scale
-            scale = tl.load(scales + tl.minimum(row + 1, rows - 1)).to(tl.int32)
+            following = tl.load(scales + tl.minimum(row + 1, rows - 1)).to(tl.int32)
+            changed = following != scale
+            scale = following
             _prefetch(own + at + AHEAD_WORDS + 2 * lane, ASM)
             new_sizes = ()
             values = ()

@@ -24,7 +24,7 @@ from kdn.engines.vllm.checks import (
     check_config,
     check_cpu_layout,
     check_weights,
-    layers_in_order,
+    is_fp8,
     live_weights,
 )
 from kdn.engines.vllm.identity import Identity, spec_of_model
@@ -34,6 +34,7 @@ from kdn.engines.vllm.scheduler import SchedulerSide
 from kdn.engines.vllm.settings import Settings
 from kdn.engines.vllm.shared import SharedSession
 from kdn.engines.vllm.stats import KdnPromMetrics, KdnStats, Taken
+from kdn.engines.vllm.targets import layers_in_order, scales_of
 from kdn.engines.vllm.worker import WorkerSide
 
 logger = logging.getLogger("vllm.kdn")
@@ -73,7 +74,7 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            identity = Identity(self._shared.session.namespace)
+            identity = Identity(self._shared.session.namespace, is_fp8=is_fp8(vllm_config))
             self._scheduler = SchedulerSide(settings, identity, self._look_up, self._block_tokens)
         told = settings.session
         logger.info("kdn: model %s, %s at %s", spec.fingerprint.hex(), told.codec, told.where)
@@ -141,16 +142,21 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # the worker's side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        parallel = self._vllm_config.parallel_config
-        ranks = parallel.tensor_parallel_size
-        heads = Heads.of_rank(self._spec.num_kv_heads, parallel.rank % ranks, ranks)
-        paged = PagedCache(layers_in_order(kv_caches), self._spec, heads, self._block_tokens)
+        config = self._vllm_config
+        ranks = config.parallel_config.tensor_parallel_size
+        heads = Heads.of_rank(self._spec.num_kv_heads, config.parallel_config.rank % ranks, ranks)
+        names = layers_in_order(
+            kv_caches, self._spec.num_layers, has_drafts=config.speculative_config is not None
+        )
+        layers = [config.compilation_config.static_forward_context[name] for name in names]
+        paged = PagedCache(
+            [kv_caches[name] for name in names], self._spec, heads, self._block_tokens,
+            scales=scales_of(layers) if is_fp8(config) else None, dtype=cache_dtype(config),
+        )  # fmt: skip
         if paged.layout is Layout.CPU:
-            check_cpu_layout(self._vllm_config, heads.count, self._spec.head_dim, paged)
-        layers = self._vllm_config.compilation_config.static_forward_context
-        weights = live_weights([layers[name] for name in kv_caches])
+            check_cpu_layout(config, heads.count, self._spec.head_dim, paged)
         self._worker = WorkerSide(
-            self._shared, paged, weights.have_changed, self._settings.lookup_s
+            self._shared, paged, live_weights(layers).have_changed, self._settings.lookup_s
         )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

@@ -20,7 +20,7 @@ from kdn.cache.tensors import KVCache
 from kdn.delivery.known import Known
 from kdn.engines.vllm.layout import PagedCache
 from kdn.engines.vllm.messages import LoadOrder
-from kdn.engines.vllm.paged_sink import GivenUpError, LoadJob, PagedSink
+from kdn.engines.vllm.paged_sink import GivenUpError, LoadJob, PagedSink, sink_of
 from kdn.engines.vllm.shared import SharedSession
 from kdn.session.delivered import Delivered, Grade
 from kdn.session.keeper import MAX_CHUNKS
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 LOADS_AT_ONCE = 2
 """Decoding uses all cores; more would only need more memory."""
+GPU_LOADS_AT_ONCE = 4
+"""While one is decoded, others are on their way."""
 GRACE_S = 5.0
 """After its deadline, for a load to be decoded and written. Then it is given up: so long, and not
 longer, slow loads can keep others from their turn."""
@@ -66,7 +68,8 @@ class Loader:
         self._counts, self._answer_s, self._clock = counts, answer_s, clock
         self._jobs: dict[str, LoadJob] = {}
         self._ended: deque[EndedLoad] = deque()  # filled by the event loop, emptied by vLLM's
-        self._turn = asyncio.Semaphore(LOADS_AT_ONCE)
+        on_gpu = paged.device.type == "cuda"
+        self._turn = asyncio.Semaphore(GPU_LOADS_AT_ONCE if on_gpu else LOADS_AT_ONCE)
         self._keeping: Future[None] | None = None
         self._away_until_s = 0.0
 
@@ -75,7 +78,7 @@ class Loader:
         return len(self._jobs)
 
     def begin(self, order: LoadOrder) -> None:
-        job = LoadJob(order, self._clock() + order.deadline_s)
+        job = LoadJob(order, self._clock() + order.deadline_s, self._paged.mark())
         self._jobs[order.request_id] = job
         job.future = self._shared.submit(lambda: self._load(job))
 
@@ -138,9 +141,8 @@ class Loader:
 
     async def _deliver(self, job: LoadJob) -> Delivered:
         order, session, began_s = job.order, self._session, self._clock()
-        sink = PagedSink(
-            session.codec, self._paged, job, max_kept=0 if session.host is None else MAX_CHUNKS
-        )
+        max_kept = 0 if session.host is None else MAX_CHUNKS
+        sink = sink_of(session.codec, self._paged, job, max_kept)
         got = await session.deliver(
             order.chunks,
             sink,
@@ -150,7 +152,8 @@ class Loader:
             deadline_s=0.0 if began_s < self._away_until_s else job.until_s - began_s,
         )
         self._note(order, got, self._clock() - began_s)
-        self._keep(got, sink.decoded)
+        if isinstance(sink, PagedSink):
+            self._keep(got, sink.decoded)
         return got
 
     def _note(self, order: LoadOrder, got: Delivered, took_s: float) -> None:
