@@ -14,9 +14,8 @@ class Server:
     def __init__(self, settings: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self.llm = LLM(
-            dtype="float32", enforce_eager=True, disable_log_stats=False, seed=0, **settings
-        )
+        defaults = {"dtype": "float32", "enforce_eager": True, "disable_log_stats": False}
+        self.llm = LLM(seed=0, **{**defaults, **settings})
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
 
@@ -118,6 +117,7 @@ class Server:
         return dict(vars(publisher.counts))
 
     def state(self) -> dict[str, Any]:
+        import torch
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         ctypes.CDLL(None).malloc_trim(0)  # what is free, and only kept by malloc, is no leak
@@ -130,6 +130,7 @@ class Server:
             "blocks": pool.num_gpu_blocks,
             "requests": len(self.scheduler.requests),
             "preemptions": self._metric("vllm:num_preemptions"),
+            "gpu_bytes": torch.cuda.memory_allocated() if torch.cuda.is_available() else 0,
         }
         if self.scheduler.connector is not None:
             side, worker = self.scheduler.connector._scheduler, get_kv_transfer_group()._worker
@@ -143,6 +144,15 @@ class Server:
                 "hits": self._metric("vllm:external_prefix_cache_hits"),
             }
         return told
+
+    def gap(self, prompt: list[int], token: int) -> float:
+        """By how many nats the model finds its own next token more probable than this one."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20, detokenize=False)
+        [told] = self.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        every = {one: told.logprob for one, told in told.outputs[0].logprobs[0].items()}
+        return float(max(every.values()) - every.get(token, -1e9))
 
     def _metric(self, name: str) -> int:
         return sum(int(m.value) for m in self.llm.get_metrics() if m.name == name)

@@ -39,10 +39,15 @@ def connector(url: str, **settings: Any) -> dict[str, Any]:
     }
 
 
+def python_path() -> str:
+    """This code, and wherever else vLLM was found."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Engine:
     """`engine.generate(...)` and all else that `engine.Server` has."""
 
-    def __init__(self, log: Path, **settings: Any) -> None:
+    def __init__(self, log: Path, environ: dict[str, str] | None = None, **settings: Any) -> None:
         ours, theirs = os.pipe(), os.pipe()
         self.log = log
         with log.open("wb") as file:
@@ -50,7 +55,7 @@ class Engine:
                 [sys.executable, str(Path(__file__).with_name("engine.py")),
                  str(ours[0]), str(theirs[1])],
                 pass_fds=(ours[0], theirs[1]), stdout=file, stderr=file, cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **ENVIRONMENT, **(environ or {}), "PYTHONPATH": python_path()},
             )  # fmt: skip
         os.close(ours[0])
         os.close(theirs[1])
@@ -113,7 +118,10 @@ class Node:
         command = [sys.executable, "-c", "from kdn.cli.main import main; main()", "node"]
         command += ["--port", str(self._port), "--data", str(self._folder)]
         with self._folder.with_suffix(".log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": python_path()},
+            )  # fmt: skip
         until_s = time.monotonic() + 60.0
         while True:
             try:
