@@ -2,9 +2,9 @@
 
 A chunk is read from its source, encoded in a thread, and put: one request. One encodes while one
 is sent (sending.py); both wait in bounded queues. Chunks whose values are on a GPU are encoded a
-few at a time, and more of them may wait to be sent, so that the GPU's memory is soon free. While a place is away, chunks wait in the spool
-on disk, if there is one, else in memory. Whatever goes wrong with one chunk is its own affair: it
-is counted, and the next one gets its turn.
+few at a time, and more of them may wait to be sent, so that the GPU's memory is soon free. While a
+place is away, chunks wait in the spool on disk, if there is one, else in memory. Whatever goes
+wrong with one chunk is its own affair: it is counted, and the next one gets its turn.
 
 Callers decide what is worth publishing: what nobody has yet, and whose values carry no losses.
 """
@@ -133,7 +133,6 @@ class Publisher:
         self._spool = spool
         self._max_queue_bytes = max_queue_bytes
         self._clock = clock
-        self._on_encoded = on_encoded
         self._jobs: deque[Job] = deque()
         self._queued_bytes = 0
         self._under_way: set[bytes] = set()  # keys from `publish` until accepted or given up
