@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,17 +25,22 @@ from kdn.engines.vllm.checks import (
     check_config,
     check_cpu_layout,
     check_weights,
+    device_of,
     is_fp8,
     live_weights,
 )
 from kdn.engines.vllm.identity import Identity, spec_of_model
 from kdn.engines.vllm.layout import Heads, Layout, PagedCache
 from kdn.engines.vllm.messages import LoadReport, Step
+from kdn.engines.vllm.saver import Saver
 from kdn.engines.vllm.scheduler import SchedulerSide
 from kdn.engines.vllm.settings import Settings
 from kdn.engines.vllm.shared import SharedSession
+from kdn.engines.vllm.staging import Staging
 from kdn.engines.vllm.stats import KdnPromMetrics, KdnStats, Taken
 from kdn.engines.vllm.targets import layers_in_order, scales_of
+from kdn.engines.vllm.warming import warm_up_gpu
+from kdn.engines.vllm.weights import Weights
 from kdn.engines.vllm.worker import WorkerSide
 
 logger = logging.getLogger("vllm.kdn")
@@ -68,7 +74,9 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # A cache that is away must not fail requests. vLLM reads this after making its connector.
         transfer.kv_load_failure_policy = settings.load_failure
         self._spec = spec = spec_of_model(vllm_config.model_config, vllm_config.load_config)
-        self._shared = SharedSession.acquire(settings.session, spec, cache_dtype(vllm_config))
+        self._shared = SharedSession.acquire(
+            settings.session, spec, cache_dtype(vllm_config), device_of(vllm_config)
+        )
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._taken = Taken()
         self._scheduler: SchedulerSide | None = None
@@ -155,9 +163,28 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )  # fmt: skip
         if paged.layout is Layout.CPU:
             check_cpu_layout(config, heads.count, self._spec.head_dim, paged)
+        weights = live_weights(layers)
         self._worker = WorkerSide(
-            self._shared, paged, live_weights(layers).have_changed, self._settings.lookup_s
-        )
+            self._shared, paged, weights.have_changed, self._settings.lookup_s,
+            saver=self._saver_for(paged, weights) if ranks == 1 else None,
+        )  # fmt: skip
+
+    def _saver_for(
+        self, paged: PagedCache, weights: Weights
+    ) -> Callable[[Counter[str]], Saver] | None:
+        """On a GPU, if it is one that kdn decodes and encodes on."""
+        if paged.rows is None or paged.device.type != "cuda":
+            return None
+        session = self._shared.session
+        warm_up_gpu(session.codec, paged.rows, paged.dtype)
+        if not self._settings.publish:
+            return None
+        staging = Staging(paged, self._spec.num_layers, self._settings.staging_bytes)
+        logger.info(
+            "kdn: %.2f GiB of GPU memory for %d chunks that wait to be published",
+            staging.size_bytes / 2**30, len(staging),
+        )  # fmt: skip
+        return lambda counts: Saver(self._shared, paged, staging, weights.look, counts)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -74,9 +74,12 @@ class LoadReport:
     """Of those that failed: tokens from here on did not come, and the model computes them."""
     weights_changed: bool = False
     """The model is not the one any more that chunks are named after."""
+    unsaved: dict[str, dict[bytes, int]] = field(default_factory=dict)
+    """Chunks of requests that found no room: their keys, and where they start. They may be saved
+    by a later step."""
 
     def __bool__(self) -> bool:
-        return bool(self.exact_until) or self.weights_changed
+        return bool(self.exact_until) or self.weights_changed or bool(self.unsaved)
 
     def joined(self, other: LoadReport) -> LoadReport:
         """Of several ranks: exact is what is exact on all, failed what failed on one."""
@@ -84,8 +87,15 @@ class LoadReport:
             _least(self.exact_until, other.exact_until),
             _least(self.failed_from, other.failed_from),
             self.weights_changed or other.weights_changed,
+            unsaved=_together(self.unsaved, other.unsaved),
         )
 
 
 def _least(mine: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
     return mine | {name: min(end, mine.get(name, end)) for name, end in theirs.items()}
+
+
+def _together(
+    mine: dict[str, dict[bytes, int]], theirs: dict[str, dict[bytes, int]]
+) -> dict[str, dict[bytes, int]]:
+    return {name: mine.get(name, {}) | theirs.get(name, {}) for name in mine.keys() | theirs.keys()}

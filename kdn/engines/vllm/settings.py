@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 REQUEST_KEY = "kdn"
 """Under which `kv_transfer_params` holds the settings of one request."""
 MAX_BYTES = 1 << 50
+STAGING_BYTES = 5 << 28
+"""1.25 GiB: 8,192 tokens of a model with 8 billion weights, and some more."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ class Settings:
     publish: bool = True
     load_failure: str = "recompute"
     """Sets vLLM's `kv_load_failure_policy`; "fail" fails a request whose load failed."""
+    staging_bytes: int = STAGING_BYTES
+    """GPU memory for chunks that wait to be encoded; what does not fit is published later, or not
+    at all."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Settings:
@@ -144,6 +149,7 @@ _OWN: Mapping[str, Check] = {
     **_OF_REQUEST,
     "lookup_s": _seconds,
     "allow_coarser": _flag,
+    "staging_bytes": _bytes,
     "load_failure": partial(checked_choice, known=("recompute", "fail")),
 }
 
