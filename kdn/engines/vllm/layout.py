@@ -48,6 +48,10 @@ class Heads:
     first: int
     count: int
 
+    @property
+    def range(self) -> range:
+        return range(self.first, self.first + self.count)
+
     @classmethod
     def of_rank(cls, num_kv_heads: int, rank: int, num_ranks: int) -> Heads:
         """Ranks share heads evenly; where there are more ranks than heads, some hold the same."""
@@ -127,6 +131,7 @@ class PagedCache:
             raise UnsupportedError(f"layers with caches of different kinds: {kinds}")
         self.layout = layout or layout_of(layers[0], heads.count, spec.head_dim)
         self.heads, self.block_tokens = heads, block_tokens
+        self.has_all_heads = heads.count == spec.num_kv_heads
         self._views = [views(layer, self.layout) for layer in layers]
         self.kernel_tokens = int(self._views[0][0].shape[1])
         if block_tokens % self.kernel_tokens:
@@ -141,14 +146,16 @@ class PagedCache:
             raise UnsupportedError(f"a KV cache of 8 bit in vLLM's layout {self.layout.value!r}")
 
     def write(self, cache: KVCache, start: int, end: int, block_ids: Sequence[int]) -> None:
-        """Tokens [start, end) of `cache` to their places; others in the same blocks stay."""
+        """Tokens [start, end) of `cache` to their places; others in the same blocks stay. It has
+        all heads, or those that are held here."""
         part = cache.slice(start, end)
         if self.rows is not None:
             with self.rows.writing():
                 self.rows.write(part, self.slots(start, end, block_ids))
             return
         slots = self._places(start, end, block_ids)
-        mine = slice(self.heads.first, self.heads.first + self.heads.count)
+        first = 0 if cache.num_kv_heads == self.heads.count else self.heads.first
+        mine = slice(first, first + self.heads.count)
         for layer, (keys, values) in enumerate(self._views):
             keys[slots] = part.keys[layer, :, mine].to(keys.device, keys.dtype)
             values[slots] = part.values[layer, :, mine].to(values.device, values.dtype)
