@@ -52,7 +52,9 @@ class SchedulerSide:
         look_up: LookUp,
         block_tokens: int,
         clock: Callable[[], float] = time.monotonic,
+        ranks: int = 1,
     ) -> None:
+        """`ranks`: so many workers report each load, not all at once."""
         self._settings, self._identity, self._look_up = settings, identity, look_up
         self._block_tokens, self._clock = block_tokens, clock
         self.counts = dict.fromkeys(
@@ -78,6 +80,8 @@ class SchedulerSide:
         """Requests that the last step computed."""
         self._patience_s = SHORT_S
         """What is left of it in this step."""
+        self._ranks, self._reported = ranks, LoadReport()
+        self._num_loads = 0
 
     def stop(self) -> None:
         """For good: the names of chunks may not fit the model's weights any more."""
@@ -208,10 +212,11 @@ class SchedulerSide:
         state = self.states[request.request_id]
         start, end = state.local_tokens, state.local_tokens + num_tokens
         known, settings = self._settled(state), state.settings
+        self._num_loads += 1
         chunks = tuple(c for c in known.chunks if c.start < end and c.end > start)
         order = LoadOrder(
             request.request_id, chunks, known.heads(chunks), start, end, tuple(block_ids),
-            settings.deadline_s, settings.quality, self._is_strict(state),
+            settings.deadline_s, settings.quality, self._is_strict(state), self._num_loads,
         )  # fmt: skip
         state.tried = request.num_preemptions
         self._orders.append(order)
@@ -226,11 +231,13 @@ class SchedulerSide:
         return not is_alone and state.settings.deadline_s < self._settings.deadline_s
 
     def loaded(self, report: LoadReport) -> None:
-        """What became of loads."""
+        """What became of loads. One that has not ended on all ranks is still under way."""
         if report.weights_changed:
             self.stop()
         for request_id, chunks in report.unsaved.items():
             self._unsaved(self.states.get(request_id), chunks)
+        self._reported = self._reported.joined(replace(report, unsaved={}))
+        report = self._reported.take(self._ranks)
         for request_id, exact_until in report.exact_until.items():
             order = self.loading.pop(request_id, None)
             if order is None:

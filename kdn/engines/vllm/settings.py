@@ -75,11 +75,15 @@ class Settings:
         )
         return cls(session, **_checked(given, _OWN))
 
-    def for_engine(self, *, consumes: bool, produces: bool, ranks: int) -> Settings:
-        """With what vLLM makes of this engine. One that publishes nothing has no spool: it would
-        take over what others left there."""
-        publish = self.publish and produces and ranks == 1
-        session = self.session if publish else replace(self.session, spool_bytes=0)
+    def for_engine(
+        self, *, consumes: bool, produces: bool, ranks: int = 1, rank: int | None = None
+    ) -> Settings:
+        """With what vLLM makes of this engine, for a rank of it (None: its scheduler). Of several
+        ranks the first publishes for all. Who publishes nothing has no spool: it would take over
+        what others left there."""
+        publish = self.publish and produces
+        has_spool = publish and (ranks == 1 or rank == 0)
+        session = self.session if has_spool else replace(self.session, spool_bytes=0)
         return replace(self, session=session, load=self.load and consumes, publish=publish)
 
     def for_request(self, params: Mapping[str, Any] | None, *, has_salt: bool = False) -> Settings:

@@ -16,9 +16,12 @@ from collections.abc import Callable
 
 import torch
 
+from kdn.cache.keys import Chunk
+from kdn.cache.tensors import KVCache
 from kdn.engines.vllm.layout import PagedCache
 from kdn.engines.vllm.loader import EndedLoad, Loader, nothing_of
 from kdn.engines.vllm.messages import LoadReport, SaveOrder, Step
+from kdn.engines.vllm.ranks import Ranks
 from kdn.engines.vllm.saver import Saver
 from kdn.engines.vllm.shared import SharedSession
 from kdn.errors import KdnError
@@ -42,12 +45,17 @@ class WorkerSide:
         weights_changed: Callable[[torch.cuda.Event | None], bool],
         answer_s: float,
         clock: Callable[[], float] = time.monotonic,
+        ranks: Ranks | None = None,
         saver: Callable[[Counter[str]], Saver] | None = None,
     ) -> None:
         """`weights_changed` may wait for the event that it is given, but for no later work of the
-        device. `saver`: copies out, where this is not done by vLLM's thread."""
+        device. `ranks`: the others of this engine, if there are any. `saver`: copies out, where
+        this is not done by vLLM's thread."""
         self.counts: Counter[str] = Counter()
-        self.loader = Loader(shared, paged, self.counts, answer_s, clock)
+        self.loader = Loader(shared, paged, self.counts, answer_s, clock, ranks)
+        self._ranks = ranks
+        if ranks is not None:
+            ranks.publish_with(self._publish, self.counts)
         self._shared, self._paged, self._clock = shared, paged, clock
         self._weights_changed = weights_changed
         self._saver = saver(self.counts) if saver else None
@@ -157,6 +165,8 @@ class WorkerSide:
         self.counts["failed_tokens"] += order.end - ended.good_until
 
     def _save(self, order: SaveOrder) -> None:
+        if self._ranks is not None and not self._ranks.has_part:
+            return
         took_s = self._clock() - self._began_s
         for chunk in order.chunks:
             if not self._shared.has_room():
@@ -164,6 +174,15 @@ class WorkerSide:
                 continue
             cache = self._paged.read(chunk.start, chunk.end, order.block_ids)
             saved_s = took_s * chunk.num_tokens / max(self._step.num_tokens, chunk.num_tokens)
-            self._shared.publish(chunk, cache, order.exact_until, saved_s)
-            self._shared.session.keep(chunk, cache, OWN)
-            self.counts["published_chunks"] += 1
+            if self._ranks is None:
+                self._publish(chunk, cache, order.exact_until, saved_s)
+            elif not self._ranks.offer(chunk, cache, order.exact_until, saved_s):
+                self.counts["unpublished_chunks"] += 1
+
+    def _publish(
+        self, chunk: Chunk, cache: KVCache, exact_until: int | None, saved_s: float
+    ) -> None:
+        """All heads of a chunk. From any thread."""
+        self._shared.publish(chunk, cache, exact_until, saved_s)
+        self._shared.session.keep(chunk, cache, OWN)
+        self.counts["published_chunks"] += 1
