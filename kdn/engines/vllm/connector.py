@@ -176,8 +176,7 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         weights = live_weights(layers)
         self._worker = WorkerSide(
             self._shared, paged, weights.have_changed, self._settings.lookup_s,
-            saver=self._saver_for(paged, weights) if self._ranks is None else None,
-            ranks=self._ranks,
+            ranks=self._ranks, saver=self._saver_for(paged, weights),
         )  # fmt: skip
 
     def _saver_for(
@@ -188,7 +187,7 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return None
         session = self._shared.session
         warm_up_gpu(session.codec, paged.rows, paged.dtype)
-        if not self._settings.publish:
+        if not self._settings.publish or self._ranks is not None:
             return None
         staging = Staging(paged, self._spec.num_layers, self._settings.staging_bytes)
         logger.info(

@@ -20,7 +20,7 @@ is one number, its slot (`kdn/cache/rows.py`). That is every layout but the CPU'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -149,12 +149,14 @@ class PagedCache:
         """Tokens [start, end) of `cache` to their places; others in the same blocks stay. It has
         all heads, or those that are held here."""
         part = cache.slice(start, end)
+        has_mine = cache.num_kv_heads == self.heads.count
         if self.rows is not None:
-            with self.rows.writing():
-                self.rows.write(part, self.slots(start, end, block_ids))
+            rows = replace(self.rows, heads=range(self.heads.count)) if has_mine else self.rows
+            with rows.writing():
+                rows.write(part, self.slots(start, end, block_ids))
             return
         slots = self._places(start, end, block_ids)
-        first = 0 if cache.num_kv_heads == self.heads.count else self.heads.first
+        first = 0 if has_mine else self.heads.first
         mine = slice(first, first + self.heads.count)
         for layer, (keys, values) in enumerate(self._views):
             keys[slots] = part.keys[layer, :, mine].to(keys.device, keys.dtype)
@@ -193,7 +195,7 @@ class PagedCache:
             return None
         self._block_slots = block // token
         keys, values = ([_by_slot(pair[kind]) for pair in self._views] for kind in (0, 1))
-        heads = range(self.heads.first, self.heads.first + self.heads.count)
+        heads = self.heads.range
         if scales is None:
             return TokenRows(keys, values, heads)
         return TokenRows(keys, values, heads, scales.keys, scales.values)

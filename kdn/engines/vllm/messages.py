@@ -76,11 +76,11 @@ class LoadReport:
     """Of those that failed: tokens from here on did not come, and the model computes them."""
     weights_changed: bool = False
     """The model is not the one any more that chunks are named after."""
+    ranks: dict[str, int] = field(default_factory=dict)
+    """On how many ranks each load has ended, where it is more than one."""
     unsaved: dict[str, dict[bytes, int]] = field(default_factory=dict)
     """Chunks of requests that found no room: their keys, and where they start. They may be saved
     by a later step."""
-    ranks: dict[str, int] = field(default_factory=dict)
-    """On how many ranks each load has ended, where it is more than one."""
 
     def num_ranks(self, request_id: str) -> int:
         return self.ranks.get(request_id, int(request_id in self.exact_until))
@@ -106,7 +106,7 @@ class LoadReport:
             _least(self.exact_until, other.exact_until),
             _least(self.failed_from, other.failed_from),
             self.weights_changed or other.weights_changed,
-            ranks={name: self.num_ranks(name) + other.num_ranks(name) for name in names},
+            {name: self.num_ranks(name) + other.num_ranks(name) for name in names},
             unsaved=_together(self.unsaved, other.unsaved),
         )
 

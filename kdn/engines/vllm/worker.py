@@ -45,12 +45,12 @@ class WorkerSide:
         weights_changed: Callable[[torch.cuda.Event | None], bool],
         answer_s: float,
         clock: Callable[[], float] = time.monotonic,
-        saver: Callable[[Counter[str]], Saver] | None = None,
         ranks: Ranks | None = None,
+        saver: Callable[[Counter[str]], Saver] | None = None,
     ) -> None:
         """`weights_changed` may wait for the event that it is given, but for no later work of the
-        device. `saver`: copies out, where this is not done by vLLM's thread. `ranks`: the others of
-        this engine, if there are any."""
+        device. `ranks`: the others of this engine, if there are any. `saver`: copies out, where
+        this is not done by vLLM's thread."""
         self.counts: Counter[str] = Counter()
         self.loader = Loader(shared, paged, self.counts, answer_s, clock, ranks)
         self._ranks = ranks
