@@ -28,6 +28,8 @@ MEANINGS = {
     "fetched_bytes": "bytes that came from stores",
     "published_chunks": "chunks handed to the publisher",
     "unpublished_chunks": "chunks not published, as too much was waiting",
+    "faded_levels": "levels of streams that the host's memory let go for want of room",
+    "forgotten_chunks": "chunks that it let go altogether",
 }
 
 
