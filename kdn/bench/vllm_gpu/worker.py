@@ -205,8 +205,8 @@ class Engine:
         time.sleep(0.05)
         while publisher._under_way and time.monotonic() < began_s + limit_s:
             time.sleep(0.02)
-        took_s = time.monotonic() - began_s
-        return {"flush_s": took_s, "left": bool(publisher._under_way), **vars(publisher.counts)}
+        took_s, left = time.monotonic() - began_s, bool(publisher._under_way)
+        return {"flush_s": took_s, "left": left, "published": dict(vars(publisher.counts))}
 
     def memory(self) -> dict[str, Any]:
         """Bytes on the GPU: all that this process and others took, what PyTorch holds, and what

@@ -41,6 +41,13 @@ from kdn.codec.klt.columns import (
 )
 from kdn.codec.klt.device import GpuDecoding, GpuEncoding
 from kdn.codec.klt.duals import Duals
+from kdn.codec.klt.kinds import (
+    KIND_CORRECTION,
+    KIND_DIGITS,
+    KIND_ENTERING,
+    KIND_SINKS,
+    KIND_TOKENS,
+)
 from kdn.codec.klt.profile import NUM_CLASSES, Group, Profile
 from kdn.codec.klt.sinks import SinkCoder
 from kdn.codec.klt.symbols import Model
@@ -55,8 +62,6 @@ from kdn.codec.klt.transform import (
 )
 from kdn.codec.threads import parallel_call, parallel_map
 from kdn.errors import FormatError, UnsupportedError
-
-KIND_ENTERING, KIND_TOKENS, KIND_SINKS, KIND_CORRECTION, KIND_DIGITS = 0, 1, 2, 3, 4
 
 
 @dataclass(frozen=True)

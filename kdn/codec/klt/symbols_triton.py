@@ -258,12 +258,13 @@ def _bytes(values, first: tl.constexpr, shift: tl.constexpr):
 def decode_entering(
     words, places, rows_of, tokens_of, classes, scales, thresholds, bounds, intervals,
     low, high, status, num_rows, num_scales, num_blocks, wide,
-    STEPS: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr,
+    STEPS: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr, KEEP: tl.constexpr = True,
 ):  # fmt: skip
     """Integers of one section per program (group, chunk). `places` [chunk, group, 2] is where a
     section's 16-bit words begin and how many they are; `rows_of` [group, 2] its first row and how
     many; `bounds` [8, tables] holds two bounds a word, `intervals` [16, tables] a symbol's
-    cumulative frequency and frequency. FULL says that no chunk lacks a token."""
+    cumulative frequency and frequency. FULL says that no chunk lacks a token. Without KEEP nothing
+    is written but the status."""
     ROW: tl.constexpr = 32 * max(STEPS // 4, 1)
     group, chunk = tl.program_id(0), tl.program_id(1)
     section = chunk * tl.num_programs(0) + group
@@ -320,8 +321,10 @@ def decode_entering(
                 values = values + (value,)
                 new_sizes = new_sizes + (sizes[j] + tl.minimum(tl.abs(value), 3),)
             sizes = new_sizes
-            is_wide = first + row < wide
-            excess = _store_row(values, low + row * ROW, high + row * ROW, is_wide, excess, STEPS)
+            if KEEP:
+                excess = _store_row(
+                    values, low + row * ROW, high + row * ROW, first + row < wide, excess, STEPS
+                )
     _close(x, at, limit, bad | (excess != 0), rows, status, chunk)
 
 
