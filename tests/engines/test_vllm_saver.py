@@ -84,7 +84,6 @@ class World:
 
 def test_what_was_copied_is_published_and_loaded(shared: SharedSession) -> None:
     """From the copy: blocks may have other values a moment later."""
-    world = World(shared)
     held = threading.Event()
     world = World(shared, changed=lambda: not held.wait(30))
     world.save()
@@ -186,7 +185,7 @@ def test_as_much_memory_as_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_places_are_given_back_once() -> None:
     staging = Staging(paged_memory(), LAYERS, 1 << 20)
-    loan = staging.borrow(CHUNKS[2])
+    loan = staging.borrow(512, 80)
     assert loan is not None
     assert loan.place.shape == (2, LAYERS, 80, HEADS, DIM)
     assert loan.place.is_contiguous()

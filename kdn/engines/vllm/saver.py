@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 
-from kdn.cache.keys import Chunk
+from kdn.cache.keys import CHUNK_TOKENS, Chunk
 from kdn.cache.rows import Slots, TokenRows
 from kdn.engines.vllm.gather import gather
 from kdn.engines.vllm.layout import PagedCache
@@ -55,6 +56,14 @@ class Saver:
     def __post_init__(self) -> None:
         assert self.paged.rows is not None
         self._gather = gatherer(self.paged.rows, self.paged.dtype)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """What is compiled on first use is compiled now, while vLLM starts."""
+        if (loan := self.staging.borrow(0, CHUNK_TOKENS)) is not None:
+            self._gather([np.zeros(CHUNK_TOKENS, dtype=np.int64)], [loan.place])
+            loan.give_back()
+            self.look()
 
     def begin(self) -> None:
         """A step after which something is to be saved."""
@@ -70,7 +79,8 @@ class Saver:
             return left
         for order in step.saves:
             for chunk in order.chunks:
-                loan = self.staging.borrow(chunk) if self.shared.has_room() else None
+                has_room = self.shared.has_room()
+                loan = self.staging.borrow(chunk.start, chunk.num_tokens) if has_room else None
                 if loan is None:
                     left.setdefault(order.request_id, {})[chunk.key] = chunk.start
                 else:
