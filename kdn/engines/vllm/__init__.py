@@ -14,8 +14,8 @@
 - `worker.py`: doing it, with `loader.py` and `paged_sink.py`; `layout.py`: keys and values in
   vLLM's paged memory, `targets.py`: which layers are the model's; `weights.py`: whether the model's
   weights are still those it started with.
-- On a GPU: `saver.py` copies out what is to be published, by `gather.py` or `gather_triton.py`, into
-  the memory of `staging.py`; `warming.py` compiles ahead.
+- On a GPU: `saver.py` copies out what is to be published, by `gather.py` or `gather_triton.py`,
+  into the memory of `staging.py`; `warming.py` compiles ahead.
 - `messages.py`: what the sides tell each other; `shared.py`: the session that they share.
 - `identity.py`: which model, and whose keys; `settings.py`.
 """
