@@ -20,7 +20,7 @@ from kdn.engines.vllm.rank_streams import Record, StreamsOut
 from kdn.engines.vllm.shared import SharedSession
 from kdn.errors import AuthenticityError, KdnError, MismatchError
 from tests.engines.vllm_ranks import Reads, computed, ended, fits, ranks_of, wait_for
-from tests.engines.vllm_working import SPACE, TOKENS, order, publish
+from tests.engines.vllm_working import AWAY, SPACE, TOKENS, order, publish, shared_session
 
 CHUNKS = cut(TOKENS, SPACE)
 
@@ -134,6 +134,45 @@ def test_a_first_rank_that_dies(shared: SharedSession, tmp_path: Path, num_hande
         assert ended(ranks[1:])[0] == set()
         assert fits(ranks[1], cache, 576)
     assert set(reads.keys) == {chunk.key for chunk in CHUNKS[num_handed:]}
+
+
+def test_what_the_host_holds_is_fetched_by_nobody(tmp_path: Path) -> None:
+    host = {"host_folder": str(tmp_path / "memory"), "host_bytes": 1 << 30}
+    with shared_session(tmp_path / "folder", **host) as shared:
+        cache = publish(shared)
+        held = shared.session.host
+        assert held is not None
+        wait_for(lambda: held.has(CHUNKS[2], 0.0))
+        reads = Reads(shared)
+        with ranks_of(shared, tmp_path / "host") as ranks:
+            for one in ranks:
+                one.begin(order(0, 576))
+            assert ended(ranks)[0] == set()
+            assert all(fits(one, cache, 576) for one in ranks)
+        assert not reads.keys
+
+
+def test_what_the_first_rank_found_on_the_host_meanwhile(tmp_path: Path) -> None:
+    """Another load has left it there since the others looked."""
+    host = {"host_folder": str(tmp_path / "memory"), "host_bytes": 1 << 30}
+    cache = computed()
+    with (
+        shared_session(AWAY, **host) as shared,
+        ranks_of(shared, tmp_path / "host") as ranks,
+    ):
+        ranks[1].begin(order(0, 576))
+        time.sleep(0.1)
+        out, codec, held = StreamsOut(ranks[0].folder, 0, [1]), shared.session.codec, (0, 2)
+        for number, chunk in enumerate(CHUNKS):
+            part = cache.slice(chunk.start, chunk.end)
+            if number in held:
+                assert shared.session.host is not None
+                assert shared.session.host.put(chunk, part, 0.0, exact=True)
+            else:
+                out.put(number, 1, Bitstream.parse(codec.encode(chunk, part)).parts(1))
+        out.end()
+        assert ended(ranks[1:])[0] == set()
+        assert fits(ranks[1], cache, 576)
 
 
 def test_no_room_in_the_hosts_memory(

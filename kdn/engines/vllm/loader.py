@@ -1,6 +1,6 @@
 """Loads into vLLM's paged memory, a few at a time, each by its deadline.
 
-What this host holds decoded comes first, the rest from places: they have been asked already, by the
+What this host holds comes first, the rest from places: they have been asked already, by the
 scheduler's side, whose answers come with the order. A load is good up to the first token that did
 not arrive, in whole blocks; vLLM computes what is behind.
 """
@@ -167,6 +167,9 @@ class Loader:
 
     def _note(self, order: LoadOrder, got: Delivered, took_s: float) -> None:
         self._counts["fetched_bytes"] += got.fetched_bytes
+        if (streams := self._session.streams) is not None:
+            self._counts["faded_levels"] = streams.counts["faded"]
+            self._counts["forgotten_chunks"] = streams.counts["forgotten"]
         for trouble in got.troubles:
             logger.warning("loading request %s: %s", order.request_id, trouble)
         result = got.result

@@ -141,18 +141,28 @@ class _Follower:
         self._looked_s = 0.0
 
     async def run(self, first: int, until_s: float) -> Delivered:
-        held = await self._deliver_rest((), 0.0)
+        held = await self._held(())
         try:
             is_left = len(held.held) < len(self._chunks) and await self._follow(
                 first, until_s, len(held.held)
             )
         finally:
             self._streams.close()
-        got = (*held.held, *self._grades(len(held.held)))
+        got = await self._held(held.held)
         if not is_left:
-            return Delivered(tuple(self._chunks), got, None, held.expected_kld)
+            return got
         logger.warning("rank %d fetches for itself: rank %d does not", self._folder.rank, first)
-        return await self._deliver_rest(got, max(0.0, until_s - self._clock()))
+        return await self._deliver_rest(got.held, max(0.0, until_s - self._clock()))
+
+    async def _held(self, before: tuple[Grade, ...]) -> Delivered:
+        """As far as chunks came, or are in the host's memory: there may be more than there were
+        when this began, which the first rank took from there."""
+        while True:
+            before = (*before, *self._grades(len(before)))
+            got = await self._deliver_rest(before, 0.0)
+            if len(got.held) == len(before):
+                return got
+            before = got.held
 
     async def _deliver_rest(self, before: tuple[Grade, ...], deadline_s: float) -> Delivered:
         """By this rank itself; with no time, only what this host holds."""

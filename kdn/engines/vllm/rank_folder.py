@@ -177,8 +177,8 @@ class RankFolder:
                 self._remove(lambda found: True)
                 with suppress(OSError):
                     os.rmdir(self.path)
-        os.close(self._fd)
-        self._fd = self._lock = -1
+        fd, self._fd, self._lock = self._fd, -1, -1
+        os.close(fd)
 
 
 def load_name(number: int, reader: int) -> str:

@@ -30,6 +30,8 @@ MEANINGS = {
     "published_chunks": "chunks handed to the publisher",
     "unpublished_chunks": "chunks not published, as too much was waiting",
     "incomplete_chunks": "chunks not published, as the part of one of several ranks did not come",
+    "faded_levels": "levels of streams that the host's memory let go for want of room",
+    "forgotten_chunks": "chunks that it let go altogether",
 }
 OF_EACH_RANK = ("fetched_bytes",)
 """Of several ranks, which load the same, the first tells all else."""
