@@ -8,11 +8,16 @@ that already, as a delivery does when bytes arrive, says so.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
+from kdn.codec.directory import SectionEntry
 from kdn.codec.header import (
     KIND_KEYS,
     KIND_VALUES,
@@ -23,7 +28,6 @@ from kdn.codec.header import (
     CodecId,
     DType,
     Header,
-    SectionEntry,
     StreamInfo,
     build_header,
     header_size,
@@ -41,6 +45,7 @@ __all__ = [
     "CodecId",
     "DType",
     "Header",
+    "LevelSource",
     "Section",
     "SectionEntry",
     "StreamInfo",
@@ -66,16 +71,26 @@ def write(info: StreamInfo, sections: Iterable[Section], seal_key: bytes) -> byt
     return b"".join([build_header(info, parts, seal_key), *(s.data for s in ordered)])
 
 
+class LevelSource(Mapping[int, memoryview]):
+    """Levels of a stream that are not in memory yet, in a file perhaps. `source[level]` brings one
+    there, and the same bytes whenever it is asked for. What it holds no longer is a
+    TruncatedError."""
+
+    @abstractmethod
+    def read_into(self, buffer: memoryview, first: int, last: int) -> None:
+        """The bytes of levels [first, last), one after the other, which fill `buffer`."""
+
+
 class Bitstream:
     """A header and those of its levels that are at hand. Nothing is copied."""
 
     def __init__(
         self, header: Header, levels: Mapping[int, memoryview], verified: Collection[int] = ()
     ) -> None:
-        """`verified` levels are known to be what the header's digests say."""
+        """`verified` levels are known to be what the header's digests say. Levels may be a
+        LevelSource."""
         self.header = header
         self._levels = levels
-        self._index = {(e.level, e.group, e.kind): e for e in header.entries}
         self._verified = set(verified)
 
     @classmethod
@@ -133,7 +148,7 @@ class Bitstream:
 
     def has_section(self, level: int, group: int, kind: int) -> bool:
         """Whether this section is in the directory and its level is here."""
-        return (level, group, kind) in self._index and level in self._levels
+        return (level, group, kind) in self.header.directory.spans and level in self._levels
 
     def level_end(self, level: int) -> int:
         """See Header.level_end."""
@@ -141,12 +156,35 @@ class Bitstream:
 
     def section(self, level: int, group: int, kind: int) -> memoryview:
         """The verified bytes of one section."""
-        entry = self._index.get((level, group, kind))
-        if entry is None:
+        span = self.header.directory.spans.get((level, group, kind))
+        if span is None:
             raise FormatError(f"expected a section (level {level}, group {group}, kind {kind})")
         data = self._verified_level(level)
-        start = entry.offset - self.header.level_start(level)
-        return data[start : start + entry.length]
+        first = self.header.level_start(level)
+        return data[span[0] - first : span[1] - first]
+
+    def read_into(self, buffer: memoryview, levels: int) -> None:
+        """The verified bytes of the first levels, one after the other; `buffer` has exactly their
+        size. Other threads run meanwhile: copies and digests are made without the GIL."""
+        header, start = self.header, self.header.size_bytes
+        for level in range(levels):
+            if level not in self._levels:
+                raise TruncatedError(f"level {level} is not at hand")
+        parts = [
+            buffer[header.level_start(n) - start : header.level_end(n) - start]
+            for n in range(levels)
+        ]
+        if isinstance(self._levels, LevelSource):
+            self._levels.read_into(buffer, 0, levels)
+        else:
+            for level, part in enumerate(parts):
+                np.copyto(_array(part), _array(self._levels[level]))
+        for level, part in enumerate(parts):
+            if level not in self._verified:
+                # The copy is what will be decoded. A source may hold other bytes the next time.
+                header.check_level(level, part)
+                if not isinstance(self._levels, LevelSource):
+                    self._verified.add(level)
 
     def _verified_level(self, level: int) -> memoryview:
         if level not in self._levels:
@@ -157,6 +195,12 @@ class Bitstream:
             self._verified.add(level)
         return data
 
+    def parts(self, levels: int) -> list[bytes | memoryview]:
+        """The stream up to the end of so many levels, verified: its header, then each of them."""
+        header = self.header
+        first = header.sealed + header.seal + header.stream_id
+        return [first, *(self._verified_level(level) for level in range(levels))]
+
     def verify(self) -> None:
         """Check that all levels are here, every byte of them."""
         for level in range(self.info.num_levels):
@@ -166,14 +210,17 @@ class Bitstream:
         """That this is the stream of this chunk, model, profile and codec, and that a holder of
         the secret that named the chunk has written it."""
         info = self.info
-        wanted = StreamInfo.for_chunk(
-            chunk, spec, codec=codec, dtype=info.dtype, num_levels=1, profile=profile_id
-        )
-        for name in (
-            "codec", "model", "profile", "chunk_key", "start", "num_tokens", "num_layers",
-            "num_kv_heads", "head_dim",
-        ):  # fmt: skip
-            expected, found = getattr(wanted, name), getattr(info, name)
+        for name, expected, found in (
+            ("codec", codec, info.codec),
+            ("model", spec.fingerprint, info.model),
+            ("profile", profile_id, info.profile),
+            ("chunk_key", chunk.key, info.chunk_key),
+            ("start", chunk.start, info.start),
+            ("num_tokens", chunk.num_tokens, info.num_tokens),
+            ("num_layers", spec.num_layers, info.num_layers),
+            ("num_kv_heads", spec.num_kv_heads, info.num_kv_heads),
+            ("head_dim", spec.head_dim, info.head_dim),
+        ):
             if expected != found:
                 raise MismatchError(f"{name}: expected {_show(expected)}, found {_show(found)}")
         self.header.check_seal(chunk.seal_key)
@@ -181,6 +228,10 @@ class Bitstream:
 
 def _bytes_of(data: Buffer) -> memoryview:
     return memoryview(data).toreadonly().cast("B")
+
+
+def _array(data: memoryview) -> npt.NDArray[np.uint8]:
+    return np.asarray(data, np.uint8)
 
 
 def _check_length(level: int, expected: int, found: int) -> None:

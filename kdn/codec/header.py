@@ -14,15 +14,20 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b, sha256
 from hmac import compare_digest
-from itertools import pairwise
 
 from kdn.cache.keys import FORMAT_VERSION, KEY_BYTES, SEAL_KEY_BYTES, Chunk
 from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
+from kdn.codec.directory import (
+    LINE_BYTES,
+    MAX_SECTIONS,
+    Directory,
+    SectionEntry,
+    check_range,
+)
 from kdn.errors import (
     AuthenticityError,
     ChecksumError,
     FormatError,
-    LimitError,
     TruncatedError,
     UnsupportedError,
 )
@@ -43,23 +48,19 @@ MAX_KV_HEADS = 1024
 MAX_HEAD_DIM = 4096
 MAX_VALUES = 2**31
 MAX_LEVELS = 32
-MAX_SECTIONS = 8192
-MAX_SECTION_BYTES = 2**30
-MAX_STREAM_BYTES = 2**33
 MAX_PARAMS_BYTES = 1024
 
 _PROBE = struct.Struct("<4sHBBI")
 _FIXED = struct.Struct("<4sHBBI16s16s16sQHHHHBBHBH")
-_ENTRY = struct.Struct("<BBHI")
 
 PROBE_BYTES = _PROBE.size
 """So many first bytes tell the header's size."""
-MIN_HEADER_BYTES = _FIXED.size + _ENTRY.size + LEVEL_DIGEST_BYTES + SEAL_BYTES + STREAM_ID_BYTES
+MIN_HEADER_BYTES = _FIXED.size + LINE_BYTES + LEVEL_DIGEST_BYTES + SEAL_BYTES + STREAM_ID_BYTES
 MAX_HEADER_BYTES = (
     _FIXED.size
     + 2 * MAX_LAYERS
     + MAX_PARAMS_BYTES
-    + _ENTRY.size * MAX_SECTIONS
+    + LINE_BYTES * MAX_SECTIONS
     + LEVEL_DIGEST_BYTES * MAX_LEVELS
     + SEAL_BYTES
     + STREAM_ID_BYTES
@@ -90,19 +91,7 @@ class DType(IntEnum):
         return cls[name]
 
 
-@dataclass(frozen=True)
-class SectionEntry:
-    """One line of the directory: where a section lies, counted from the stream's first byte."""
-
-    level: int
-    kind: int
-    group: int
-    offset: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.length
+_CODECS, _DTYPES = frozenset(map(int, CodecId)), frozenset(map(int, DType))
 
 
 @dataclass(frozen=True)
@@ -175,8 +164,7 @@ class Header:
 
     info: StreamInfo
     stream_id: bytes
-    entries: tuple[SectionEntry, ...]
-    level_ends: tuple[int, ...]
+    directory: Directory = field(repr=False, compare=False)
     level_digests: tuple[bytes, ...]
     size_bytes: int
     sealed: bytes = field(repr=False)
@@ -184,9 +172,17 @@ class Header:
     seal: bytes = field(repr=False)
 
     @property
+    def entries(self) -> tuple[SectionEntry, ...]:
+        return self.directory.entries
+
+    @property
+    def level_ends(self) -> tuple[int, ...]:
+        return self.directory.level_ends
+
+    @property
     def stream_bytes(self) -> int:
         """Size of the whole stream."""
-        return self.entries[-1].end
+        return self.directory.level_ends[-1]
 
     def level_start(self, level: int) -> int:
         """Byte offset where this level begins."""
@@ -234,7 +230,7 @@ def header_size(prefix: Buffer) -> int:
         raise FormatError(f"expected magic {MAGIC!r}, found {bytes(magic)!r}")
     if version != FORMAT_VERSION:
         raise FormatError(f"expected format version {FORMAT_VERSION}, found {version}")
-    _check_range("header size", size, MIN_HEADER_BYTES, MAX_HEADER_BYTES)
+    check_range("header size", size, MIN_HEADER_BYTES, MAX_HEADER_BYTES)
     return int(size)
 
 
@@ -243,26 +239,27 @@ def _parse_header(view: memoryview) -> Header:
         _, _, codec, dtype, size, chunk_key, model, profile, start, tokens, layers, kv_heads,
         head_dim, prefix_quality, levels, num_sections, absences_follow, params_bytes,
     ) = _FIXED.unpack_from(view)  # fmt: skip
-    if codec not in CodecId.__members__.values():
+    if codec not in _CODECS:
         raise FormatError(f"expected codec 1, 2 or 3, found {codec}")
-    if dtype not in DType.__members__.values():
+    if dtype not in _DTYPES:
         raise FormatError(f"expected dtype 1, 2 or 3, found {dtype}")
     if absences_follow not in (0, 1):
         raise FormatError(f"expected 0 or 1 for absences, found {absences_follow}")
-    _check_range("layers", layers, 1, MAX_LAYERS)
-    _check_range("sections", num_sections, 1, MAX_SECTIONS)
-    _check_range("parameter bytes", params_bytes, 0, MAX_PARAMS_BYTES)
+    check_range("layers", layers, 1, MAX_LAYERS)
+    check_range("sections", num_sections, 1, MAX_SECTIONS)
+    check_range("parameter bytes", params_bytes, 0, MAX_PARAMS_BYTES)
     at = _FIXED.size
-    _check_range("levels", levels, 1, MAX_LEVELS)
+    check_range("levels", levels, 1, MAX_LEVELS)
     directory_at = at + 2 * layers * absences_follow + params_bytes
-    digests_at = directory_at + _ENTRY.size * num_sections
+    digests_at = directory_at + LINE_BYTES * num_sections
     seal_at = digests_at + LEVEL_DIGEST_BYTES * levels
     expected = seal_at + SEAL_BYTES + STREAM_ID_BYTES
     if size != expected:
         raise FormatError(f"expected a header of {expected} bytes by its fields, found {size}")
-    absences: tuple[int, ...] = (0,) * layers
+    valid_from = (start,) * layers
     if absences_follow:
         absences = struct.unpack_from(f"<{layers}H", view, at)
+        valid_from = tuple(start + absent for absent in absences)
         at += 2 * layers
         if not any(absences):
             raise FormatError("expected an absent token where absences follow, found none")
@@ -278,18 +275,15 @@ def _parse_header(view: memoryview) -> Header:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         num_levels=levels,
-        valid_from=tuple(start + absent for absent in absences),
+        valid_from=valid_from,
         params=bytes(view[at : at + params_bytes]),
         prefix_quality=prefix_quality,
     )
     _check_info(info)
-    entries = _parse_directory(view[directory_at:digests_at], size)
-    _check_directory(entries, levels)
     return Header(
         info=info,
         stream_id=bytes(view[-STREAM_ID_BYTES:]),
-        entries=entries,
-        level_ends=tuple({entry.level: entry.end for entry in entries}.values()),
+        directory=Directory.parse(view[directory_at:digests_at], size, levels),
         level_digests=tuple(
             bytes(view[at : at + LEVEL_DIGEST_BYTES])
             for at in range(digests_at, seal_at, LEVEL_DIGEST_BYTES)
@@ -300,46 +294,21 @@ def _parse_header(view: memoryview) -> Header:
     )
 
 
-def _parse_directory(view: memoryview, first_offset: int) -> tuple[SectionEntry, ...]:
-    entries = []
-    offset = first_offset
-    for level, kind, group, length in _ENTRY.iter_unpack(view):
-        entries.append(SectionEntry(level, kind, group, offset, length))
-        offset += length
-    return tuple(entries)
-
-
 def _check_info(info: StreamInfo) -> None:
-    _check_range("start", info.start, 0, MAX_START)
-    _check_range("tokens", info.num_tokens, 1, MAX_TOKENS)
-    _check_range("layers", info.num_layers, 1, MAX_LAYERS)
-    _check_range("KV heads", info.num_kv_heads, 1, MAX_KV_HEADS)
-    _check_range("head size", info.head_dim, 1, MAX_HEAD_DIM)
+    check_range("start", info.start, 0, MAX_START)
+    check_range("tokens", info.num_tokens, 1, MAX_TOKENS)
+    check_range("layers", info.num_layers, 1, MAX_LAYERS)
+    check_range("KV heads", info.num_kv_heads, 1, MAX_KV_HEADS)
+    check_range("head size", info.head_dim, 1, MAX_HEAD_DIM)
     num_values = 2 * info.num_layers * info.num_tokens * info.num_kv_heads * info.head_dim
-    _check_range("values", num_values, 1, MAX_VALUES)
-    _check_range("levels", info.num_levels, 1, MAX_LEVELS)
-    _check_range("prefix quality", info.prefix_quality, 0, 255)
-    _check_range("parameter bytes", len(info.params), 0, MAX_PARAMS_BYTES)
-    for absent in info.absences:
+    check_range("values", num_values, 1, MAX_VALUES)
+    check_range("levels", info.num_levels, 1, MAX_LEVELS)
+    check_range("prefix quality", info.prefix_quality, 0, 255)
+    check_range("parameter bytes", len(info.params), 0, MAX_PARAMS_BYTES)
+    for position in set(info.valid_from):  # nearly always one, the start
+        absent = position - info.start
         if not 0 <= absent <= info.num_tokens:
             raise FormatError(f"expected 0 to {info.num_tokens} absent tokens, found {absent}")
-
-
-def _check_directory(entries: Sequence[SectionEntry], num_levels: int) -> None:
-    _check_range("sections", len(entries), 1, MAX_SECTIONS)
-    order = [(entry.level, entry.group, entry.kind) for entry in entries]
-    if any(a >= b for a, b in pairwise(order)):
-        raise FormatError("expected sections strictly increasing by (level, group, kind)")
-    if {entry.level for entry in entries} != set(range(num_levels)):
-        raise FormatError(f"expected sections for each of the levels 0 to {num_levels - 1}")
-    for entry in entries:
-        _check_range("section length", entry.length, 0, MAX_SECTION_BYTES)
-    _check_range("stream bytes", entries[-1].end, 0, MAX_STREAM_BYTES)
-
-
-def _check_range(what: str, found: int, low: int, high: int) -> None:
-    if not low <= found <= high:
-        raise LimitError(f"{what}: expected {low} to {high}, found {found}")
 
 
 def build_header(
@@ -352,18 +321,13 @@ def build_header(
     assert len(info.valid_from) == info.num_layers
     _check_info(info)
     front = _front_bytes(info, len(sections))
-    entries = []
-    offset = _FIXED.unpack_from(front)[4]
-    for level, kind, group, data in sections:
-        entries.append(SectionEntry(level, kind, group, offset, len(data)))
-        offset += len(data)
-    _check_directory(entries, info.num_levels)
-    directory = [_ENTRY.pack(one.level, one.kind, one.group, one.length) for one in entries]
+    lines = [(level, kind, group, len(data)) for level, kind, group, data in sections]
+    directory = Directory.of(lines, _FIXED.unpack_from(front)[4], info.num_levels)
     digests = [
         level_digest(*(data for level, _, _, data in sections if level == wanted))
         for wanted in range(info.num_levels)
     ]
-    sealed = b"".join([front, *directory, *digests])
+    sealed = b"".join([front, directory.packed(), *digests])
     header = sealed + _seal(sealed, seal_key)
     return header + _stream_id(header)
 
@@ -374,7 +338,7 @@ def _front_bytes(info: StreamInfo, num_sections: int) -> bytes:
     if any(info.absences):
         absences = struct.pack(f"<{info.num_layers}H", *info.absences)
     tail = absences + info.params
-    size = _FIXED.size + len(tail) + _ENTRY.size * num_sections
+    size = _FIXED.size + len(tail) + LINE_BYTES * num_sections
     size += LEVEL_DIGEST_BYTES * info.num_levels + SEAL_BYTES + STREAM_ID_BYTES
     fixed = _FIXED.pack(
         MAGIC, FORMAT_VERSION, info.codec, info.dtype, size, info.chunk_key, info.model,

@@ -111,6 +111,11 @@ class Assembly:
         data = self._bytes[: self.level_ends[levels - 1]]
         return Bitstream.of(self.header, data, verified=range(levels))
 
+    def verified(self) -> memoryview:
+        """Header and verified levels, as they came; they do not change any more."""
+        end = self.level_ends[self.levels - 1] if self.levels else self.header.size_bytes
+        return self._bytes[:end].toreadonly()
+
     # verifying
 
     @property

@@ -8,17 +8,21 @@ written meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from kdn.cache.keys import Chunk
+from kdn.cache.rows import Slots, TokenRows
 from kdn.cache.tensors import KVCache
-from kdn.codec.base import Codec
+from kdn.codec.base import Codec, Coded
 from kdn.codec.format import Bitstream
-from kdn.codec.threads import parallel_map
+from kdn.codec.threads import num_cores, parallel_map
 from kdn.errors import KdnError
+
+GPU_BATCH_CHUNKS = 32
+"""Chunks decoded together on a GPU: fewer leave it idle, more only take memory."""
 
 
 class Arrival(NamedTuple):
@@ -97,3 +101,39 @@ class HostSink:
         place.keys.copy_(given.keys)
         place.values.copy_(given.values)
         self._valid_from[chunk.start] = given.valid_from
+
+
+class RowsSink:
+    """An engine's memory, on a GPU or not: each token into the slot that the engine names."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        rows: TokenRows,
+        slots_of: Callable[[Chunk], Slots],
+        after: torch.cuda.Event | None = None,
+    ) -> None:
+        """`slots_of` has a slot for each token of a chunk, -1 for one that is not wanted. Nothing
+        is written before the event `after`."""
+        self._codec, self._rows, self._slots_of, self._after = codec, rows, slots_of, after
+
+    @property
+    def batch_chunks(self) -> int:
+        """A GPU needs many chunks at a time to be busy; each core takes one."""
+        return GPU_BATCH_CHUNKS if self._rows.device.type == "cuda" else num_cores()
+
+    def decode(self, batch: Sequence[Arrival]) -> list[KdnError | None]:
+        """What fails leaves memory as it was, also where it held the chunk already, coarser."""
+        coded = [
+            Coded(one.stream, one.chunk, one.levels, self._slots_of(one.chunk)) for one in batch
+        ]
+        return self._codec.decode_rows(coded, self._rows, after=self._after)
+
+    def write(self, chunk: Chunk, values: KVCache) -> None:
+        """Returns when they are there: `values` may change afterwards. If these are on a GPU, they
+        are what the current stream has computed."""
+        computed = None
+        if values.keys.is_cuda:
+            computed = torch.cuda.current_stream(values.keys.device).record_event()
+        with self._rows.writing(self._after, computed):
+            self._rows.write(values.slice(chunk.start, chunk.end), self._slots_of(chunk))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b, sha256
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 
 from kdn.cache.keys import PUBLIC_SEAL_KEY, Chunk, seal_key
 from kdn.codec import header as h
+from kdn.codec.directory import MAX_SECTION_BYTES
 from kdn.codec.format import (
     Bitstream,
     CodecId,
     DType,
     Header,
+    LevelSource,
     Section,
     StreamInfo,
     header_size,
@@ -97,6 +100,15 @@ def test_reads_what_was_written() -> None:
     assert stream.header.stream_bytes == len(STREAM)
     assert [stream.level_end(i) for i in range(2)] == [HEADER_BYTES + 11, HEADER_BYTES + 16]
     stream.verify()
+
+
+def test_the_directory_says_where_each_section_lies() -> None:
+    directory = Header.parse(STREAM).directory
+    found = {name: STREAM[start:end] for name, (start, end) in directory.spans.items()}
+    assert found == {(one.level, one.group, one.kind): one.data for one in SECTIONS}
+    lines = [(one.level, one.group, one.kind) for one in directory.entries]
+    assert lines == list(directory.spans)
+    assert [(one.offset, one.end) for one in directory.entries] == list(directory.spans.values())
 
 
 def test_accepts_any_byte_buffer() -> None:
@@ -184,7 +196,7 @@ def test_trailing_bytes_are_an_error() -> None:
         (81, struct.pack("<H", 2), FormatError),
         (81, struct.pack("<H", h.MAX_PARAMS_BYTES + 1), LimitError),
         (DIRECTORY_AT, b"\1", FormatError),  # first section's level: order broken
-        (DIRECTORY_AT + 4, struct.pack("<I", h.MAX_SECTION_BYTES + 1), LimitError),
+        (DIRECTORY_AT + 4, struct.pack("<I", MAX_SECTION_BYTES + 1), LimitError),
     ],
 )
 def test_every_wrong_field_has_its_error(at: int, new: bytes, error: type[Exception]) -> None:
@@ -339,3 +351,65 @@ def test_dtype_by_name() -> None:
     assert DType.of("torch.bfloat16") is DType.BFLOAT16
     with pytest.raises(UnsupportedError):
         DType.of("torch.float64")
+
+
+class FromFile(LevelSource):
+    """Levels as a file would have them: read when asked for."""
+
+    def __init__(self, stream: Bitstream, data: bytes) -> None:
+        self._header, self._data, self.reads = stream.header, data, 0
+
+    def __getitem__(self, level: int) -> memoryview:
+        start, end = self._header.level_start(level), self._header.level_end(level)
+        return memoryview(self._data)[start:end]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._header.info.num_levels))
+
+    def __len__(self) -> int:
+        return self._header.info.num_levels
+
+    def read_into(self, buffer: memoryview, first: int, last: int) -> None:
+        self.reads += 1
+        buffer[:] = self._data[self._header.level_start(first) : self._header.level_end(last - 1)]
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_first_levels_are_read_in_one_go(from_file: bool) -> None:
+    data = STREAM
+    parsed = Bitstream.parse(data)
+    source = FromFile(parsed, data)
+    if from_file:
+        parsed = Bitstream(parsed.header, source)
+    for levels in range(1, parsed.info.num_levels + 1):
+        start, end = parsed.header.size_bytes, parsed.level_end(levels - 1)
+        buffer = bytearray(end - start)
+        parsed.read_into(memoryview(buffer), levels)
+        assert buffer == data[start:end]
+    assert source.reads == (parsed.info.num_levels if from_file else 0)
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_reading_levels_checks_what_was_read(from_file: bool) -> None:
+    data = bytearray(STREAM)
+    header = Header.parse(data)
+    data[header.level_end(0)] ^= 1
+    parsed = Bitstream.of(header, data)
+    if from_file:
+        parsed = Bitstream(header, FromFile(parsed, bytes(data)))
+    first = memoryview(bytearray(header.level_end(0) - header.size_bytes))
+    parsed.read_into(first, 1)
+    both = memoryview(bytearray(header.level_end(1) - header.size_bytes))
+    for _ in range(2):  # the second time, too
+        with pytest.raises(ChecksumError):
+            parsed.read_into(both, 2)
+    trusted = Bitstream.of(header, data, verified=range(header.info.num_levels))
+    trusted.read_into(both, 2)
+
+
+def test_levels_that_are_not_there_cannot_be_read() -> None:
+    data = STREAM
+    header = Header.parse(data)
+    parsed = Bitstream.of(header, data[: header.level_end(0)])
+    with pytest.raises(TruncatedError, match="level 1"):
+        parsed.read_into(memoryview(bytearray(header.level_end(1) - header.size_bytes)), 2)

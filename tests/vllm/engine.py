@@ -116,6 +116,30 @@ class Server:
         assert not publisher._under_way, "not everything was published in time"
         return dict(vars(publisher.counts))
 
+    def ranks(self) -> list[dict[str, Any]]:
+        """What each rank has done, when all that they gather is published."""
+        until_s = time.monotonic() + 60.0
+        time.sleep(0.1)
+        while True:
+            told = list(self.llm.collective_rpc(_rank_state))
+            if not any(one["waiting"] for one in told):
+                return told
+            assert time.monotonic() < until_s, "not everything was published in time"
+            time.sleep(0.05)
+
+    def deafen(self, rank: int) -> None:
+        """From now on that rank hears nothing of the others."""
+        self.llm.collective_rpc(_deafen, args=(rank,))
+
+    def scheduler_state(self) -> dict[str, int]:
+        """What can be seen where workers have processes of their own."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return {
+            "free_blocks": pool.get_num_free_blocks(),
+            "blocks": pool.num_gpu_blocks,
+            "loading": len(self.scheduler.connector._scheduler.loading),
+        }
+
     def state(self) -> dict[str, Any]:
         import torch
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -191,6 +215,29 @@ class Server:
         finally:
             model.compute_logits = original
         return told
+
+
+def _rank_state(_: Any) -> dict[str, Any]:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    ranks, publisher = connector._ranks, connector._shared.session.publisher
+    gathering = ranks and ranks._gathering
+    return {
+        "heads": [connector._worker._paged.heads.first, connector._worker._paged.heads.count],
+        "counts": dict(connector._worker.counts),
+        "waiting": len(publisher._under_way) + (len(gathering._waiting) if gathering else 0),
+        "sent": dict(vars(publisher.counts)),
+    }
+
+
+def _deafen(_: Any, rank: int) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from kdn.engines.vllm.rank_streams import StreamsIn
+
+    if get_kv_transfer_group()._ranks.share.rank == rank:
+        StreamsIn.has_more = lambda self: False  # type: ignore[method-assign]
 
 
 def main() -> None:

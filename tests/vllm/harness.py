@@ -154,7 +154,7 @@ def running_node(folder: Path) -> Iterator[Node]:
 TINY_VOCAB, TINY_HIDDEN, TINY_LAYERS = 512, 128, 4
 
 
-def tiny_model(folder: Path, seed: int = 1) -> str:
+def tiny_model(folder: Path, seed: int = 1, kv_heads: int = 2) -> str:
     """Random, with weights larger than at usual initialisation, so that attention is not uniform:
     what it says depends on every token."""
     import torch
@@ -162,8 +162,8 @@ def tiny_model(folder: Path, seed: int = 1) -> str:
 
     config = LlamaConfig(
         vocab_size=TINY_VOCAB, hidden_size=TINY_HIDDEN, intermediate_size=256,
-        num_hidden_layers=TINY_LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        max_position_embeddings=1024, bos_token_id=1, eos_token_id=2,
+        num_hidden_layers=TINY_LAYERS, num_attention_heads=4, num_key_value_heads=kv_heads,
+        head_dim=32, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(seed)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
-from kdn.cache.tensors import KVCache
+from kdn.cache.tensors import KVCache, check_heads
 from kdn.codec import rans, rans_numba
 from kdn.codec.base import Codec, check_input, clear_absent, output_cache
 from kdn.codec.format import Bitstream, CodecId, DType, Section, StreamInfo, write
@@ -35,10 +36,18 @@ from kdn.codec.klt.columns import (
     Scaled,
     bands,
     read_columns,
+    share_of,
     write_band,
 )
 from kdn.codec.klt.device import GpuDecoding, GpuEncoding
 from kdn.codec.klt.duals import Duals
+from kdn.codec.klt.kinds import (
+    KIND_CORRECTION,
+    KIND_DIGITS,
+    KIND_ENTERING,
+    KIND_SINKS,
+    KIND_TOKENS,
+)
 from kdn.codec.klt.profile import NUM_CLASSES, Group, Profile
 from kdn.codec.klt.sinks import SinkCoder
 from kdn.codec.klt.symbols import Model
@@ -53,8 +62,6 @@ from kdn.codec.klt.transform import (
 )
 from kdn.codec.threads import parallel_call, parallel_map
 from kdn.errors import FormatError, UnsupportedError
-
-KIND_ENTERING, KIND_TOKENS, KIND_SINKS, KIND_CORRECTION, KIND_DIGITS = 0, 1, 2, 3, 4
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,9 @@ class KltCodec(Codec):
         told = [lv.expected["kld"] for lv in self.profile.levels if "kld" in lv.expected]
         return tuple(map(float, told)) if len(told) == self.num_levels else super().expected_kld
 
+    def decodes_on(self, device: torch.device) -> bool:
+        return device.type == "cuda" and find_spec("triton") is not None
+
     def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
         analysis = self.analyse(chunk, cache)
         sections = [Section(0, KIND_TOKENS, 0, self._encode_classes(analysis.classes))]
@@ -163,8 +173,30 @@ class KltCodec(Codec):
     ) -> KVCache:
         wanted = self._checked_levels(stream, chunk, levels)
         cache = output_cache(stream.info, out, dtype)
-        if not self._gpu.decode([stream], [chunk], [wanted], cache):
-            return cache
+        if self._gpu.decode([stream], [chunk], [wanted], cache):
+            self._decode_into(cache, stream, chunk, wanted)
+        return cache
+
+    def decode_heads(
+        self, stream: Bitstream, chunk: Chunk, heads: range, *, levels: int, dtype: torch.dtype
+    ) -> KVCache:
+        """Sums the columns of these heads only; all symbols have to be decoded for that."""
+        wanted = self._checked_levels(stream, chunk, levels)
+        check_heads(heads, self.spec.num_kv_heads)
+        info = replace(stream.info, num_kv_heads=len(heads))
+        cache = output_cache(info, None, dtype)
+        self._decode_into(cache, stream, chunk, wanted, heads)
+        return cache
+
+    def _decode_into(
+        self,
+        cache: KVCache,
+        stream: Bitstream,
+        chunk: Chunk,
+        wanted: int,
+        heads: range | None = None,
+    ) -> None:
+        """On the cores."""
         classes = self._decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
         groups = range(len(self._transforms))
         known, coded = parallel_call(
@@ -175,8 +207,7 @@ class KltCodec(Codec):
         if count := self._num_sinks(chunk):
             data = [stream.section(0, g, KIND_SINKS) for g in groups]
             sinks = [self._sinks[g].decode(data[g], count) for g in groups]
-        self._assemble(chunk, known, coded, sinks, classes, cache)
-        return cache
+        self._assemble(chunk, known, coded, sinks, classes, cache, heads)
 
     def decode_all(
         self,
@@ -229,8 +260,10 @@ class KltCodec(Codec):
         sinks: list[torch.Tensor],
         classes: npt.NDArray[np.uint8],
         cache: KVCache,
+        heads: range | None = None,
     ) -> None:
-        """Puts prediction, components, correction and sinks of all groups into a cache."""
+        """Puts prediction, components, correction and sinks of all groups into a cache, which may
+        be one of some heads only."""
         latent, tables = known.latent, known.turns
         error_scale = _step_sizes(classes, 1.0)
         # Sinks are not predicted: they are coded as they are.
@@ -238,21 +271,25 @@ class KltCodec(Codec):
             scale[: self._num_sinks(chunk)] = 0
 
         def restore(index: int, band: Band) -> None:
-            transform, (packed, error), own = self._transforms[index], coded[index], band.columns
-            base = transform.sum_large(latent, packed.large, own).numpy()
-            if sinks:
-                first = sinks[index][:, own].numpy()
-                base[: len(first)] = first - transform.bias[own]
-            predicted = transform.sum_latent(latent, own).numpy()
-            coarse = transform.sum_coarse(packed.codes, own).numpy()
-            restored = Restored(
-                base,
-                transform.bias[own],
-                Scaled(predicted, latent.unit, transform.latent_scale[own]),
-                Scaled(coarse, packed.token_scale, transform.column_scale[own]),
-                None if error is None else self._scaled_error(error, error_scale, index, own),
-            )
-            write_band(band, restored, tables, cache)
+            transform, (packed, error) = self._transforms[index], coded[index]
+            # Of whole layers, whatever the heads: a product of fewer columns may round otherwise.
+            large = transform.sum_large(latent, packed.large, band.columns).numpy()
+            for part in share_of(band, self.spec, heads):
+                own, first = part.columns, band.columns.start
+                base = np.ascontiguousarray(large[:, own.start - first : own.stop - first])
+                if sinks:
+                    known_first = sinks[index][:, own].numpy()
+                    base[: len(known_first)] = known_first - transform.bias[own]
+                predicted = transform.sum_latent(latent, own).numpy()
+                coarse = transform.sum_coarse(packed.codes, own).numpy()
+                restored = Restored(
+                    base,
+                    transform.bias[own],
+                    Scaled(predicted, latent.unit, transform.latent_scale[own]),
+                    Scaled(coarse, packed.token_scale, transform.column_scale[own]),
+                    None if error is None else self._scaled_error(error, error_scale, index, own),
+                )
+                write_band(part, restored, tables, cache)
 
         parallel_map(
             lambda job: restore(*job),

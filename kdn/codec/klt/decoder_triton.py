@@ -25,6 +25,7 @@ from kdn.cache.keys import CHUNK_TOKENS, Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream
+from kdn.codec.klt.correction_triton import Correction, Errors
 from kdn.codec.klt.gpu_input import Slab, make_slab, split_slabs
 from kdn.codec.klt.gpu_tables import (
     BLOCK_K,
@@ -49,6 +50,8 @@ MEMORY_SHARE = 0.09
 SLAB_SHARE = 0.8
 """Of that: for integers; the rest is for the matrix of a batch of groups."""
 MIN_SLAB_BYTES = 64 << 20
+MAX_COMPONENT = 65000.0
+"""In A, whose 16-bit floats end at 65504: see `pack_components`."""
 PREDICTED_TOKENS = 2048
 """At a time: its intermediate results are as large as a tenth of the values."""
 _DTYPES = {
@@ -70,6 +73,8 @@ class Target:
     dtype: torch.dtype
     whole: KVCache | None = None
     """A cache of which every value will be written: until then its memory is free to use."""
+    inverse_scales: Tensor | None = None
+    """[layers, 2] (float32): what keys and values are multiplied by before they are written."""
 
     @classmethod
     def of(cls, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Target:
@@ -134,6 +139,7 @@ class GpuDecoder:
         self.synthesis = Synthesis.of(spec, profile, device, self.heads, self.coding.num_rows)
         self._latents = Latents(profile, device)
         self._sinks = Sinks(profile, device)
+        self._correction = Correction(profile, self.coding, self.synthesis.source, device)
         self._asm = device.type == "cuda"
         self._streams = Streams(device, max(profile.num_levels, 2))
         self.tiling = Tiling.of(device, self.synthesis.block_columns)
@@ -145,12 +151,14 @@ class GpuDecoder:
         turns = [f for rope in pairs.ropes for f in rope.inv_freq]
         sizes = [rope.amplitude for rope in pairs.ropes for _ in rope.inv_freq]
         self._turns = torch.tensor([turns, sizes], dtype=torch.float64, device=device)
+        self._largest_factor = float((self.synthesis.row_factor.max() * 2).item())
+        self._largest_offset = max(float(c.abs().max()) for c in self.coding.centroids)
 
-    @property
-    def _spare_words(self) -> int:
+    def _spare_words(self, levels: int) -> int:
         """As far as a damaged section may read beyond its end: two words a token and row."""
         columns = max(g.columns.stop - g.columns.start for g in self.profile.groups)
-        return 2 * int(max(CHUNK_TOKENS * self.coding.num_rows, MAX_SINKS * columns))
+        rows = columns if levels == self.profile.num_levels else self.coding.num_rows
+        return 2 * int(max(CHUNK_TOKENS * rows, MAX_SINKS * columns))
 
     def plan(self, num_chunks: int, target: Target) -> Batching:
         """The most at a time that the memory allows. Integers may lie where the values of the last
@@ -226,10 +234,10 @@ class GpuDecoder:
             streams,
             chunks,
             slots,
-            self.coding.parts,
+            (*self.coding.parts, self.coding.correction),
             levels=levels,
             num_groups=len(self.profile.groups),
-            spare_words=self._spare_words,
+            spare_words=self._spare_words(levels),
             num_sinks=self.profile.num_sinks,
             vocab_size=self.spec.vocab_size,
             device=self.device,
@@ -256,11 +264,21 @@ class GpuDecoder:
         )
         stage("symbols")
         product = TensorDescriptor.from_tensor(packed, [BLOCK_TOKENS, BLOCK_K])
-        for first in range(0, groups, plan.num_groups):
-            batch = first, min(first + plan.num_groups, groups)
-            self._pack(batch, slab, *planes, classes, levels, packed, status)
+        parts, size, largest = min(levels, self.profile.num_levels - 1), plan.num_groups, None
+        if levels > parts:
+            size = min(size, self._correction.groups_at_once(slab.num_chunks))
+            largest = self._correction.largest(slab, planes, self.synthesis.row_factor, classes)
+            self._correction.check(slab, status)
+        if size < groups:
+            self._pack((0, groups), slab, *planes, classes, parts, packed, status, check=True)
+        for first in range(0, groups, size):
+            batch, errors = (first, min(first + size, groups)), None
+            self._pack(batch, slab, *planes, classes, parts, packed, status, largest)
             stage("components")
-            self._restore(batch, product, slab, sinks, turns, target, levels)
+            if levels > parts:
+                errors = self._correction.decode(slab, batch, classes, status)
+                stage("correction")
+            self._restore(batch, product, slab, sinks, turns, target, parts, status, errors)
             stage("transform")
         return status
 
@@ -332,27 +350,43 @@ class GpuDecoder:
 
     def _pack(
         self, batch: tuple[int, int], slab: Slab, low: Tensor, high: Tensor, classes: Tensor,
-        levels: int, packed: Tensor, status: Tensor,
+        levels: int, packed: Tensor, status: Tensor, largest: Tensor | None = None,
+        *, check: bool = False,
     ) -> None:  # fmt: skip
-        """Components of some groups into the matrix A."""
+        """Components of some groups into the matrix A; where the last level follows, rounded to
+        bytes as it expects. `check` only finds those that are too large: before the first value is
+        written, since a chunk is written as a whole or not at all."""
         coding, synthesis, (first, last) = self.coding, self.synthesis, batch
         factor = 3.0 ** (self.profile.num_levels - 1 - levels)
         rows = max(self.profile.levels[levels - 1].num_components)
+        if check:
+            rows = min(rows, self._rows_in_doubt(factor))
         # Up to whole blocks of the product: what no component fills is zero.
         parts = -(-rows // BLOCK_K) * (BLOCK_K // 32)
         grid = (parts, CHUNK_TOKENS // 128, (last - first) * slab.num_chunks)
         pack_components[grid](
             low.view(torch.int8), high.view(torch.int8), coding.scales, synthesis.row_factor,
             coding.centroids[levels - 1], classes, coding.class_factor, coding.counts[levels - 1],
-            slab.skipped, packed, status, first, last - first, coding.num_rows, coding.num_rows,
-            WIDE_ROWS, factor, packed.shape[1], synthesis.num_latents, BR=32, BT=128,
+            slab.skipped, packed, status, self._correction.num_fine,
+            synthesis.row_factor if largest is None else largest, first, last - first,
+            coding.num_rows, coding.num_rows, WIDE_ROWS, factor, packed.shape[1],
+            synthesis.num_latents, BR=32, BT=128, BYTES=largest is not None, CHECK=check,
         )  # fmt: skip
+
+    def _rows_in_doubt(self, level_factor: float) -> int:
+        """The first rows of a plane whose components may be too large for A: those of 16 bits, and
+        others only if a profile's basis is very uneven."""
+        largest = self._largest_factor * level_factor * (128 + self._largest_offset)
+        return WIDE_ROWS if largest < MAX_COMPONENT else self.coding.num_rows
 
     def _restore(
         self, batch: tuple[int, int], packed: TensorDescriptor, slab: Slab, sinks: Tensor | None,
-        turns: tuple[Tensor, Tensor], target: Target, levels: int,
+        turns: tuple[Tensor, Tensor], target: Target, levels: int, status: Tensor,
+        errors: Errors | None,
     ) -> None:  # fmt: skip
         synthesis, (first, last) = self.synthesis, batch
+        nothing = synthesis.bias
+        no_errors = (nothing, nothing, nothing, nothing, nothing, 0, 0)
         begin, end = synthesis.tiles_before[first], synthesis.tiles_before[last]
         token_tiles = slab.num_tokens // BLOCK_TOKENS
         tiling = self.tiling
@@ -360,11 +394,15 @@ class GpuDecoder:
             packed, self._matrix, synthesis.tiles, begin, end - begin, self._blocks[levels - 1],
             synthesis.num_latents, self.coding.num_rows, first, synthesis.scale, synthesis.bias,
             *self._pairs, *turns, synthesis.pairs.num_frequencies, slab.slots, target.pointers,
-            target.key_stride, target.value_stride, synthesis.bias if sinks is None else sinks,
+            target.key_stride, target.value_stride, nothing if sinks is None else sinks,
             0 if sinks is None else len(synthesis.source), token_tiles,
-            synthesis.pairs.first.shape[1], BM=BLOCK_TOKENS, BN=synthesis.block_columns, BK=BLOCK_K,
-            EXACT=synthesis.pairs.contiguous, DTYPE=_DTYPES[target.dtype], HALVES=tiling.halves,
-            FLATTEN=tiling.flatten, num_warps=tiling.warps, num_stages=tiling.stages,
+            synthesis.pairs.first.shape[1], status,
+            nothing if target.inverse_scales is None else target.inverse_scales,
+            *(no_errors if errors is None else errors.arguments), BM=BLOCK_TOKENS,
+            BN=synthesis.block_columns, BK=BLOCK_K, EXACT=synthesis.pairs.contiguous,
+            DTYPE=_DTYPES[target.dtype], HALVES=tiling.halves, FLATTEN=tiling.flatten,
+            ERRORS=errors is not None, HAS_SCALES=target.inverse_scales is not None,
+            num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip
 
     def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """What a GPU does of coding: all that it can, where the cache lies on one and Triton is there.
 
-The kernels know chunks of up to 256 tokens, every level but the last, and caches whose tokens' rows
-lie whole. The rest, and chunks in which they found something wrong, is for the reference: it is the
-one that says what is wrong.
+The kernels know chunks of up to 256 tokens, and caches whose tokens' rows lie whole. The rest, and
+chunks in which they found something wrong, is for the reference: it is the one that says what is
+wrong.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GpuDecoding:
         """Decodes what it can, each chunk into its place in `out`; returns which are left to do."""
         if not self._suits(out):
             return list(range(len(chunks)))
-        left = [i for i, n in enumerate(levels) if not self._can(chunks[i], n)]
+        left = [i for i, chunk in enumerate(chunks) if not self._can(chunk)]
         with self._lock:
             decoder = self._decoder(out.keys.device)
             for count in sorted(set(levels)):
@@ -68,9 +68,8 @@ class GpuDecoding:
         on_gpu = out.keys.is_cuda and find_spec("triton") is not None
         return on_gpu and plain and out.dtype in known and out.head_dim % 2 == 0
 
-    def _can(self, chunk: Chunk, levels: int) -> bool:
-        few = self._profile.num_sinks <= MAX_SINKS
-        return few and chunk.num_tokens <= CHUNK_TOKENS and levels < self._profile.num_levels
+    def _can(self, chunk: Chunk) -> bool:
+        return self._profile.num_sinks <= MAX_SINKS and chunk.num_tokens <= CHUNK_TOKENS
 
     def _decoder(self, device: torch.device) -> GpuDecoder:
         from kdn.codec.klt.decoder_triton import GpuDecoder

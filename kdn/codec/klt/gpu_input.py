@@ -13,11 +13,11 @@ import torch
 from kdn.cache.keys import CHUNK_TOKENS, Chunk
 from kdn.codec.format import Bitstream, Buffer
 from kdn.codec.klt.gpu_tables import SectionTables, Tensor
+from kdn.codec.klt.kinds import KIND_SINKS, KIND_TOKENS
 from kdn.codec.klt.profile import CONTEXT_TOKENS
 from kdn.errors import FormatError, MismatchError
 
 Ids = npt.NDArray[np.int64]
-KIND_ENTERING, KIND_TOKENS, KIND_SINKS, KIND_DIGITS = 0, 1, 2, 4
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,9 @@ def make_slab(
     for c, stream in enumerate(streams):
         class_places[c] = words.add(stream.section(0, 0, KIND_TOKENS))
         for p, part in enumerate(parts):
-            kind = KIND_DIGITS if part.is_digits else KIND_ENTERING
             for g in range(num_groups if part.level < levels else 0):
                 if part.sizes[g]:
-                    places[p, c, g] = words.add(stream.section(part.level, g, kind))
+                    places[p, c, g] = words.add(stream.section(part.level, g, part.kind))
     sinks = min(num_sinks, chunks[0].num_tokens) if chunks[0].start == 0 else 0
     sink_places = np.zeros((num_groups, 2), np.int64)
     for g in range(num_groups if sinks else 0):

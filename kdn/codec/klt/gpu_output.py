@@ -11,13 +11,13 @@ import torch
 
 from kdn.cache.keys import Chunk
 from kdn.codec.format import Section
-from kdn.codec.klt.codec import (
+from kdn.codec.klt.codec import KltCodec
+from kdn.codec.klt.kinds import (
     KIND_CORRECTION,
     KIND_DIGITS,
     KIND_ENTERING,
     KIND_SINKS,
     KIND_TOKENS,
-    KltCodec,
 )
 
 if TYPE_CHECKING:
