@@ -14,11 +14,11 @@ from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream, Section, write
 from kdn.codec.klt import KltCodec
-from kdn.codec.klt.kinds import KIND_ENTERING, KIND_SINKS, KIND_TOKENS
 from kdn.codec.klt.gpu_input import Job, Slab, SlabMaker, split_slabs, token_rows
 from kdn.codec.klt.gpu_memory import InputBuffer, InputRing, Scratch, aligned, size_of
 from kdn.codec.klt.gpu_tables import Coding, Pairs
 from kdn.codec.klt.gpu_target import Channels, Target
+from kdn.codec.klt.kinds import KIND_ENTERING, KIND_SINKS, KIND_TOKENS
 from kdn.codec.klt.streams import Streams
 from kdn.errors import FormatError, MismatchError
 from tests.codec.klt_profile import make_profile
