@@ -223,8 +223,7 @@ class Engine:
             }
         if self._kdn_sides():
             codec = self._scheduler.connector._shared.session.codec
-            tell = getattr(codec, "gpu_memory_bytes", None)
-            told["kdn_bytes"] = int(tell() if callable(tell) else tell or 0)
+            told["kdn_bytes"] = codec.gpu_memory_bytes()[0]
         return told
 
     def close(self) -> None:
