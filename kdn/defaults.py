@@ -16,4 +16,4 @@ QUEUE_BYTES = 1 << 30
 SPOOL_BYTES = 1 << 30
 """Of encoded chunks that wait on disk for a node that is away."""
 HOST_BYTES = 2 << 30
-"""Of decoded chunks, in memory that all engines of a host share."""
+"""Of chunks, in memory that all engines of a host share."""

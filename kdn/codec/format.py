@@ -195,6 +195,12 @@ class Bitstream:
             self._verified.add(level)
         return data
 
+    def parts(self, levels: int) -> list[bytes | memoryview]:
+        """The stream up to the end of so many levels, verified: its header, then each of them."""
+        header = self.header
+        first = header.sealed + header.seal + header.stream_id
+        return [first, *(self._verified_level(level) for level in range(levels))]
+
     def verify(self) -> None:
         """Check that all levels are here, every byte of them."""
         for level in range(self.info.num_levels):

@@ -2,9 +2,9 @@
 
 A chunk is read from its source, encoded in a thread, and put: one request. One encodes while one
 is sent (sending.py); both wait in bounded queues. Chunks whose values are on a GPU are encoded a
-few at a time, and more of them may wait to be sent, so that the GPU's memory is soon free. While a place is away, chunks wait in the spool
-on disk, if there is one, else in memory. Whatever goes wrong with one chunk is its own affair: it
-is counted, and the next one gets its turn.
+few at a time, and more of them may wait to be sent, so that the GPU's memory is soon free. While a
+place is away, chunks wait in the spool on disk, if there is one, else in memory. Whatever goes
+wrong with one chunk is its own affair: it is counted, and the next one gets its turn.
 
 Callers decide what is worth publishing: what nobody has yet, and whose values carry no losses.
 """

@@ -139,6 +139,9 @@ class Room:
         self._look(here, is_full=False)
         if self._with(new) > allowed:
             self._look(here, is_full=True)
+        if self._with(new) > allowed:  # what would be the first to go need not come
+            asked = self._asked_for(len(new.level_ends))
+            new = replace(new, levels=min(new.levels, asked))
         for _ in range(ROUNDS):
             levels, cuts = self._plan(new, allowed)
             done = [self._cut(here, *cut) for cut in cuts]

@@ -8,6 +8,7 @@ user are ever counted or removed.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -24,6 +25,8 @@ _CHANGE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _QUIETLY = getattr(os, "O_NOATIME", 0)
 """Reading does not count as use: whoever uses a file says so, see `touch`."""
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENXIO)
+"""Links, and what others put there; not, say, too many open files."""
 _PART = re.compile(r"\.[0-9a-f]{16}\.part")
 
 
@@ -113,9 +116,9 @@ class Here:
         flags = (_CHANGE if change else _READ) | _QUIETLY
         try:
             fd = os.open(name, flags, dir_fd=self._fd)
-        except FileNotFoundError:
-            raise
         except OSError as error:
+            if error.errno not in _NOT_OURS:
+                raise
             raise FormatError(f"a held chunk that cannot be opened: {error}") from error
         try:
             if not _is_believed(os.fstat(fd)):

@@ -20,6 +20,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -29,7 +30,7 @@ import torch
 
 from kdn.cache.keys import Chunk
 from kdn.codec.base import Codec
-from kdn.codec.format import Buffer
+from kdn.codec.format import Bitstream, Buffer
 from kdn.codec.header import Header, header_size
 from kdn.codec.threads import num_cores
 from kdn.delivery.lookup import verified_head
@@ -39,13 +40,16 @@ from kdn.errors import FormatError, KdnError, MismatchError, TruncatedError, Uns
 from kdn.session.delivered import Grade
 from kdn.session.fading import SPARE, Kept, Room
 from kdn.session.host_folder import Here, HostFolder
-from kdn.session.stream_file import Front, HeldStream, pack_front, parse_front, read_head
+from kdn.session.stream_file import Front, HeldLevels, ends_in_file, parse_front, read_head
 
 TOKEN_AGE_NS = 100_000
 """A chunk counts as used so much earlier for each token before it: about as fast as a GPU reads, so
 that of one prompt the end goes before the beginning, without which it is of no use."""
-MAX_SEEN = 2048
+MAX_SEEN = 4096
 """Headers that are remembered; a few kilobytes each."""
+BATCHES = 4
+"""That a sink gets at once: while it decodes one it can read the next. More would be in vain if one
+of them fails."""
 _NAME = re.compile(r"(?:[0-9a-f]{2})+\.stream")
 
 
@@ -58,6 +62,16 @@ class _Seen(NamedTuple):
     header: Header
     front: Front
     levels: int
+
+    @classmethod
+    def of(cls, about: os.stat_result, header: Header, front: Front) -> _Seen:
+        size = about.st_size
+        return cls(about.st_ino, about.st_mtime_ns, size, header, front, front.levels_in(size))
+
+    def is_same(self, about: os.stat_result) -> bool:
+        return (self.inode, self.written_ns, self.size_bytes) == (
+            about.st_ino, about.st_mtime_ns, about.st_size,
+        )  # fmt: skip
 
 
 class HostStreams:
@@ -120,7 +134,7 @@ class HostStreams:
             return None
 
     @contextmanager
-    def opened(self, chunks: Sequence[Chunk], levels: Sequence[int]) -> Iterator[list[HeldStream]]:
+    def opened(self, chunks: Sequence[Chunk], levels: Sequence[int]) -> Iterator[list[Bitstream]]:
         """The streams of the first of these chunks, as far as each has so many levels. They can be
         read until this is left."""
         with ExitStack() as stack:
@@ -129,13 +143,17 @@ class HostStreams:
 
     def _open(
         self, here: Here, chunks: Sequence[Chunk], levels: Sequence[int]
-    ) -> Iterator[HeldStream]:
+    ) -> Iterator[Bitstream]:
         for chunk, wanted in zip(chunks, levels, strict=True):
             seen = self._look(here, chunk)
             if seen is None or seen.levels < wanted:
                 return
             same = partial(_same_file, here, _name(chunk), seen.inode)
-            yield HeldStream(seen.header, seen.front, seen.levels, same)
+            yield Bitstream(
+                seen.header,
+                HeldLevels(seen.header, seen.front, seen.levels, same),
+                verified=range(seen.levels),
+            )
 
     def _look(self, here: Here, chunk: Chunk) -> _Seen | None:
         """Its file, if there is one that can be believed and has a level."""
@@ -147,7 +165,7 @@ class HostStreams:
             return None
         with self._looking:
             seen = self._seen.get(chunk.key)
-            if seen is not None and _is(seen, about):
+            if seen is not None and seen.is_same(about):
                 self._seen.move_to_end(chunk.key)
                 return seen if seen.levels else None
         return self._read(here, chunk)
@@ -163,17 +181,16 @@ class HostStreams:
             return None
         except (OSError, UnsupportedError):
             return None
-        seen = _Seen(
-            about.st_ino, about.st_mtime_ns, about.st_size, header, front,
-            front.levels_in(about.st_size),
-        )  # fmt: skip
+        seen = _Seen.of(about, header, front)
         self._remember(chunk, seen)
         return seen if seen.levels else None
 
     def _believed(self, data: bytes, chunk: Chunk) -> Header:
         """The stream's header, if it is for this chunk and this engine."""
         header = verified_head(data, chunk, self._codec)
-        if any(header.info.absences) or not self._codec.decodes_to(header.info, self._dtype):
+        if max(header.info.valid_from) > chunk.start or not self._codec.decodes_to(
+            header.info, self._dtype
+        ):
             raise UnsupportedError("a stream that lacks tokens, or of another dtype")
         return header
 
@@ -202,7 +219,7 @@ class HostStreams:
         grades: list[Grade] = []
         with self.opened(chunks, wanted) as streams:
             arrivals = map(Arrival, chunks, streams, wanted, [False] * len(streams))
-            size = getattr(sink, "batch_chunks", 0) or num_cores()
+            size = BATCHES * (getattr(sink, "batch_chunks", 0) or num_cores())
             while batch := list(islice(arrivals, size)):
                 failures = sink.decode(batch)
                 self._drop_damaged(batch, failures)
@@ -244,6 +261,8 @@ class HostStreams:
         """Keep the first `levels` levels of a stream, verified by whoever brings them, or as many
         as there is room for; unless as many are there. UnsupportedError if the folder is another's
         by now."""
+        if self.levels(chunk) >= levels:  # mostly, and far sooner known than what the header says
+            return False
         view = memoryview(data).cast("B")
         try:
             header = self._believed(bytes(view[: header_size(view)]), chunk)
@@ -264,17 +283,18 @@ class HostStreams:
         if seen is not None and seen.levels >= levels:
             return False
         used_ns = self._used_ns(chunk)
-        front = pack_front(header, data, levels)
-        ends = tuple(len(front) + end for end in header.level_ends)
-        new = Kept(_name(chunk), 0, used_ns, ends, levels)
+        new = Kept(_name(chunk), 0, used_ns, ends_in_file(header), levels)
         levels = self._room.make(here, new)
         if levels <= (seen.levels if seen else 0):
             return False
-        here.write(new.name, [front, data[: header.level_end(levels - 1)]])
+        front = Front.of(header, data, levels)
+        first = front.pack(data[: header.size_bytes])
+        here.write(new.name, [first, data[: header.level_end(levels - 1)]])
         here.touch(new.name, used_ns, self._clock_ns())
         about = here.about(new.name)
         if about is not None:
-            self._room.note(here, Kept(new.name, about.st_ino, used_ns, ends, levels))
+            self._room.note(here, replace(new, inode=about.st_ino, levels=levels))
+            self._remember(chunk, _Seen.of(about, header, front))
         return True
 
 
@@ -298,14 +318,6 @@ def levels_wanted(
 
 def _name(chunk: Chunk) -> str:
     return f"{chunk.key.hex()}.stream"
-
-
-def _is(seen: _Seen, about: os.stat_result) -> bool:
-    return (
-        seen.inode == about.st_ino
-        and seen.size_bytes == about.st_size
-        and seen.written_ns == about.st_mtime_ns
-    )
 
 
 @contextmanager

@@ -54,11 +54,10 @@ class StreamKeeper:
     def __init__(
         self,
         streams: HostStreams,
-        after_s: float = KEEP_AFTER_S,
         max_bytes: int = MAX_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._streams, self._after_s, self._clock = streams, after_s, clock
+        self._streams, self._clock = streams, clock
         self._thread = ThreadPoolExecutor(1, "kdn-host")
         self._closed = threading.Event()
         self._lock = threading.Lock()  # guards _room_bytes
@@ -71,7 +70,7 @@ class StreamKeeper:
             if len(data) > self._room_bytes:
                 return False
             self._room_bytes -= len(data)
-        self._submit(len(data), self._put, self._clock() + self._after_s, chunk, data, levels)
+        self._submit(len(data), self._put, self._clock() + KEEP_AFTER_S, chunk, data, levels)
         return True
 
     def used(self, chunks: Sequence[Chunk]) -> None:

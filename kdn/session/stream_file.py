@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from kdn.codec.format import Bitstream, Buffer
+from kdn.codec.format import Buffer, LevelSource
 from kdn.codec.header import MAX_HEADER_BYTES, MAX_LEVELS, Header
 from kdn.errors import ChecksumError, FormatError, LimitError, TruncatedError
 
@@ -47,29 +47,31 @@ class Front:
     """Where each level of the stream ends in the file, those included that are not here."""
     sums: tuple[int, ...]
 
+    @classmethod
+    def of(cls, header: Header, data: memoryview, levels: int) -> Front:
+        """Of a file for the first levels of the stream `data`."""
+        count, ends = header.info.num_levels, header.level_ends
+        starts = [header.level_start(level) for level in range(levels)]
+        sums = [xxh3_64_intdigest(data[a:b]) for a, b in zip(starts, ends, strict=False)]
+        sums += [NOT_HERE] * (count - levels)
+        return cls(_front_bytes(count), header.size_bytes, ends_in_file(header), tuple(sums))
+
+    def pack(self, header: Buffer) -> bytes:
+        """The file's first bytes. They vouch for the stream's header, too."""
+        count = len(self.sums)
+        front = _FIXED.pack(MAGIC, count, self.header_bytes)
+        front += struct.pack(f"<{2 * count}Q", *self.level_ends, *self.sums)
+        return front + _SUM.pack(_digest(front, header))
+
     def levels_in(self, size_bytes: int) -> int:
         """How many of the first levels a file of that size holds."""
         return sum(end <= size_bytes for end in self.level_ends)
 
-    @property
-    def head_bytes(self) -> int:
-        """Of front and header together."""
-        return self.stream_at + self.header_bytes
 
-
-def pack_front(header: Header, data: memoryview, levels: int) -> bytes:
-    """What comes before `data`, a stream with so many levels."""
-    count = header.info.num_levels
-    starts = [header.level_start(level) for level in range(levels)]
-    spans = zip(starts, header.level_ends, strict=False)
-    sums = [xxh3_64_intdigest(data[start:end]) for start, end in spans]
-    sums += [NOT_HERE] * (count - levels)
-    at = _front_bytes(count)
-    ends = [at + end for end in header.level_ends]
-    front = _FIXED.pack(MAGIC, count, header.size_bytes) + struct.pack(
-        f"<{2 * count}Q", *ends, *sums
-    )
-    return front + _SUM.pack(_digest(front, data[: header.size_bytes]))
+def ends_in_file(header: Header) -> tuple[int, ...]:
+    """Where each level of a stream will end."""
+    at = _front_bytes(header.info.num_levels)
+    return tuple(at + end for end in header.level_ends)
 
 
 def parse_front(head: bytes) -> Front:
@@ -118,10 +120,10 @@ def _digest(front: Buffer, header: Buffer) -> int:
     return xxh3_64_intdigest(header, seed=xxh3_64_intdigest(front))
 
 
-class HeldStream(Bitstream):
-    """A stream of which the header is here, and the levels in a file. It reads them when they are
-    wanted, all or none of them: TruncatedError if they are not there any more, ChecksumError if
-    they are not what was written. For any thread, as long as the folder is open."""
+class HeldLevels(LevelSource):
+    """The first levels of a stream, in a file: read when they are wanted, all that are wanted or
+    none. TruncatedError if they are not there any more, ChecksumError if they are not what was
+    written. For any thread, as long as the folder is open."""
 
     def __init__(
         self,
@@ -131,56 +133,39 @@ class HeldStream(Bitstream):
         open_file: Callable[[], AbstractContextManager[int]],
     ) -> None:
         """`levels`: so many are in the file, as far as is known."""
-        super().__init__(header, _Levels(levels, self._read_level), verified=range(levels))
-        self._front, self._open_file = front, open_file
+        self._header, self._front, self._count = header, front, levels
+        self._open_file = open_file
+        self._here: dict[int, memoryview] = {}
 
-    def read_into(self, buffer: Buffer, first_level: int, end_level: int) -> int:
-        """Levels [first_level, end_level), one after the other, to the beginning of `buffer`; how
-        many bytes that is. The interpreter's lock is free meanwhile."""
-        start = self.header.level_start(first_level)
-        size = self.header.level_end(end_level - 1) - start
-        view = memoryview(buffer).cast("B")[:size]
-        if len(view) < size:
-            raise LimitError(f"expected a buffer of {size} bytes, found {len(view)}")
-        self._read(view, start)
-        for level in range(first_level, end_level):
-            own = view[
-                self.header.level_start(level) - start : self.header.level_end(level) - start
-            ]
-            if xxh3_64_intdigest(own) != self._front.sums[level]:
+    def read_into(self, buffer: memoryview, first: int, last: int) -> None:
+        """The interpreter's lock is free meanwhile."""
+        starts = [self._header.level_start(level) for level in range(first, last)]
+        ends = self._header.level_ends[first:last]
+        assert len(buffer) == ends[-1] - starts[0]
+        self._read(buffer, self._front.stream_at + starts[0])
+        for level, start, end in zip(range(first, last), starts, ends, strict=True):
+            part = buffer[start - starts[0] : end - starts[0]]
+            if xxh3_64_intdigest(part) != self._front.sums[level]:
                 raise ChecksumError(f"level {level} of a held stream is damaged")
-        return size
 
-    def _read(self, view: memoryview, start: int) -> None:
-        at = self._front.stream_at + start
+    def _read(self, buffer: memoryview, at: int) -> None:
         try:
             with self._open_file() as file:
-                while view:
-                    count = os.preadv(file, [view], at)
+                while buffer:
+                    count = os.preadv(file, [buffer], at)
                     if not count:
                         raise TruncatedError("levels of a held stream have gone meanwhile")
-                    view, at = view[count:], at + count
+                    buffer, at = buffer[count:], at + count
         except OSError as error:
             raise TruncatedError(f"a held stream has gone meanwhile: {error}") from error
 
-    def _read_level(self, level: int) -> memoryview:
-        data = bytearray(self.header.level_end(level) - self.header.level_start(level))
-        self.read_into(data, level, level + 1)
-        return memoryview(data).toreadonly()
-
-
-class _Levels(Mapping[int, memoryview]):
-    """Levels that are read when they are first asked for."""
-
-    def __init__(self, count: int, read: Callable[[int], memoryview]) -> None:
-        self._count, self._read = count, read
-        self._here: dict[int, memoryview] = {}
-
     def __getitem__(self, level: int) -> memoryview:
-        if not 0 <= level < self._count:
+        if level not in self:
             raise KeyError(level)
         if level not in self._here:  # two threads may both do it: once is enough, twice right
-            self._here[level] = self._read(level)
+            data = bytearray(self._header.level_end(level) - self._header.level_start(level))
+            self.read_into(memoryview(data), level, level + 1)
+            self._here[level] = memoryview(data).toreadonly()
         return self._here[level]
 
     def __contains__(self, level: object) -> bool:

@@ -4,7 +4,7 @@ compute. All in one engine, one after the other, over and over, so that a drift 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from kdn.bench.vllm_engine import EngineProcess
@@ -56,14 +56,19 @@ def _question(
 
 
 def shares(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of the speed alone, by variant: the mean, and each run's own."""
+    """By variant: of the speed alone, the mean and each run's own; how long the others waited."""
     found: dict[str, list[float]] = {}
+    waits: dict[str, list[float]] = {}
     for number, run in enumerate(runs):
-        near = [
-            one["tokens_per_s"]
-            for one in (*runs[max(0, number - 1) : number], *runs[number + 1 : number + 2])
-            if one["variant"] == ALONE
-        ]
+        around = (*runs[max(0, number - 1) : number], *runs[number + 1 : number + 2])
+        near = [one["tokens_per_s"] for one in around if one["variant"] == ALONE]
         if run["variant"] != ALONE and near:
             found.setdefault(run["variant"], []).append(run["tokens_per_s"] / mean(near))
-    return {variant: {"share": mean(every), "every": every} for variant, every in found.items()}
+            waits.setdefault(run["variant"], []).extend(run["ttft_s"])
+    return {
+        variant: {
+            "share": mean(every), "every": every,
+            "ttft_s": median(waits[variant]) if waits[variant] else None,
+        }
+        for variant, every in found.items()
+    }  # fmt: skip

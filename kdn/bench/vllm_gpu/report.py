@@ -186,8 +186,9 @@ def print_report(console: Console, results: Mapping[str, Any]) -> None:
         console.print(f"{name}: {number:.0f} contexts of {HELD_TOKENS:,} tokens in 20 GB")
     for variant, one in results["beside"].items():
         every = " ".join(f"{share:.3f}" for share in one["every"])
+        waits = "" if one["ttft_s"] is None else f"; these wait {1000 * one['ttft_s']:.0f} ms"
         console.print(
-            f"eight requests {variant}: {one['share']:.1%} of their speed alone ({every})"
+            f"eight requests {variant}: {one['share']:.1%} of their speed alone ({every}){waits}"
         )
     for name, passed in results["aims"].items():
         print_passed(console, name, passed)

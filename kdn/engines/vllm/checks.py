@@ -87,6 +87,12 @@ def cache_dtype(config: Any) -> torch.dtype:
     return found
 
 
+def device_of(config: Any) -> torch.device:
+    """Where vLLM's KV cache lies."""
+    kind = str(getattr(config.device_config, "device_type", "cpu"))
+    return torch.device("cuda" if kind == "cuda" else "cpu")
+
+
 def check_blocks(kv_cache_config: Any) -> None:
     """All layers must keep all tokens, in the same blocks."""
     groups = [_kinds(one.kv_cache_spec) for one in kv_cache_config.kv_cache_groups]

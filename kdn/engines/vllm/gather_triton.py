@@ -5,6 +5,8 @@ a row for each token: its slot, where its first layer's key goes (an address), a
 layers are there. A program copies some tokens of one side of one layer, head by head.
 """
 
+# Kernels are in Triton's language, which has no types.
+# mypy: ignore-errors
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -25,31 +27,31 @@ TOKENS = 4
 def _copy_tokens(
     memory_ptr, scales_ptr, table_ptr, num_tokens,
     slot_stride, head_stride,
-    source: tl.constexpr, target: tl.constexpr, scaled: tl.constexpr,
-    heads: tl.constexpr, channels: tl.constexpr, width: tl.constexpr, tokens: tl.constexpr,
-    aligned: tl.constexpr,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, SCALED: tl.constexpr,
+    HEADS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     side_layer = tl.program_id(1)  # keys of all layers, then values
-    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_there = token < num_tokens
     slot = tl.load(table_ptr + 3 * token, is_there, 0)
     goes_to = tl.load(table_ptr + 3 * token + 1, is_there, 0)
     plane = tl.load(table_ptr + 3 * token + 2, is_there, 0)
     memory = tl.load(memory_ptr + side_layer)
     scale = tl.load(scales_ptr + side_layer)
-    item = tl.arange(0, width)
-    head, channel = item // channels, item % channels
-    inside = is_there[:, None] & (head < heads)[None, :]
+    item = tl.arange(0, WIDTH)
+    head, channel = item // CHANNELS, item % CHANNELS
+    inside = is_there[:, None] & (head < HEADS)[None, :]
     goes_to += side_layer * plane
-    origin, out = memory.to(tl.pointer_type(source)), goes_to.to(tl.pointer_type(target))
-    if aligned:  # so that 16 bytes are moved at a time
+    origin, out = memory.to(tl.pointer_type(SOURCE)), goes_to.to(tl.pointer_type(TARGET))
+    if ALIGNED:  # so that 16 bytes are moved at a time
         origin, out = tl.multiple_of(origin, 16), tl.multiple_of(out, 16)
     found = tl.load(
         origin + slot[:, None] * slot_stride + (head * head_stride + channel)[None, :], inside, 0.0
     )
-    if scaled:
+    if SCALED:
         found = found.to(tl.float32) * scale
-    tl.store(out[:, None] + item[None, :], found.to(target), inside)
+    tl.store(out[:, None] + item[None, :], found.to(TARGET), inside)
 
 
 _KINDS = {
@@ -90,10 +92,10 @@ class Gatherer:
         grid = (triton.cdiv(len(table), TOKENS), 2 * rows.num_layers)
         _copy_tokens[grid](
             self._memory, self._scales, table, len(table), *self._strides,
-            source=_KINDS[rows.dtype], target=_KINDS[self._dtype],
-            scaled=bool(rows.key_scales or rows.value_scales),
-            heads=heads, channels=channels, width=triton.next_power_of_2(heads * channels),
-            tokens=TOKENS, aligned=self._aligned and all(one.data_ptr() % 16 == 0 for one in out),
+            SOURCE=_KINDS[rows.dtype], TARGET=_KINDS[self._dtype],
+            SCALED=bool(rows.key_scales or rows.value_scales),
+            HEADS=heads, CHANNELS=channels, WIDTH=triton.next_power_of_2(heads * channels),
+            TOKENS=TOKENS, ALIGNED=self._aligned and all(one.data_ptr() % 16 == 0 for one in out),
         )  # fmt: skip
 
     def _entries(self, slots: npt.NDArray[np.int64], place: torch.Tensor) -> npt.NDArray[np.int64]:

@@ -20,7 +20,7 @@ is one number, its slot (`kdn/cache/rows.py`). That is every layout but the CPU'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -47,6 +47,10 @@ class Heads:
 
     first: int
     count: int
+
+    @property
+    def range(self) -> range:
+        return range(self.first, self.first + self.count)
 
     @classmethod
     def of_rank(cls, num_kv_heads: int, rank: int, num_ranks: int) -> Heads:
@@ -127,6 +131,7 @@ class PagedCache:
             raise UnsupportedError(f"layers with caches of different kinds: {kinds}")
         self.layout = layout or layout_of(layers[0], heads.count, spec.head_dim)
         self.heads, self.block_tokens = heads, block_tokens
+        self.has_all_heads = heads.count == spec.num_kv_heads
         self._views = [views(layer, self.layout) for layer in layers]
         self.kernel_tokens = int(self._views[0][0].shape[1])
         if block_tokens % self.kernel_tokens:
@@ -141,14 +146,18 @@ class PagedCache:
             raise UnsupportedError(f"a KV cache of 8 bit in vLLM's layout {self.layout.value!r}")
 
     def write(self, cache: KVCache, start: int, end: int, block_ids: Sequence[int]) -> None:
-        """Tokens [start, end) of `cache` to their places; others in the same blocks stay."""
+        """Tokens [start, end) of `cache` to their places; others in the same blocks stay. It has
+        all heads, or those that are held here."""
         part = cache.slice(start, end)
+        has_mine = cache.num_kv_heads == self.heads.count
         if self.rows is not None:
-            with self.rows.writing():
-                self.rows.write(part, self.slots(start, end, block_ids))
+            rows = replace(self.rows, heads=range(self.heads.count)) if has_mine else self.rows
+            with rows.writing():
+                rows.write(part, self.slots(start, end, block_ids))
             return
         slots = self._places(start, end, block_ids)
-        mine = slice(self.heads.first, self.heads.first + self.heads.count)
+        first = 0 if has_mine else self.heads.first
+        mine = slice(first, first + self.heads.count)
         for layer, (keys, values) in enumerate(self._views):
             keys[slots] = part.keys[layer, :, mine].to(keys.device, keys.dtype)
             values[slots] = part.values[layer, :, mine].to(values.device, values.dtype)
@@ -186,7 +195,7 @@ class PagedCache:
             return None
         self._block_slots = block // token
         keys, values = ([_by_slot(pair[kind]) for pair in self._views] for kind in (0, 1))
-        heads = range(self.heads.first, self.heads.first + self.heads.count)
+        heads = self.heads.range
         if scales is None:
             return TokenRows(keys, values, heads)
         return TokenRows(keys, values, heads, scales.keys, scales.values)

@@ -124,15 +124,23 @@ class PagedSink:
 
     def _decode(self, one: Arrival) -> KdnError | None:
         try:
-            values = self._codec.decode(
-                one.stream, one.chunk, levels=one.levels, dtype=self._paged.dtype
-            )
+            values = self._values(one)
             self.write(one.chunk, values)
         except KdnError as error:
             return error
         if one.chunk.key in self.decoded or len(self.decoded) < self._max_kept:
             self.decoded[one.chunk.key] = values
         return None
+
+    def _values(self, one: Arrival) -> KVCache:
+        """Of the heads that are held here."""
+        paged, codec = self._paged, self._codec
+        if paged.has_all_heads:
+            return codec.decode(one.stream, one.chunk, levels=one.levels, dtype=paged.dtype)
+        heads = paged.heads.range
+        return codec.decode_heads(
+            one.stream, one.chunk, heads, levels=one.levels, dtype=paged.dtype
+        )
 
     def write(self, chunk: Chunk, values: KVCache) -> None:
         order = self._job.order

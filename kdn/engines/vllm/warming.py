@@ -1,0 +1,64 @@
+"""Compiling what is compiled on first use: a load has a deadline, the start of vLLM has none."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+import numpy as np
+import torch
+
+from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
+from kdn.cache.rows import NOWHERE, TokenRows
+from kdn.cache.tensors import KVCache
+from kdn.codec.base import Codec, Coded
+from kdn.codec.format import Bitstream
+from kdn.delivery.sink import GPU_BATCH_CHUNKS
+from kdn.errors import KdnError
+
+logger = logging.getLogger(__name__)
+
+
+def warm_up(codec: Codec) -> None:
+    """What decodes and encodes in main memory."""
+    chunk = _chunks(codec, 1)[0]
+    codec.decode(Bitstream.parse(codec.encode(chunk, _values(codec, chunk))), chunk)
+
+
+def warm_up_gpu(codec: Codec, rows: TokenRows, dtype: torch.dtype) -> None:
+    """What decodes into this memory, at every number of levels, and what encodes values of `dtype`
+    on its device. Nothing is written. What does not work says so again when it is needed."""
+    began_s = time.monotonic()
+    chunks = _chunks(codec, 2)  # the first tokens of a context are coded in another way
+    try:
+        caches = [_values(codec, chunk, rows.device, dtype) for chunk in chunks]
+        streams = codec.encode_batch(list(zip(chunks, caches, strict=True)))
+        nowhere = np.full(CHUNK_TOKENS, NOWHERE, dtype=np.int64)
+        for chunk, data in zip(chunks, streams, strict=True):
+            if isinstance(data, KdnError):
+                raise data
+            for levels in range(1, codec.num_levels + 1):
+                one = Coded(Bitstream.parse(data), chunk, levels, nowhere)
+                for batch in ([one], [one] * GPU_BATCH_CHUNKS):
+                    codec.decode_rows(batch, rows)
+    except (KdnError, RuntimeError) as error:
+        logger.warning("kdn: the codec %s did not warm up: %r", codec.name, error)
+    logger.info("kdn: compiled for %s in %.1f s", rows.device, time.monotonic() - began_s)
+
+
+def _chunks(codec: Codec, count: int) -> list[Chunk]:
+    tokens = [token % codec.spec.vocab_size for token in range(count * CHUNK_TOKENS)]
+    return cut(tokens, Namespace(b"", b""))
+
+
+def _values(
+    codec: Codec,
+    chunk: Chunk,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> KVCache:
+    spec = codec.spec
+    shape = (spec.num_layers, chunk.num_tokens, spec.num_kv_heads, spec.head_dim)
+    values = torch.linspace(-1.0, 1.0, math.prod(shape), device=device).view(shape).to(dtype)
+    return KVCache(values, values, chunk.start)
