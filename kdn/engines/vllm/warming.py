@@ -28,7 +28,10 @@ def warm_up(codec: Codec) -> None:
 
 def warm_up_gpu(codec: Codec, rows: TokenRows, dtype: torch.dtype) -> None:
     """What decodes into this memory, at every number of levels, and what encodes values of `dtype`
-    on its device. Nothing is written. What does not work says so again when it is needed."""
+    on its device, if the codec does that there. Nothing is written. What does not work says so when
+    it is needed, too."""
+    if not codec.decodes_on(rows.device):
+        return
     began_s = time.monotonic()
     chunks = _chunks(codec, 2)  # the first tokens of a context are coded in another way
     try:
