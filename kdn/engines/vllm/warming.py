@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 
 def apart(device: torch.device, work: Callable[[], T]) -> T:
-    """Do it in a thread of its own, and wait for it. While vLLM makes its cache, GPU memory that its
-    thread asks for may come from a pool that it empties when it sleeps."""
+    """Do it in a thread of its own, and wait for it. While vLLM makes its cache, GPU memory for its
+    thread may come from a pool that it empties when it sleeps."""
     if device.type != "cuda":
         return work()
 
