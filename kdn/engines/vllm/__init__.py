@@ -15,7 +15,8 @@
   vLLM's paged memory, `gather.py`: out of it; `targets.py`: which layers are the model's;
   `weights.py`: whether the model's weights are still those it started with.
 - `ranks.py`: several ranks, which meet in a folder (`rank_folder.py`): `one_fetch.py` loads for all
-  of a host, with `rank_streams.py`; `gathering.py` publishes for all, with `rank_parts.py`.
+  of a host, with `rank_streams.py`; `gathering.py` publishes for all, with `rank_parts.py` and
+  `rank_copies.py`.
 - `messages.py`: what the sides tell each other; `shared.py`: the session that they share.
 - `identity.py`: which model, and whose keys; `settings.py`.
 """

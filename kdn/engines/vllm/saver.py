@@ -18,6 +18,7 @@ import torch
 
 from kdn.cache.keys import Chunk
 from kdn.cache.rows import Slots, TokenRows
+from kdn.cache.tensors import KVCache
 from kdn.engines.vllm.gather import gather
 from kdn.engines.vllm.layout import PagedCache
 from kdn.engines.vllm.messages import SaveOrder, Step
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 Look = Callable[[], Callable[[], bool]]
 """See `Weights.look`."""
+Give = Callable[[Chunk, KVCache, int | None, float], bool]
+"""Whether somebody takes a part, copied when it returns: see `Ranks.offer`."""
 Gather = Callable[[Sequence[Slots], Sequence[torch.Tensor]], None]
 
 
@@ -47,6 +50,8 @@ class Saver:
     staging: Staging
     look: Look
     counts: Counter[str]
+    give: Give | None = None
+    """Of several ranks: their parts go to the first, not to the publisher."""
     has_other_weights: bool = False
     """Than at start: found by the thread that waits."""
     _began: Any = None
@@ -109,8 +114,7 @@ class Saver:
             for piece in pieces:
                 piece.loan.give_back()
             return []
-        self.counts["published_chunks"] += len(pieces)
-        return [
+        offers = [
             Offer(
                 piece.chunk,
                 piece.loan,
@@ -119,6 +123,19 @@ class Saver:
             )
             for piece in pieces
         ]
+        if self.give is None:
+            self.counts["published_chunks"] += len(pieces)
+            return offers
+        self._give(self.give, pieces, offers)
+        return []
+
+    def _give(self, give: Give, pieces: Sequence[_Piece], offers: Sequence[Offer]) -> None:
+        for piece, (chunk, source, exact_until, saved_s) in zip(pieces, offers, strict=True):
+            try:
+                if not give(chunk, source.read(chunk), exact_until, saved_s):
+                    self.counts["unpublished_chunks"] += 1
+            finally:
+                piece.loan.give_back()
 
     def _mark(self) -> Any:
         """This place in vLLM's stream, with the time when it passes it."""
