@@ -50,6 +50,7 @@ $(VLLM_STAMP): pyproject.toml
 # Installs nothing: PyTorch, Triton, Numba and transformers of a GPU machine are enough.
 test-gpu:
 	python3 -m pytest -m gpu tests/codec/test_klt_triton.py tests/codec/test_klt_shipped.py
+	python3 -m pytest -m gpu tests/cache/test_fingerprint.py tests/engines/test_unchanged.py tests/client/test_gpu.py
 
 # Two versions of numba would throw away each other's compiled code.
 test-vllm: $(VLLM_STAMP)

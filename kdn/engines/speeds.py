@@ -133,11 +133,13 @@ def _decoding(
     if not is_written_by_rows(codec.spec, model.device):
         return 1, lambda levels: codec.decode(stream, chunk, levels=levels)
     size = chunk.num_tokens
-    rows = Room.of(codec.spec, GPU_CHUNKS * size, model.dtype, model.device).rows()
+    room = Room.of(codec.spec, GPU_CHUNKS * size, model.dtype, model.device)
+    rows = room.rows()
     places = [np.arange(at * size, (at + 1) * size) for at in range(GPU_CHUNKS)]
 
     def decode(levels: int) -> None:
-        for error in codec.decode_rows([Coded(stream, chunk, levels, to) for to in places], rows):
+        batch = [Coded(stream, chunk, levels, to) for to in places]
+        for error in codec.decode_rows(batch, rows, after=room.after):
             if error is not None:
                 raise error
 

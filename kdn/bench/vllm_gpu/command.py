@@ -165,6 +165,8 @@ def _measure_kdn(
     console.print(f"kdn, {rate}: naming the model, making a profile and streams")
     spec = spec_of_checkpoint(task.model, dtype)
     drawn: Drawn = draw(spec, rate, folder / "drawn", torch.device(task.device), task.seed)
+    if task.device.startswith("cuda"):
+        torch.cuda.empty_cache()  # else it would count as the engines'
     bits = " / ".join(f"{one:.3f}" for one in drawn.bits())
     results.notes.append(f"{rate}: {RATES[rate].told}; drawn here: {bits} bits a value")
     bench = KdnBench(task, drawn, rate, folder, console)

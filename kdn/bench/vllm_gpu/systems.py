@@ -20,9 +20,11 @@ CPU_BYTES = 12 << 30
 """What the others get of main memory: more than all prompts take."""
 HOST_BYTES = 4 << 30
 """What kdn gets."""
-DEADLINE_S = 60.0
-GPU_SHARE = 0.5
-"""Of the GPU's memory, for weights and blocks."""
+DEADLINE_S = 120.0
+"""The first load compiles kernels."""
+GPU_SHARE, BLOCKS = 0.5, 12288
+"""Of the GPU's memory, for weights and blocks; and how many blocks of 16 tokens: all engines take
+the same for them."""
 NONE, OFFLOADING, LMCACHE = "no cache", "vLLM offloading", "LMCache"
 HOST, NODE = "kdn, host memory", "kdn, node"
 
@@ -44,6 +46,7 @@ class System:
         if device.startswith("cuda"):
             own = {
                 "dtype": "bfloat16", "gpu_memory_utilization": GPU_SHARE,
+                "num_gpu_blocks_override": BLOCKS,
                 "attention_config": {"backend": "FLASH_ATTN"},
             }  # fmt: skip
         engine = {
@@ -51,7 +54,7 @@ class System:
             "enable_prefix_caching": self.prefix_caching,
             "disable_hybrid_kv_cache_manager": True, **own,
         }  # fmt: skip
-        return {"engine": engine, "transfer": None if self.transfer is None else self.transfer}
+        return {"engine": engine, "transfer": self.transfer}
 
 
 def no_cache() -> System:

@@ -48,6 +48,7 @@ class Engine:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
+        self._used_before = _used_bytes()
         options: dict[str, Any] = dict(settings["engine"])
         if settings["transfer"] is not None:
             options["kv_transfer_config"] = KVTransferConfig(**settings["transfer"])
@@ -209,26 +210,34 @@ class Engine:
         return {"flush_s": took_s, "left": left, "published": dict(vars(publisher.counts))}
 
     def memory(self) -> dict[str, Any]:
-        """Bytes on the GPU: all that this process and others took, what PyTorch holds, and what
-        kdn says it holds."""
+        """Bytes on the GPU: what it has taken since this engine began, what of that PyTorch holds,
+        and what kdn says it holds."""
         import torch
 
         told: dict[str, Any] = {}
         if torch.cuda.is_available():
-            free, whole = torch.cuda.mem_get_info()
             told = {
-                "used_bytes": whole - free,
+                "used_bytes": _used_bytes() - self._used_before,
                 "torch_bytes": torch.cuda.memory_allocated(),
                 "reserved_bytes": torch.cuda.memory_reserved(),
             }
         if self._kdn_sides():
             codec = self._scheduler.connector._shared.session.codec
             tell = getattr(codec, "gpu_memory_bytes", None)
-            told["kdn_bytes"] = int(tell()) if callable(tell) else None
+            told["kdn_bytes"] = int(tell() if callable(tell) else tell or 0)
         return told
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+
+
+def _used_bytes() -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    free, whole = torch.cuda.mem_get_info()
+    return int(whole - free)
 
 
 if __name__ == "__main__":

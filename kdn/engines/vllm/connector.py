@@ -191,13 +191,13 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         ranks = self._ranks
         if not self._settings.publish or (ranks is not None and not ranks.has_part):
             return None
-        give = None if ranks is None else ranks.offer
         staging = Staging(paged, self._spec.num_layers, self._staging_bytes)
         logger.info(
             "kdn: %.2f GiB of GPU memory for %d chunks that wait to be published",
             staging.size_bytes / 2**30, len(staging),
         )  # fmt: skip
-        return lambda counts: Saver(self._shared, paged, staging, weights.look, counts, give)
+        hand_over = None if ranks is None else ranks.offer
+        return lambda counts: Saver(self._shared, paged, staging, weights.look, counts, hand_over)
 
     @property
     def _staging_bytes(self) -> int:

@@ -2,21 +2,24 @@
 
 Within a step, behind what the model computes: all its chunks are gathered into staging memory with
 one launch, and the weights are compared with those at start. Another thread waits for both, and
-hands the chunks to the publisher if the weights were the right ones.
+hands the chunks to the publisher if the weights were the right ones; with several ranks, this
+rank's heads of them to where they are gathered.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 
-from kdn.cache.keys import Chunk
+from kdn.cache.keys import CHUNK_TOKENS, Chunk
 from kdn.cache.rows import Slots, TokenRows
 from kdn.cache.tensors import KVCache
 from kdn.engines.vllm.gather import gather
@@ -29,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 Look = Callable[[], Callable[[], bool]]
 """See `Weights.look`."""
-Give = Callable[[Chunk, KVCache, int | None, float], bool]
-"""Whether somebody takes a part, copied when it returns: see `Ranks.offer`."""
 Gather = Callable[[Sequence[Slots], Sequence[torch.Tensor]], None]
+HandOver = Callable[[Chunk, KVCache, int | None, float], bool]
+"""See `Ranks.offer`."""
 
 
 @dataclass
@@ -50,16 +53,26 @@ class Saver:
     staging: Staging
     look: Look
     counts: Counter[str]
-    give: Give | None = None
-    """Of several ranks: their parts go to the first, not to the publisher."""
+    hand_over: HandOver | None = None
+    """Where several ranks have a part of each chunk: it takes values, and has copied them from a GPU
+    when it returns."""
     has_other_weights: bool = False
     """Than at start: found by the thread that waits."""
     _began: Any = None
     _gather: Gather = field(init=False)
+    _handing: threading.Lock = field(default_factory=threading.Lock)  # one thread at a time
 
     def __post_init__(self) -> None:
         assert self.paged.rows is not None
         self._gather = gatherer(self.paged.rows, self.paged.dtype)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """What is compiled on first use is compiled now, while vLLM starts."""
+        if (loan := self.staging.borrow(0, CHUNK_TOKENS)) is not None:
+            self._gather([np.zeros(CHUNK_TOKENS, dtype=np.int64)], [loan.place])
+            loan.give_back()
+            self.look()
 
     def begin(self) -> None:
         """A step after which something is to be saved."""
@@ -75,7 +88,8 @@ class Saver:
             return left
         for order in step.saves:
             for chunk in order.chunks:
-                loan = self.staging.borrow(chunk) if self.shared.has_room() else None
+                has_room = self.shared.has_room()
+                loan = self.staging.borrow(chunk.start, chunk.num_tokens) if has_room else None
                 if loan is None:
                     left.setdefault(order.request_id, {})[chunk.key] = chunk.start
                 else:
@@ -123,19 +137,23 @@ class Saver:
             )
             for piece in pieces
         ]
-        if self.give is None:
-            self.counts["published_chunks"] += len(pieces)
+        if self.hand_over is None:
+            self.counts["published_chunks"] += len(offers)
             return offers
-        self._give(self.give, pieces, offers)
+        with self._handing:
+            for piece, offer in zip(pieces, offers, strict=True):
+                self._hand_over(self.hand_over, piece.loan, offer)
         return []
 
-    def _give(self, give: Give, pieces: Sequence[_Piece], offers: Sequence[Offer]) -> None:
-        for piece, (chunk, source, exact_until, saved_s) in zip(pieces, offers, strict=True):
-            try:
-                if not give(chunk, source.read(chunk), exact_until, saved_s):
-                    self.counts["unpublished_chunks"] += 1
-            finally:
-                piece.loan.give_back()
+    def _hand_over(self, to: HandOver, loan: Loan, offer: Offer) -> None:
+        try:
+            values = loan.read(offer.chunk)
+            if not values.keys.is_cuda:  # from there it is copied anyway
+                values = KVCache(values.keys.clone(), values.values.clone(), values.start)
+            if not to(offer.chunk, values, offer.exact_until, offer.saved_s):
+                self.counts["unpublished_chunks"] += 1
+        finally:
+            loan.give_back()
 
     def _mark(self) -> Any:
         """This place in vLLM's stream, with the time when it passes it."""
