@@ -54,8 +54,8 @@ class Saver:
     look: Look
     counts: Counter[str]
     hand_over: HandOver | None = None
-    """Where several ranks have a part of each chunk: it takes values, and has copied them from a GPU
-    when it returns."""
+    """Where several ranks have a part of each chunk: it takes values, and has copied them from a
+    GPU when it returns."""
     has_other_weights: bool = False
     """Than at start: found by the thread that waits."""
     _began: Any = None
