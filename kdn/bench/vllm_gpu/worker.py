@@ -211,7 +211,7 @@ class Engine:
 
     def memory(self) -> dict[str, Any]:
         """Bytes on the GPU: what it has taken since this engine began, what of that PyTorch holds,
-        and what kdn says it holds."""
+        and what kdn says it holds; and what kdn says it has pinned in main memory."""
         import torch
 
         told: dict[str, Any] = {}
@@ -223,8 +223,7 @@ class Engine:
             }
         if self._kdn_sides():
             codec = self._scheduler.connector._shared.session.codec
-            tell = getattr(codec, "gpu_memory_bytes", None)
-            told["kdn_bytes"] = int(tell() if callable(tell) else tell or 0)
+            told["kdn_bytes"], told["pinned_bytes"] = codec.gpu_memory_bytes()
         return told
 
     def close(self) -> None:
