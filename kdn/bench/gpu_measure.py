@@ -16,8 +16,9 @@ from kdn.bench.gpu_timing import cuda_event, cuda_ms, replayed
 from kdn.cache.keys import CHUNK_TOKENS
 from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream
-from kdn.codec.klt.decoder_triton import GpuDecoder, Target
+from kdn.codec.klt.decoder_triton import GpuDecoder
 from kdn.codec.klt.gpu_input import Slab
+from kdn.codec.klt.gpu_target import Target
 
 
 @dataclass(frozen=True)

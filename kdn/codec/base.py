@@ -140,6 +140,10 @@ class Codec(ABC):
 
         return parallel_map(decode, batch)
 
+    def gpu_memory_bytes(self) -> tuple[int, int]:
+        """What this codec takes by now: on GPUs, and pinned in main memory for them."""
+        return 0, 0
+
     def _decode_row(
         self, one: Coded, rows: TokenRows, after: torch.cuda.Event | None
     ) -> KdnError | None:

@@ -40,7 +40,7 @@ from kdn.errors import FormatError, KdnError, MismatchError, TruncatedError, Uns
 from kdn.session.delivered import Grade
 from kdn.session.fading import SPARE, Kept, Room
 from kdn.session.host_folder import Here, HostFolder
-from kdn.session.stream_file import Front, HeldLevels, parse_front, read_head
+from kdn.session.stream_file import Front, HeldLevels, ends_in_file, parse_front, read_head
 
 TOKEN_AGE_NS = 100_000
 """A chunk counts as used so much earlier for each token before it: about as fast as a GPU reads, so
@@ -261,6 +261,8 @@ class HostStreams:
         """Keep the first `levels` levels of a stream, verified by whoever brings them, or as many
         as there is room for; unless as many are there. UnsupportedError if the folder is another's
         by now."""
+        if self.levels(chunk) >= levels:  # mostly, and far sooner known than what the header says
+            return False
         view = memoryview(data).cast("B")
         try:
             header = self._believed(bytes(view[: header_size(view)]), chunk)
@@ -280,11 +282,12 @@ class HostStreams:
         seen = self._look(here, chunk)
         if seen is not None and seen.levels >= levels:
             return False
-        used_ns, front = self._used_ns(chunk), Front.of(header, data, levels)
-        new = Kept(_name(chunk), 0, used_ns, front.level_ends, levels)
+        used_ns = self._used_ns(chunk)
+        new = Kept(_name(chunk), 0, used_ns, ends_in_file(header), levels)
         levels = self._room.make(here, new)
         if levels <= (seen.levels if seen else 0):
             return False
+        front = Front.of(header, data, levels)
         first = front.pack(data[: header.size_bytes])
         here.write(new.name, [first, data[: header.level_end(levels - 1)]])
         here.touch(new.name, used_ns, self._clock_ns())

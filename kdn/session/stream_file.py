@@ -54,8 +54,7 @@ class Front:
         starts = [header.level_start(level) for level in range(levels)]
         sums = [xxh3_64_intdigest(data[a:b]) for a, b in zip(starts, ends, strict=False)]
         sums += [NOT_HERE] * (count - levels)
-        at = _front_bytes(count)
-        return cls(at, header.size_bytes, tuple(at + end for end in ends), tuple(sums))
+        return cls(_front_bytes(count), header.size_bytes, ends_in_file(header), tuple(sums))
 
     def pack(self, header: Buffer) -> bytes:
         """The file's first bytes. They vouch for the stream's header, too."""
@@ -67,6 +66,12 @@ class Front:
     def levels_in(self, size_bytes: int) -> int:
         """How many of the first levels a file of that size holds."""
         return sum(end <= size_bytes for end in self.level_ends)
+
+
+def ends_in_file(header: Header) -> tuple[int, ...]:
+    """Where each level of a stream will end."""
+    at = _front_bytes(header.info.num_levels)
+    return tuple(at + end for end in header.level_ends)
 
 
 def parse_front(head: bytes) -> Front:

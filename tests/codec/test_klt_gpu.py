@@ -13,7 +13,7 @@ from kdn.bench.gpu import overlapped
 from kdn.cache.keys import Namespace, cut
 from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.codec.klt import KltCodec
-from kdn.codec.klt.gpu_input import Words, split_slabs, token_rows
+from kdn.codec.klt.gpu_input import token_rows
 from kdn.codec.klt.gpu_tables import (
     NEVER,
     Coding,
@@ -26,7 +26,7 @@ from kdn.codec.klt.gpu_tables import (
 )
 from kdn.codec.klt.latents import Latents
 from kdn.codec.klt.transform import GroupTransform
-from kdn.errors import FormatError, MismatchError
+from kdn.errors import MismatchError
 from tests.codec.klt_profile import make_profile
 
 CPU = torch.device("cpu")
@@ -126,23 +126,6 @@ def test_tokens_know_those_before_them(codec: KltCodec) -> None:
     assert second[0].tolist() == [256, 255, 254]
     with pytest.raises(MismatchError):
         token_rows(chunks[1], 200)
-
-
-def test_slabs_begin_where_contexts_do() -> None:
-    chunks = cut(np.arange(1024), Namespace(bytes(16), bytes(16)))
-    assert split_slabs(chunks, 3) == [range(3), range(3, 4)]
-    assert split_slabs([*chunks[:2], *chunks], 4) == [range(2), range(2, 6)]
-
-
-def test_sections_are_whole_words() -> None:
-    words = Words()
-    assert words.add(b"abcd") == (0, 2)
-    assert words.add(b"ef") == (2, 1)
-    with pytest.raises(FormatError):
-        words.add(b"odd")
-    found = words.upload(CPU, 5)
-    assert found.numpy().view(np.uint8)[:6].tobytes() == b"abcdef"
-    assert len(found) == 8
 
 
 def test_decoding_overlaps_arrival() -> None:

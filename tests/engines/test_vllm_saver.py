@@ -51,19 +51,24 @@ class World:
         shared: SharedSession,
         places: int = 8,
         changed: Callable[[], bool] = lambda: False,
+        hand_over: Any = None,
     ) -> None:
         self.shared, self.paged = shared, paged_memory()
         place_bytes = 2 * LAYERS * 256 * HEADS * DIM * 4
         self.staging = Staging(self.paged, LAYERS, places * place_bytes + 1)
         assert self.staging.place_bytes == place_bytes
         self.worker = WorkerSide(
-            shared, self.paged, lambda _: False, ANSWER_S, saver=self._saver(changed)
+            shared, self.paged, lambda _: False, ANSWER_S, saver=self._saver(changed, hand_over)
         )
         self.cache = values(608)
         self.paged.write(self.cache, 0, 608, BLOCK_IDS)
 
-    def _saver(self, changed: Callable[[], bool]) -> Callable[[Counter[str]], Saver]:
-        return lambda counts: Saver(self.shared, self.paged, self.staging, lambda: changed, counts)
+    def _saver(
+        self, changed: Callable[[], bool], hand_over: Any
+    ) -> Callable[[Counter[str]], Saver]:
+        return lambda counts: Saver(
+            self.shared, self.paged, self.staging, lambda: changed, counts, hand_over
+        )
 
     def save(self, chunks: tuple[Any, ...] = CHUNKS) -> None:
         order = SaveOrder("r", chunks, BLOCK_IDS)
@@ -84,7 +89,6 @@ class World:
 
 def test_what_was_copied_is_published_and_loaded(shared: SharedSession) -> None:
     """From the copy: blocks may have other values a moment later."""
-    world = World(shared)
     held = threading.Event()
     world = World(shared, changed=lambda: not held.wait(30))
     world.save()
@@ -161,6 +165,28 @@ def test_a_chunk_that_is_refused_gives_its_place_back(shared: SharedSession) -> 
     world.all_published(3)
 
 
+def test_ranks_hand_over_copies(shared: SharedSession) -> None:
+    """In main memory, as their places are used again."""
+    taken: list[tuple[int, Any]] = []
+
+    def take(chunk: Any, cache: Any, exact_until: int | None, saved_s: float) -> bool:
+        taken.append((chunk.start, cache))
+        return chunk.start != 256
+
+    world = World(shared, hand_over=take)
+    world.save()
+    world.until(lambda: len(taken) == 3 and world.staging.num_free == len(world.staging))
+    world.until(lambda: world.worker.counts["unpublished_chunks"] == 1)
+    for _ in range(len(world.staging)):
+        loan = world.staging.borrow(0, 256)
+        assert loan is not None
+        loan.place.fill_(9.0)
+    for start, cache in taken:
+        assert torch.equal(cache.keys, world.cache.keys[:, start : start + cache.num_tokens])
+        assert torch.equal(cache.values, world.cache.values[:, start : start + cache.num_tokens])
+    assert shared.session.publisher.counts.published == 0
+
+
 def test_what_waits_at_the_end_is_still_published(tmp_path: Any) -> None:
     from tests.engines.vllm_working import shared_session
 
@@ -186,7 +212,7 @@ def test_as_much_memory_as_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_places_are_given_back_once() -> None:
     staging = Staging(paged_memory(), LAYERS, 1 << 20)
-    loan = staging.borrow(CHUNKS[2])
+    loan = staging.borrow(512, 80)
     assert loan is not None
     assert loan.place.shape == (2, LAYERS, 80, HEADS, DIM)
     assert loan.place.is_contiguous()

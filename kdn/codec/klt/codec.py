@@ -21,10 +21,11 @@ import numpy.typing as npt
 import torch
 
 from kdn.cache.keys import Chunk
+from kdn.cache.rows import TokenRows, check_whole
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache, check_heads
 from kdn.codec import rans, rans_numba
-from kdn.codec.base import Codec, check_input, clear_absent, output_cache
+from kdn.codec.base import Codec, Coded, check_input, clear_absent, output_cache
 from kdn.codec.format import Bitstream, CodecId, DType, Section, StreamInfo, write
 from kdn.codec.klt import symbols, symbols_numba
 from kdn.codec.klt.columns import (
@@ -61,7 +62,7 @@ from kdn.codec.klt.transform import (
     transpose,
 )
 from kdn.codec.threads import parallel_call, parallel_map
-from kdn.errors import FormatError, UnsupportedError
+from kdn.errors import FormatError, KdnError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,38 @@ class KltCodec(Codec):
         super().decode_all(
             [streams[i] for i in left], [chunks[i] for i in left], out, levels=levels
         )
+
+    def decode_rows(
+        self,
+        batch: Sequence[Coded],
+        rows: TokenRows,
+        *,
+        after: torch.cuda.Event | None = None,
+    ) -> list[KdnError | None]:
+        """On the GPU where the memory is on one. What that cannot do is left to the reference."""
+        if not self._gpu.suits(rows):
+            return super().decode_rows(batch, rows, after=after)
+        found = [self._why_not(one, rows) for one in batch]
+        sound = [i for i, error in enumerate(found) if error is None]
+        left = self._gpu.decode_rows([batch[i] for i in sound], rows, after)
+        rest = [sound[i] for i in left]
+        others = super().decode_rows([batch[i] for i in rest], rows, after=after)
+        for i, error in zip(rest, others, strict=True):
+            found[i] = error
+        return found
+
+    def _why_not(self, one: Coded, rows: TokenRows) -> KdnError | None:
+        """What is wrong with a chunk and its slots before anything is decoded."""
+        try:
+            self._checked_levels(one.stream, one.chunk, one.levels)
+            rows.check_slots(one.slots, one.chunk.num_tokens)
+            check_whole(one.stream.info.valid_from, one.chunk.start, one.slots)
+        except KdnError as error:
+            return error
+        return None
+
+    def gpu_memory_bytes(self) -> tuple[int, int]:
+        return self._gpu.memory_bytes()
 
     def _checked_levels(self, stream: Bitstream, chunk: Chunk, levels: int | None) -> int:
         """How many levels to decode of what is this chunk's stream."""

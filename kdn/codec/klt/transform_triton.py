@@ -73,7 +73,7 @@ def find_largest(
     tl.store(largest + section * ROW + token, most)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_group", "num_groups"])
 def pack_components(
     low, high, scales, row_factor, centroids, classes, class_factor, counts, skipped, out, status,
     num_fine, largest, first_group, num_groups, num_rows, num_scales, wide, level_factor, width,
@@ -178,12 +178,17 @@ def _write(
     tl.store(line + two[None, :], odd, mask=wanted)
 
 
-@triton.jit
+# Numbers that change from batch to batch: to compile anew for some of them would take seconds.
+@triton.jit(
+    do_not_specialize=[
+        "first_tile", "num_tiles", "first_group", "sink_width", "num_token_tiles", "error_groups"
+    ]
+)  # fmt: skip
 def restore(
     a_matrix, b_matrix, tiles, first_tile, num_tiles, blocks_of, latents, group_width, first_group,
     column_scale, bias, first_channel, second_channel, frequency, cos, sin, num_frequencies,
     slots, pointers, key_stride, value_stride, sinks, sink_width, num_token_tiles, num_pairs,
-    status, inverse_scales, error_low, error_high, error_row_of, error_column_step,
+    value_channels, status, inverse_scales, error_low, error_high, error_row_of, error_column_step,
     error_token_step, error_groups, error_columns,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
     DTYPE: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr, ERRORS: tl.constexpr,
@@ -192,8 +197,10 @@ def restore(
     """Tiles of tokens and columns, one after the other. `tiles` [tile, 4]: group, layer, whether
     values, and with which of a layer's pairs it begins; `pointers` [layers, 2]: where each layer's
     keys and values are; `slots` [tokens]: each token's place there, or -1; of a chunk whose
-    `status` is set nothing is written. EXACT says that pairs come in whole runs of eight
-    neighbours, all of them turned. With HAS_SCALES values are multiplied by `inverse_scales`
+    `status` is set nothing is written. `first_channel` and `second_channel` [2, layers, pairs] say
+    how far a pair's channels are from there in keys and, `value_channels` further, in values. EXACT
+    says that pairs come in whole runs of eight neighbours, all of them turned, in memory where
+    every run begins at a whole vector. With HAS_SCALES values are multiplied by `inverse_scales`
     [layers, 2]. With ERRORS the last level is added, before the turn: 16-bit integers in two planes
     [chunk, group, row, spot] as `symbols_triton.py` writes them, whose row is `error_row_of`
     [columns], in steps of a column and of a token."""
@@ -219,6 +226,8 @@ def restore(
         token = token_tile * BM + tl.arange(0, BM)
         chunk = token_tile * BM // ROW
         slot = tl.where(tl.load(status + chunk) == 0, tl.load(slots + token), -1)
+        first_of = first_channel + is_value * value_channels
+        second_of = second_channel + is_value * value_channels
         base = tl.load(pointers + layer * 2 + is_value).to(tl.pointer_type(DTYPE))
         stride = tl.where(is_value == 0, key_stride, value_stride)
         line = base + slot[:, None] * stride
@@ -240,15 +249,15 @@ def restore(
             left, right = tl.split(tl.permute(tl.reshape(sums, (BM, 2, HALF)), (0, 2, 1)))
             _write(left, tile * BN + tl.arange(0, HALF), pair + tl.arange(0, HALF // 2), token,
                    is_value, sinks, own_sinks, column_scale, bias, frequency, cos, sin,
-                   num_frequencies, line, slot, first_channel, second_channel, errors,
+                   num_frequencies, line, slot, first_of, second_of, errors,
                    inverse_scale, EXACT, DTYPE, ERRORS, HAS_SCALES)  # fmt: skip
             _write(right, tile * BN + HALF + tl.arange(0, HALF),
                    pair + HALF // 2 + tl.arange(0, HALF // 2), token,
                    is_value, sinks, own_sinks, column_scale, bias, frequency, cos, sin,
-                   num_frequencies, line, slot, first_channel, second_channel, errors,
+                   num_frequencies, line, slot, first_of, second_of, errors,
                    inverse_scale, EXACT, DTYPE, ERRORS, HAS_SCALES)  # fmt: skip
         else:
             _write(sums, tile * BN + tl.arange(0, BN), pair + tl.arange(0, BN // 2), token,
                    is_value, sinks, own_sinks, column_scale, bias, frequency, cos, sin,
-                   num_frequencies, line, slot, first_channel, second_channel, errors,
+                   num_frequencies, line, slot, first_of, second_of, errors,
                    inverse_scale, EXACT, DTYPE, ERRORS, HAS_SCALES)  # fmt: skip

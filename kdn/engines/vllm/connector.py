@@ -187,14 +187,15 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return None
         session = self._shared.session
         warm_up_gpu(session.codec, paged.rows, paged.dtype)
-        if not self._settings.publish or self._ranks is not None:
+        if not self._settings.publish:
             return None
         staging = Staging(paged, self._spec.num_layers, self._settings.staging_bytes)
         logger.info(
             "kdn: %.2f GiB of GPU memory for %d chunks that wait to be published",
             staging.size_bytes / 2**30, len(staging),
         )  # fmt: skip
-        return lambda counts: Saver(self._shared, paged, staging, weights.look, counts)
+        hand_over = None if self._ranks is None else self._ranks.offer
+        return lambda counts: Saver(self._shared, paged, staging, weights.look, counts, hand_over)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -2,25 +2,30 @@
 
 Within a step, behind what the model computes: all its chunks are gathered into staging memory with
 one launch, and the weights are compared with those at start. Another thread waits for both, and
-hands the chunks to the publisher if the weights were the right ones.
+hands the chunks to the publisher if the weights were the right ones; with several ranks, this
+rank's heads of them to where they are gathered.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 
-from kdn.cache.keys import Chunk
+from kdn.cache.keys import CHUNK_TOKENS, Chunk
 from kdn.cache.rows import Slots, TokenRows
+from kdn.cache.tensors import KVCache
 from kdn.engines.vllm.gather import gather
 from kdn.engines.vllm.layout import PagedCache
 from kdn.engines.vllm.messages import SaveOrder, Step
+from kdn.engines.vllm.rank_parts import on_host
 from kdn.engines.vllm.shared import Offer, SharedSession
 from kdn.engines.vllm.staging import Loan, Staging
 
@@ -29,6 +34,8 @@ logger = logging.getLogger(__name__)
 Look = Callable[[], Callable[[], bool]]
 """See `Weights.look`."""
 Gather = Callable[[Sequence[Slots], Sequence[torch.Tensor]], None]
+HandOver = Callable[[Chunk, KVCache, int | None, float], bool]
+"""See `Ranks.offer`."""
 
 
 @dataclass
@@ -47,14 +54,25 @@ class Saver:
     staging: Staging
     look: Look
     counts: Counter[str]
+    hand_over: HandOver | None = None
+    """Takes values in main memory, where several ranks have a part of each chunk."""
     has_other_weights: bool = False
     """Than at start: found by the thread that waits."""
     _began: Any = None
     _gather: Gather = field(init=False)
+    _handing: threading.Lock = field(default_factory=threading.Lock)  # one thread at a time
 
     def __post_init__(self) -> None:
         assert self.paged.rows is not None
         self._gather = gatherer(self.paged.rows, self.paged.dtype)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """What is compiled on first use is compiled now, while vLLM starts."""
+        if (loan := self.staging.borrow(0, CHUNK_TOKENS)) is not None:
+            self._gather([np.zeros(CHUNK_TOKENS, dtype=np.int64)], [loan.place])
+            loan.give_back()
+            self.look()
 
     def begin(self) -> None:
         """A step after which something is to be saved."""
@@ -70,7 +88,8 @@ class Saver:
             return left
         for order in step.saves:
             for chunk in order.chunks:
-                loan = self.staging.borrow(chunk) if self.shared.has_room() else None
+                has_room = self.shared.has_room()
+                loan = self.staging.borrow(chunk.start, chunk.num_tokens) if has_room else None
                 if loan is None:
                     left.setdefault(order.request_id, {})[chunk.key] = chunk.start
                 else:
@@ -109,8 +128,7 @@ class Saver:
             for piece in pieces:
                 piece.loan.give_back()
             return []
-        self.counts["published_chunks"] += len(pieces)
-        return [
+        offers = [
             Offer(
                 piece.chunk,
                 piece.loan,
@@ -119,6 +137,24 @@ class Saver:
             )
             for piece in pieces
         ]
+        if self.hand_over is None:
+            self.counts["published_chunks"] += len(offers)
+            return offers
+        with self._handing:
+            for piece, offer in zip(pieces, offers, strict=True):
+                self._hand_over(self.hand_over, piece.loan, offer)
+        return []
+
+    def _hand_over(self, to: HandOver, loan: Loan, offer: Offer) -> None:
+        try:
+            staged = loan.read(offer.chunk)
+            values = on_host(staged)
+            if values is staged:
+                values = KVCache(staged.keys.clone(), staged.values.clone(), staged.start)
+        finally:
+            loan.give_back()
+        if not to(offer.chunk, values, offer.exact_until, offer.saved_s):
+            self.counts["unpublished_chunks"] += 1
 
     def _mark(self) -> Any:
         """This place in vLLM's stream, with the time when it passes it."""

@@ -50,16 +50,16 @@ class Staging:
     def num_free(self) -> int:
         return len(self._free)
 
-    def borrow(self, chunk: Chunk) -> Loan | None:
-        """A place for this chunk; None if all are taken."""
+    def borrow(self, start: int, num_tokens: int) -> Loan | None:
+        """A place for a chunk of so many tokens; None if all are taken."""
         with self._lock:
             if not self._free:
                 return None
             number = self._free.pop()
         sides, layers, _, heads, channels = self._shape
-        shape = (sides, layers, chunk.num_tokens, heads, channels)
+        shape = (sides, layers, num_tokens, heads, channels)
         place = self._memory[number].view(-1)[: math.prod(shape)].view(shape)
-        return Loan(self, number, place, chunk.start)
+        return Loan(self, number, place, start)
 
     def take_back(self, number: int) -> None:
         with self._lock:

@@ -112,7 +112,7 @@ class WorkerSide:
         return {ended.order.request_id for ended in every}
 
     def _save_queued(self, saver: Saver) -> None:
-        if self._is_over:
+        if self._is_over or (self._ranks is not None and not self._ranks.has_part):
             return
         try:
             for request_id, chunks in saver.save(self._step).items():
