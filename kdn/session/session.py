@@ -27,7 +27,7 @@ from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.header import StreamInfo
 from kdn.delivery.client import deliver
-from kdn.delivery.estimate import Estimator, Told
+from kdn.delivery.estimate import Estimator, Gauge, Told
 from kdn.delivery.known import Known, Wish, longest_known
 from kdn.delivery.lookup import Question, Stream, Streams, ask
 from kdn.delivery.plan import Speeds
@@ -67,6 +67,7 @@ class Session(Opened):
         """`dtype`: of the cache that the engine computes with."""
         self.settings, self.spec, self.dtype = settings, spec, dtype
         self.estimator = Estimator()
+        self._gauge = Gauge(None, can_compute=False)
         self.host: HostMemory | None = None
         self._keeper: Keeper | None = None
         self._clock, self._rng = clock, Random()
@@ -193,8 +194,9 @@ class Session(Opened):
         )  # fmt: skip
         told = known if known is not None and known.are_found(rest) else None
         result = await deliver(
-            request, self.places.endpoints, told, estimator=self.estimator, on_progress=on_progress
-        )
+            request, self.places.endpoints, told, estimator=self.estimator, on_progress=on_progress,
+            gauge=self._gauge if speeds is None else None,
+        )  # fmt: skip
         return Delivered(tuple(chunks), held, result, self.codec.expected_kld)
 
     async def _write_held(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
-from kdn.codec.threads import parallel_map
+from kdn.codec.threads import num_cores, parallel_map
 from kdn.delivery.sink import Arrival
 from kdn.engines.vllm.layout import PagedCache
 from kdn.engines.vllm.messages import LoadOrder
@@ -67,6 +67,10 @@ class PagedSink:
         self.decoded: dict[bytes, KVCache] = {}
         """By the keys of chunks: the last values that were written."""
         self._codec, self._paged, self._job, self._max_kept = codec, paged, job, max_kept
+
+    @property
+    def batch_chunks(self) -> int:
+        return num_cores()
 
     def decode(self, batch: Sequence[Arrival]) -> list[KdnError | None]:
         """On all cores, each chunk into memory of its own: what fails leaves blocks alone."""
