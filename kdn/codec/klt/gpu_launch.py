@@ -70,6 +70,9 @@ class Launcher(ABC):
     """What a decoder does around its kernels."""
 
     def __init__(self, device: torch.device, maker: SlabMaker, streams: Streams) -> None:
+        """Decoding waits for what is in the current stream by now: the decoder's tables."""
+        with streams.main(streams.mark()):
+            pass
         self.device, self._maker, self._streams = device, maker, streams
         self._scratch, self._ring = Scratch(device), InputRing(device)
         self._targets: dict[tuple[object, ...], Target] = {}
