@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
@@ -45,6 +46,7 @@ class Table:
     @classmethod
     def of(cls, offers: tuple[Offer, ...], speeds: Speeds) -> Table:
         width = max(len(offer.level_ends) for offer in offers)
+        decode_s = cache(speeds.decode_s)  # most chunks are alike
         borders = list(accumulate((offer.num_tokens for offer in offers), initial=0))
         return cls(
             weights=np.array(shares(offers)),
@@ -54,7 +56,7 @@ class Table:
             decode_s=np.array(
                 [
                     [
-                        speeds.decode_s(offer.num_tokens, min(level, len(offer.level_ends)))
+                        decode_s(offer.num_tokens, min(level, len(offer.level_ends)))
                         for level in range(1, width + 1)
                     ]
                     for offer in offers

@@ -36,6 +36,11 @@ class Arrival(NamedTuple):
 
 
 class Sink(Protocol):
+    @property
+    def batch_chunks(self) -> int:
+        """How many chunks it likes to decode at a time."""
+        ...
+
     def decode(self, batch: Sequence[Arrival]) -> list[KdnError | None]:
         """Write each chunk as a whole, or say why not."""
         ...
@@ -76,6 +81,11 @@ class HostSink:
                 if position > start:
                     valid_from[layer] = position
         return KVCache(cache.keys, cache.values, cache.start, tuple(valid_from))
+
+    @property
+    def batch_chunks(self) -> int:
+        """One for each core."""
+        return num_cores()
 
     def decode(self, batch: Sequence[Arrival]) -> list[KdnError | None]:
         """On all cores: a chunk for each of them, or all for one chunk."""

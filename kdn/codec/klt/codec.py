@@ -40,8 +40,9 @@ from kdn.codec.klt.columns import (
     share_of,
     write_band,
 )
-from kdn.codec.klt.device import GpuDecoding, GpuEncoding
+from kdn.codec.klt.device import GpuDecoding
 from kdn.codec.klt.duals import Duals
+from kdn.codec.klt.gpu_encoding import BATCH_BYTES, CONTEXT_BYTES, GpuEncoding
 from kdn.codec.klt.kinds import (
     KIND_CORRECTION,
     KIND_DIGITS,
@@ -125,6 +126,8 @@ class KltCodec(Codec):
         return device.type == "cuda" and find_spec("triton") is not None
 
     def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
+        if self._gpu_encoding.suits(chunk, cache):
+            return _whole(self.encode_batch([(chunk, cache)]))[0]
         analysis = self.analyse(chunk, cache)
         sections = [Section(0, KIND_TOKENS, 0, self._encode_classes(analysis.classes))]
         sections += [
@@ -140,16 +143,41 @@ class KltCodec(Codec):
 
     def encode_all(self, chunks: Sequence[Chunk], cache: KVCache) -> list[bytes]:
         """On the GPU where the cache is on one."""
-        if not self._gpu_encoding.suits(chunks, cache):
-            self._duals.all()  # by all threads of the pool, before each takes a chunk
-            return super().encode_all(chunks, cache)
-        from kdn.codec.klt.gpu_output import sections_of
+        items = [(chunk, cache.slice(chunk.start, chunk.end)) for chunk in chunks]
+        if items and all(self._gpu_encoding.suits(*item) for item in items):
+            return _whole(self._encode_on_gpu(items, CONTEXT_BYTES))
+        self._duals.all()  # by all threads of the pool, before each takes a chunk
+        return super().encode_all(chunks, cache)
 
-        found = sections_of(self, chunks, self._gpu_encoding.encode(chunks, cache))
-        jobs = zip(chunks, found, strict=True)
-        return parallel_map(
-            lambda job: self._write(job[0], cache.slice(job[0].start, job[0].end), job[1]), jobs
-        )
+    def encode_batch(self, items: Sequence[tuple[Chunk, KVCache]]) -> list[bytes | KdnError]:
+        """Those whose caches are on a GPU are encoded there, all together."""
+        found: dict[int, bytes | KdnError] = {}
+        by_device: dict[torch.device | None, list[int]] = {}
+        for index, (chunk, cache) in enumerate(items):
+            suits = self._gpu_encoding.suits(chunk, cache)
+            by_device.setdefault(cache.keys.device if suits else None, []).append(index)
+        for device, own in by_device.items():
+            part = [items[index] for index in own]
+            on_cores = super().encode_batch
+            done = on_cores(part) if device is None else self._encode_on_gpu(part, BATCH_BYTES)
+            found |= dict(zip(own, done, strict=True))
+        return [found[index] for index in range(len(items))]
+
+    def _encode_on_gpu(
+        self, items: Sequence[tuple[Chunk, KVCache]], memory_bytes: int
+    ) -> list[bytes | KdnError]:
+        """Of caches on one GPU, which suit; it may take so much memory there."""
+
+        def finish(
+            job: tuple[tuple[Chunk, KVCache], Sequence[Section] | KdnError],
+        ) -> bytes | KdnError:
+            (chunk, cache), sections = job
+            return (
+                sections if isinstance(sections, KdnError) else self._write(chunk, cache, sections)
+            )
+
+        coded = self._gpu_encoding.encode(items, memory_bytes)
+        return parallel_map(finish, zip(items, coded, strict=True))
 
     def _write(self, chunk: Chunk, cache: KVCache, sections: Sequence[Section]) -> bytes:
         info = StreamInfo.for_chunk(
@@ -354,6 +382,8 @@ class KltCodec(Codec):
     def analyse(self, chunk: Chunk, cache: KVCache) -> Analysis:
         """What is to be coded, before rounding."""
         check_input(self.spec, chunk, cache)
+        if cache.ready is not None:
+            cache.ready.synchronize()
         duals = self._duals.all()
         tables = RopeTables.of(self.spec, chunk.start, chunk.num_tokens, forward=False)
         weight = torch.from_numpy(self.profile.tensors["importance"])
@@ -523,6 +553,16 @@ class KltCodec(Codec):
 
     def _decode_classes(self, data: memoryview, num_tokens: int) -> npt.NDArray[np.uint8]:
         return rans_numba.decode(data, self._token_tables, *_token_steps(num_tokens))
+
+
+def _whole(found: Sequence[bytes | KdnError]) -> list[bytes]:
+    """All streams; raises what the first that is none says."""
+    streams = []
+    for one in found:
+        if isinstance(one, KdnError):
+            raise one
+        streams.append(one)
+    return streams
 
 
 def _step_sizes(classes: npt.NDArray[np.uint8], step: float) -> Floats:

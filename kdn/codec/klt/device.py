@@ -1,4 +1,4 @@
-"""What a GPU does of coding: all that it can, where the cache lies on one and Triton is there.
+"""What a GPU does of decoding: all that it can, where the cache lies on one and Triton is there.
 
 The kernels know chunks of up to 256 tokens, and memory in which a head's channels lie side by side.
 The rest, and chunks in which they found something wrong, is for the reference: it is the one that
@@ -12,7 +12,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,17 +23,15 @@ from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Coded, output_cache
 from kdn.codec.format import Bitstream
-from kdn.codec.klt import symbols
 from kdn.codec.klt.gpu_tables import MAX_SINKS
 from kdn.codec.klt.profile import Profile
 from kdn.codec.klt.streams import apart
-from kdn.errors import KdnError, UnsupportedError
+from kdn.errors import KdnError
 
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from kdn.codec.klt.decoder_triton import GpuDecoder
-    from kdn.codec.klt.encoder_triton import Encoded, GpuEncoder
     from kdn.codec.klt.gpu_input import Job
 
 
@@ -149,46 +146,3 @@ class GpuDecoding:
             [streams[i] for i in todo], [chunks[i] for i in todo], levels, target, slots
         )
         return [todo[i] for i in failed]
-
-
-class GpuEncoding:
-    """A codec's encoders, one for each device, made when first used."""
-
-    def __init__(self, spec: ModelSpec, profile: Profile) -> None:
-        self._spec, self._profile = spec, profile
-        self._lock = threading.Lock()  # guards what follows
-        self._encoders: dict[torch.device, GpuEncoder] = {}
-
-    def suits(self, chunks: Sequence[Chunk], cache: KVCache) -> bool:
-        """Whether chunks follow one another in a whole cache, and layers and groups are alike."""
-        if not cache.keys.is_cuda or find_spec("triton") is None or not chunks:
-            return False
-        ropes = set(self._spec.ropes)
-        rope = next(iter(ropes))
-        alike = len(ropes) == 1 and rope is not None and not rope.interleaved
-        whole = rope is not None and rope.rotary_dim == self._spec.head_dim
-        follow = all(a.end == b.start for a, b in pairwise(chunks))
-        full = all(chunk.num_tokens == CHUNK_TOKENS for chunk in chunks[:-1])
-        last = chunks[-1].num_tokens <= CHUNK_TOKENS
-        same = len({(g.fine.shape, g.basis.shape) for g in self._profile.groups}) == 1
-        return alike and whole and follow and full and last and same and cache.is_complete
-
-    def encode(self, chunks: Sequence[Chunk], cache: KVCache) -> list[Encoded]:
-        """Of chunks and a cache that suit."""
-        from kdn.codec.klt.encoder_triton import GpuEncoder
-
-        device = cache.keys.device
-        with self._lock:
-            if device not in self._encoders:
-                self._encoders[device] = GpuEncoder(self._spec, self._profile, device)
-            found = self._encoders[device].encode(chunks, cache)
-            for one in found:
-                if not np.isfinite(float(one.total)):
-                    raise UnsupportedError(
-                        "klt codes finite values only; found NaN or infinity in the cache"
-                    )
-                if not float(one.largest) <= symbols.MAX_BASE:
-                    raise UnsupportedError(
-                        "values too far from all that the profile was calibrated on"
-                    )
-            return found

@@ -1,10 +1,14 @@
-"""Compiling what is compiled on first use: a load has a deadline, the start of vLLM has none."""
+"""While vLLM starts: kdn takes what it needs of a GPU, and compiles what is compiled on first use.
+A load has a deadline, the start of vLLM has none."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +22,23 @@ from kdn.delivery.sink import GPU_BATCH_CHUNKS
 from kdn.errors import KdnError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def apart(device: torch.device, work: Callable[[], T]) -> T:
+    """Do it in a thread of its own, and wait for it. While vLLM makes its cache, GPU memory for its
+    thread may come from a pool that it empties when it sleeps."""
+    if device.type != "cuda":
+        return work()
+
+    def on_device() -> T:
+        with torch.cuda.device(device):
+            done = work()
+            torch.cuda.synchronize()
+            return done
+
+    with ThreadPoolExecutor(1, "kdn-start") as thread:
+        return thread.submit(on_device).result()
 
 
 def warm_up(codec: Codec) -> None:
@@ -28,7 +49,10 @@ def warm_up(codec: Codec) -> None:
 
 def warm_up_gpu(codec: Codec, rows: TokenRows, dtype: torch.dtype) -> None:
     """What decodes into this memory, at every number of levels, and what encodes values of `dtype`
-    on its device. Nothing is written. What does not work says so again when it is needed."""
+    on its device, if the codec does that there. Nothing is written. What does not work says so when
+    it is needed, too."""
+    if not codec.decodes_on(rows.device):
+        return
     began_s = time.monotonic()
     # The first tokens of a context are coded in another way, and last chunks are shorter.
     chunks = _chunks(codec, 2, TAIL_MULTIPLE)
