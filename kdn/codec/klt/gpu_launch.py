@@ -146,7 +146,8 @@ class Launcher(ABC):
         if not jobs:
             return []
         plan, found = self.plan(len(jobs), target), []
-        runs = split_slabs(jobs, plan.num_chunks, self._ring.size_bytes)
+        room = self._ring.size_bytes - self._maker.overhead_bytes(plan.num_chunks)
+        runs = split_slabs(jobs, plan.num_chunks, room)
         if len(runs) > 1 and plan.planes is not None:
             return self.launch(jobs, levels, replace(target, whole=None), after)
         with self._streams.main(after):
