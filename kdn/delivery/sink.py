@@ -141,9 +141,9 @@ class RowsSink:
 
     def write(self, chunk: Chunk, values: KVCache) -> None:
         """Returns when they are there: `values` may change afterwards. If these are on a GPU, they
-        are what the current stream has computed."""
-        computed = None
-        if values.keys.is_cuda:
+        are ready when they say so, or what the current stream has computed."""
+        computed = values.ready
+        if values.keys.is_cuda and computed is None:
             computed = torch.cuda.current_stream(values.keys.device).record_event()
         with self._rows.writing(self._after, computed):
             self._rows.write(values.slice(chunk.start, chunk.end), self._slots_of(chunk))

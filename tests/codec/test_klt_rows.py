@@ -164,6 +164,38 @@ def test_of_a_chunk_that_failed_nothing_is_written(decoded: Decoded) -> None:
     assert all(torch.all(one == 7) for one in (*rows.keys, *rows.values))
 
 
+def test_predictions_are_those_of_the_reference(decoded: Decoded) -> None:
+    from kdn.codec.klt.gpu_memory import Fresh
+    from kdn.codec.klt.known_triton import place_latents
+
+    synthesis, latents = decoded.decoder.synthesis, decoded.decoder._latents
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, 1001, (64, 3))).to(DEVICE)
+    wanted = (latents(ids) * synthesis.latent_factor).half()
+    sums = latents.products_in(64, Fresh(DEVICE))(ids)
+    rank, width, sinks = latents.rank, synthesis.num_latents, 3
+    out = torch.full((64, width + 8), 7.0, dtype=torch.float16, device=DEVICE)
+    place_latents[(8,)](
+        sums, latents.scale, synthesis.latent_factor, out, sums.shape[1], out.shape[1], rank,
+        latents.num_fine, width, sinks, BT=8, BR=64,
+    )  # fmt: skip
+    assert torch.allclose(out[sinks:, :rank], wanted[sinks:], rtol=1e-3)
+    assert torch.all(out[:sinks, :width] == 0)
+    assert torch.all(out[sinks:, rank:width] == 0)
+    assert torch.all(out[:, width:] == 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_angles_are_those_of_float64(decoded: Decoded, dtype: torch.dtype) -> None:
+    """Also far into a context."""
+    positions = torch.arange(16, device=DEVICE) * 65_537
+    angles = tuple(torch.empty((16, 8), dtype=dtype, device=DEVICE) for _ in range(2))
+    decoded.decoder._turn(positions, angles)
+    exact = positions.double()[:, None] * decoded.decoder._turns[0]
+    bound = 2**-24 if dtype == torch.float32 else 2**-11
+    for found, wanted in zip(angles, (exact.cos(), exact.sin()), strict=True):
+        assert float((found.double() - wanted).abs().max()) < bound
+
+
 def spoilt(case: Case) -> Bitstream:
     header, data = case.streams[0].header, bytearray(case.data[0])
     data[header.size_bytes] ^= 1
@@ -172,7 +204,7 @@ def spoilt(case: Case) -> Bitstream:
 
 def on_this_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the interpreter's CPU were a GPU."""
-    monkeypatch.setattr(case.codec._gpu, "_suits", lambda *_: True)
+    monkeypatch.setattr(case.codec._gpu, "suits", lambda *_: True)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of what a spoilt byte decodes to
@@ -216,6 +248,21 @@ def test_what_kernels_cannot_do_the_reference_writes(
     ]
     wanted = case.codec.decode(case.streams[0], case.chunks[0], levels=1)
     assert torch.equal(rows.values[1][5 : 5 + TOKENS].cpu(), wanted.values[1])
+
+
+def test_without_memory_on_the_gpu_the_reference_writes(
+    decoded: Decoded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def take_too_much(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    case, rows = decoded.case, side_by_side()
+    on_this_device(case, monkeypatch)
+    monkeypatch.setattr(case.codec._gpu, "_decoder", take_too_much)
+    one = Coded(case.streams[0], case.chunks[0], 1, np.arange(TOKENS))
+    assert case.codec.decode_rows([one], rows) == [None]
+    assert "too little memory" in caplog.text
+    assert not torch.any(rows.keys[0][:TOKENS] == 7)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="slow")

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
+from kdn.cache.keys import CHUNK_TOKENS, TAIL_MULTIPLE, Chunk, Namespace, cut
 from kdn.cache.rows import NOWHERE, TokenRows
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec, Coded
@@ -54,12 +54,13 @@ def warm_up_gpu(codec: Codec, rows: TokenRows, dtype: torch.dtype) -> None:
     if not codec.decodes_on(rows.device):
         return
     began_s = time.monotonic()
-    chunks = _chunks(codec, 2)  # the first tokens of a context are coded in another way
+    # The first tokens of a context are coded in another way, and last chunks are shorter.
+    chunks = _chunks(codec, 2, TAIL_MULTIPLE)
     try:
         caches = [_values(codec, chunk, rows.device, dtype) for chunk in chunks]
         streams = codec.encode_batch(list(zip(chunks, caches, strict=True)))
-        nowhere = np.full(CHUNK_TOKENS, NOWHERE, dtype=np.int64)
         for chunk, data in zip(chunks, streams, strict=True):
+            nowhere = np.full(chunk.num_tokens, NOWHERE, dtype=np.int64)
             if isinstance(data, KdnError):
                 raise data
             for levels in range(1, codec.num_levels + 1):
@@ -71,8 +72,8 @@ def warm_up_gpu(codec: Codec, rows: TokenRows, dtype: torch.dtype) -> None:
     logger.info("kdn: compiled for %s in %.1f s", rows.device, time.monotonic() - began_s)
 
 
-def _chunks(codec: Codec, count: int) -> list[Chunk]:
-    tokens = [token % codec.spec.vocab_size for token in range(count * CHUNK_TOKENS)]
+def _chunks(codec: Codec, count: int, more: int = 0) -> list[Chunk]:
+    tokens = [token % codec.spec.vocab_size for token in range(count * CHUNK_TOKENS + more)]
     return cut(tokens, Namespace(b"", b""))
 
 
