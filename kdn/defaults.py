@@ -2,6 +2,8 @@
 Those of configuration files are in `config.py`. Importing this is light."""
 
 MODEL = "smollm2"
+DEVICE = "auto"
+"""A GPU if there is one; see `kdn/engines/device.py`."""
 CODEC = "klt"
 QUALITY = "default"
 """See `kdn/session/quality.py`."""
@@ -14,4 +16,4 @@ QUEUE_BYTES = 1 << 30
 SPOOL_BYTES = 1 << 30
 """Of encoded chunks that wait on disk for a node that is away."""
 HOST_BYTES = 2 << 30
-"""Of decoded chunks, in memory that all engines of a host share."""
+"""Of chunks, in memory that all engines of a host share."""

@@ -34,7 +34,7 @@ HOMES = {
         "engines/*.py", "client/engine.py", "bench/gpu_prefill.py", "bench/vllm.py",
         "cli/demo_text.py", "cli/demo_worker.py",
     ),
-    "vllm": ("engines/vllm/*.py", "bench/vllm_worker.py"),
+    "vllm": ("engines/vllm/*.py", "bench/vllm_worker.py", "bench/vllm_gpu/worker.py"),
 }  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 """`kdn bench gpu`: decoding on a GPU beside prefill, and time to the first token over links.
 
 The models never ran: Llama-3.1's shapes with random weights, and a synthetic profile
-(`gpu_model.py`). Links are virtual: a chunk arrives when its bytes have passed at the link's rate;
-decoding, measured for as many chunks as had arrived by then, overlaps the arrival of the next; then
-the model runs one token (`gpu_prefill.py`), the same for all. A context is made of a few encoded
-chunks, over and over.
+(`gpu_model.py`), at two rates. Links are virtual: a chunk arrives when its bytes have passed at the
+link's rate; decoding, measured for as many chunks as had arrived by then, overlaps the arrival of
+the next; then the model runs one token (`gpu_prefill.py`), the same for all. A context is made of a
+few encoded chunks, over and over.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kdn.bench import options
 from kdn.bench.options import JsonFile
-from kdn.bench.report import report_console, write_json
+from kdn.bench.report import print_passed, report_console, write_json
 from kdn.errors import UnsupportedError
 
 LINKS_GBIT = (1, 3, 10, 25, 100)
@@ -27,6 +27,8 @@ CHUNK_TOKENS = 256
 CACHEGEN_BITS = 2.26
 BATCHES = (1, 2, 4, 8, 16, 32)
 MOST_ENCODED = 32768
+DECODE_MS_BAR = 4.54 * 1.03
+"""8,192 tokens of the 8B shape, three levels, grouped: as once measured, and what runs vary by."""
 
 
 def run(
@@ -34,16 +36,19 @@ def run(
         "2048,8192,32768,65536"
     ),
     shapes: Annotated[str, typer.Option(help="Comma-separated: 8b, 70b.")] = "8b,70b",
+    rates: Annotated[str, typer.Option(help="Comma-separated: grouped, pairs.")] = "grouped,pairs",
     group_layers: Annotated[int, options.count(1, "Layers coded together.")] = 2,
     chunks: Annotated[int, options.count(2, "Chunks that are encoded.")] = 4,
     json_file: JsonFile = None,
     seed: Annotated[int, options.seed("Chooses weights, tokens and values.")] = 0,
 ) -> None:
     """Decode and prefill milliseconds on this GPU, and time to first token over links."""
+    from kdn.bench.gpu_model import RATES
     from kdn.bench.gpu_prefill import SHAPES
 
     lengths = [int(one) for one in options.numbers("contexts", contexts, 256, 1 << 20)]
     names = options.words("shapes", shapes, tuple(SHAPES))
+    chosen = options.words("rates", rates, tuple(RATES))
     if not torch.cuda.is_available():
         raise UnsupportedError("kdn bench gpu needs a CUDA device; there is none")
     from kdn.bench.gpu_measure import Ceilings
@@ -57,45 +62,72 @@ def run(
         "note": "synthetic profile after SmolLM2's spectrum; random weights; step: one token after "
         "the context, its cache written in place, as a CUDA graph; 70b: prefill and step timed on "
         "8 layers and scaled by 10",
+        "rates": {rate: RATES[rate].told for rate in chosen},
         "shapes": {},
     }
     for name in names:
-        setting = (group_layers, chunks, seed)
-        results["shapes"][name] = _shape(SHAPES[name], lengths, ceilings, setting)
-        if json_file:
-            write_json(json_file, results)
+        read = _read_ms(SHAPES[name], lengths)
+        for rate in chosen:
+            setting = (group_layers, chunks, seed)
+            found = _shape(SHAPES[name], rate, read, ceilings, setting)
+            results["shapes"][f"{name}, {rate}"] = found
+            results["passes"] = passes(results["shapes"])
+            if json_file:
+                write_json(json_file, results)
     report(report_console(), results)
 
 
+def passes(shapes: Mapping[str, Any]) -> dict[str, bool]:
+    """Whether decoding is as fast as it was."""
+    known = shapes.get("8b, grouped", {"contexts": {}})["contexts"].get("8192")
+    if known is None:
+        return {}
+    return {
+        f"8,192 tokens of the 8B shape in at most {DECODE_MS_BAR:.2f} ms": (
+            known["decode"]["3"]["ms"] <= DECODE_MS_BAR
+        )
+    }
+
+
+def _read_ms(shape: Any, lengths: list[int]) -> dict[str, dict[str, float]]:
+    """What the model takes for a context, and for one token after it."""
+    from kdn.bench.gpu_prefill import PrefillBench
+
+    prefill = PrefillBench(shape)
+    told = {}
+    for tokens in lengths:
+        prefill_ms = prefill.prefill_ms(tokens)
+        step_ms, step_error = prefill.step(tokens)
+        told[str(tokens)] = {
+            "prefill_ms": prefill_ms, "step_ms": step_ms, "step_error": step_error,
+        }  # fmt: skip
+    return told
+
+
 def _shape(
-    shape: Any, lengths: list[int], ceilings: Any, setting: tuple[int, int, int]
+    shape: Any, rate: str, read: Mapping[str, Any], ceilings: Any, setting: tuple[int, int, int]
 ) -> dict[str, Any]:
     from kdn.bench.gpu_measure import DecodeBench
-    from kdn.bench.gpu_model import Synthetic, encode_many, llama_spec
-    from kdn.bench.gpu_prefill import PrefillBench
+    from kdn.bench.gpu_model import RATES, Synthetic, encode_many, llama_spec
 
     group_layers, num_chunks, seed = setting
     log = Console(stderr=True)
     spec = llama_spec(shape.num_layers)
-    log.print(f"{shape.name}: making a profile and encoding {num_chunks} chunks")
+    log.print(f"{shape.name}, {rate}: making a profile and encoding {num_chunks} chunks")
     device = torch.device("cuda")
-    synthetic = Synthetic.build(spec, group_layers, seed, device, sample_chunks=2)
+    synthetic = Synthetic.build(spec, group_layers, seed, device, sample_chunks=2, rate=RATES[rate])
     first = synthetic.context(num_chunks * CHUNK_TOKENS, 5)
     bench = DecodeBench(synthetic, encode_many(synthetic, first, seed + 9), ceilings)
-    prefill = PrefillBench(shape)
     top = synthetic.codec.num_levels - 1
     rows: dict[str, Any] = {}
-    for tokens in lengths:
-        log.print(f"{shape.name}: {tokens} tokens")
+    for told, own in read.items():
+        tokens = int(told)
+        log.print(f"{shape.name}, {rate}: {tokens} tokens")
         decoded = {levels: bench.measure(tokens, levels) for levels in (top, top - 1)}
-        prefill_ms = prefill.prefill_ms(tokens)
-        step_ms, step_error = prefill.step(tokens)
-        rows[str(tokens)] = {
+        rows[told] = {
             "decode": {str(levels): one.as_row() for levels, one in decoded.items()},
-            "prefill_ms": prefill_ms,
-            "step_ms": step_ms,
-            "step_error": step_error,
             "encode_ms": bench.encode_ms(tokens) if tokens <= MOST_ENCODED else None,
+            **own,
         }
     bits = {
         str(n): bench.level_bytes(n) * 8 / CHUNK_TOKENS / spec.values_per_token
@@ -106,7 +138,8 @@ def _shape(
         tokens: first_token(int(tokens), row, spec.values_per_token, bits, speeds)
         for tokens, row in rows.items()
     }
-    return {"name": shape.name, "bits": bits, "contexts": rows, "links": links, "batch_ms": speeds}
+    name = f"{shape.name}, {rate}"
+    return {"name": name, "bits": bits, "contexts": rows, "links": links, "batch_ms": speeds}
 
 
 def _speeds(bench: Any, levels: int) -> dict[int, float]:
@@ -173,6 +206,10 @@ def report(console: Console, results: Mapping[str, Any]) -> None:
                 )  # fmt: skip
         console.print(table)
         console.print(_links_table(shape))
+    for rate, told in results["rates"].items():
+        console.print(f"{rate}: {told}", style="dim")
+    for name, passed in results["passes"].items():
+        print_passed(console, name, passed)
 
 
 def _links_table(shape: Mapping[str, Any]) -> Table:

@@ -16,8 +16,10 @@ from kdn.bench.gpu_timing import cuda_event, cuda_ms, replayed
 from kdn.cache.keys import CHUNK_TOKENS
 from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream
-from kdn.codec.klt.decoder_triton import GpuDecoder, Target
+from kdn.codec.klt.decoder_triton import GpuDecoder
+from kdn.codec.klt.gpu_encoding import CONTEXT_BYTES
 from kdn.codec.klt.gpu_input import Slab
+from kdn.codec.klt.gpu_target import Target
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,14 @@ class DecodeBench:
         for side in (cache.keys, cache.values):
             side += 0.1 * torch.randn_like(side)
         encoder = GpuEncoder(self.spec, self._synthetic.codec.profile, torch.device("cuda"))
-        return cuda_ms(lambda: encoder.encode(chunks, cache), repeat=3, warmup=1)
+        items = [(chunk, cache.slice(chunk.start, chunk.end)) for chunk in chunks]
+        size = max(1, CONTEXT_BYTES // encoder.memory_bytes(1))
+
+        def encode() -> None:
+            for first in range(0, len(items), size):
+                encoder.encode(items[first : first + size])
+
+        return cuda_ms(encode, repeat=3, warmup=1)
 
 
 def _stages(decode: Callable[[Callable[[str], None]], None]) -> dict[str, float]:

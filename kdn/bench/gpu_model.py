@@ -2,10 +2,9 @@
 
 Not trained, and said so in the output: bases, predictor and weights are random. What decides how
 long coding takes is not: component c of n columns deviates as the component of the same relative
-rank does in the profile calibrated for SmolLM2-135M (`SPECTRUM`, its scale classes), at a step
-chosen so that all levels but the last take about 0.6 bits a value; tokens differ in importance and
-activity; tables, thresholds and the number of components per level are counted on caches drawn from
-this model, by the code that calibration uses.
+rank does in the profile calibrated for SmolLM2-135M (`SPECTRUM`, its scale classes), at a step that
+a `Rate` chooses; tokens differ in importance and activity; tables, thresholds and the number of
+components per level are counted on caches drawn from this model, by the code that calibration uses.
 """
 
 from __future__ import annotations
@@ -34,16 +33,37 @@ SPECTRUM = (
 )  # fmt: skip
 """Scale class of every 64th of SmolLM2's 5,760 components in its first group of layers."""
 SPECTRUM_STEP, SPECTRUM_COLUMNS = 64, 5760
-COARSER = 1.6
-"""Quarter octaves by which the step is coarser than that profile's finest."""
-KEPT = 0.25
-"""Of all components: those coded at the finest level."""
 COARSEST = 27.0
 """Finest steps in the step that scale classes refer to."""
 LEVELS, FINE, RANK, FINE_LATENTS, EMBED, METRIC, SINKS = 4, 64, 256, 16, 448, 32, 4
 FINEST_STEP = 6e-4
 
 Arrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How many bits the levels take, and whose these are."""
+
+    coarser: float
+    """Quarter octaves by which the step is coarser than that of SmolLM2's profile."""
+    kept: float
+    """Of all components: those coded at the finest level."""
+    told: str
+
+
+RATES = {
+    "grouped": Rate(
+        1.6, 0.25, "0.06 / 0.23 / 0.58 bits a value after 1 / 2 / 3 levels, as SmolLM2 takes whose "
+        "layers are coded in groups of 15",
+    ),
+    "pairs": Rate(
+        -6.85, 49 / 128, "0.38 / 0.88 / 1.45 bits: SmolLM2 in groups of 2 layers, as this shape is "
+        "cut, needs 0.37 / 0.88 / 1.45 for a KLD of .031 / .0069 / .0042",
+    ),
+}  # fmt: skip
+"""Found numerically, on groups of 1,536 columns."""
+GROUPED = RATES["grouped"]
 
 
 def llama_spec(num_layers: int, vocab_size: int = 128256) -> ModelSpec:
@@ -65,11 +85,13 @@ class Synthetic:
     @classmethod
     def build(
         cls, spec: ModelSpec, group_layers: int, seed: int, device: torch.device,
-        sample_chunks: int = 6,
+        sample_chunks: int = 6, rate: Rate = GROUPED, expected_kld: Sequence[float] = (),
     ) -> Synthetic:  # fmt: skip
+        """`expected_kld`: what the profile is to say of its levels, for deliveries to plan with;
+        nothing of that was measured."""
         rng = torch.Generator(device).manual_seed(seed)
-        meta, tensors = _parts(spec, group_layers, rng, device)
-        deviations = spectrum(len(tensors["g0.scale"]), tensors["g0.weight"].size)
+        meta, tensors = _parts(spec, group_layers, rng, rate)
+        deviations = spectrum(len(tensors["g0.scale"]), tensors["g0.weight"].size, rate)
         draft = cls(KltCodec(spec, tables.draft_profile(meta, tensors)), deviations, device)
         chunks = draft.context(256 * (sample_chunks + 1), seed + 1)[1:]
         caches = draft.caches(chunks, seed + 2)
@@ -77,8 +99,11 @@ class Synthetic:
         counts = tables.components_per_level(samples)
         tensors |= tables.count_tables(draft.codec, samples, counts)
         meta["num_components"] = counts
-        codec = KltCodec(spec, tables.draft_profile(meta, tensors))
-        return cls(codec, deviations, device)
+        profile = tables.draft_profile(meta, tensors)
+        if expected_kld:
+            expected = [{"kld": kld} for kld in expected_kld]
+            profile = Profile.build({**profile.meta, "expected": expected}, profile.tensors)
+        return cls(KltCodec(spec, profile), deviations, device)
 
     def context(self, num_tokens: int, seed: int) -> list[Chunk]:
         spec = self.codec.spec
@@ -127,15 +152,15 @@ class Synthetic:
         return (amounts @ rows + noise) / torch.from_numpy(group.weight).to(self.device)
 
 
-def spectrum(count: int, num_columns: int) -> npt.NDArray[np.float32]:
+def spectrum(count: int, num_columns: int, rate: Rate) -> npt.NDArray[np.float32]:
     """Deviations of the first components in finest steps."""
     places = np.arange(len(SPECTRUM)) * SPECTRUM_STEP / SPECTRUM_COLUMNS
-    classes = np.interp(np.arange(count) / num_columns, places, SPECTRUM) - COARSER
+    classes = np.interp(np.arange(count) / num_columns, places, SPECTRUM) - rate.coarser
     return (COARSEST * 2.0 ** ((classes - tables.SCALE_ORIGIN) / 4)).astype(np.float32)
 
 
 def _parts(
-    spec: ModelSpec, group_layers: int, rng: torch.Generator, device: torch.device
+    spec: ModelSpec, group_layers: int, rng: torch.Generator, rate: Rate
 ) -> tuple[dict[str, Any], Arrays]:
     """Meta data and tensors of a draft profile."""
     per_layer = 2 * spec.num_kv_heads * spec.head_dim
@@ -160,7 +185,7 @@ def _parts(
         "importance": _numpy(_normal((columns,), rng) * (0.5 / columns**0.5), np.float32),
     }
     for index, (first, last) in enumerate(groups):
-        tensors |= _group(index, (last - first) * per_layer, rng, device)
+        tensors |= _group(index, (last - first) * per_layer, rng, rate)
     meta = {
         "format": FORMAT, "version": VERSION, "model": spec.fingerprint.hex(),
         "num_layers": spec.num_layers, "num_kv_heads": spec.num_kv_heads,
@@ -170,14 +195,14 @@ def _parts(
     return meta, tensors
 
 
-def _group(index: int, width: int, rng: torch.Generator, device: torch.device) -> Arrays:
-    count, key = int(KEPT * width), f"g{index}."
+def _group(index: int, width: int, rng: torch.Generator, rate: Rate) -> Arrays:
+    count, key = int(rate.kept * width), f"g{index}."
     rows = torch.linalg.qr(_normal((width, count), rng))[0].T
     fine, rest = rows[:FINE], rows[FINE:]
     scale = rest.abs().amax(dim=1) / 127
     directions = torch.linalg.qr(_normal((width, METRIC), rng))[0]
     weight = 1e-3 * torch.exp(0.5 * _normal((width,), rng))
-    deviations = torch.from_numpy(spectrum(count, width)).double()
+    deviations = torch.from_numpy(spectrum(count, width, rate)).double()
     return {
         key + "weight": _numpy(weight, np.float32),
         key + "metric": _numpy(directions, np.float16),
@@ -208,4 +233,4 @@ def encode_many(synthetic: Synthetic, chunks: Sequence[Chunk], seed: int) -> lis
     return parallel_map(lambda job: codec.encode(*job), zip(chunks, caches, strict=True))
 
 
-__all__ = ["Profile", "Synthetic", "encode_many", "llama_spec", "spectrum"]
+__all__ = ["RATES", "Profile", "Rate", "Synthetic", "encode_many", "llama_spec", "spectrum"]

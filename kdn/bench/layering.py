@@ -24,7 +24,7 @@ from kdn.calibrate.corpus import Text, default_calibration, default_texts, load_
 from kdn.calibrate.tables import Quantised
 from kdn.codec import open_codec
 from kdn.codec.klt import KltCodec, symbols_numba
-from kdn.codec.klt.codec import KIND_ENTERING
+from kdn.codec.klt.kinds import KIND_ENTERING
 from kdn.engines.models import load_model
 from kdn.engines.transformers import spec_of
 

@@ -131,10 +131,11 @@ def start_kdn(
     settings: Mapping[str, object] | None = None,
     tenants: Sequence[str] = (),
     program: Sequence[str] = KDN_NODE,
+    port: int | None = None,
 ) -> Iterator[Server]:
     """A node with nothing but these settings. A tenant's token is its name. `program`: a module to
     run, and its arguments."""
-    port = free_port()
+    port = port or free_port()
     folder.mkdir(parents=True, exist_ok=True)
     tables = [f'[tenants.{name}]\ntokens = ["{token_hash(name)}"]\n' for name in tenants]
     (folder / "kdn.toml").write_text("".join(tables))

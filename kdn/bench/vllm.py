@@ -4,9 +4,9 @@ For each system one engine reads the documents and an unrelated warm-up; when it
 growing the engine ends. For each link another engine then starts, is asked for the warm-up, which
 exercises all that happens on first use, and a question after each document. All engines are real,
 on the CPU, one at a time, in float32; rivals store what the engine holds, so their bytes are also
-given as 16-bit equivalents.
+given as 16-bit equivalents. With `--device cuda` it is another benchmark: `vllm_gpu/`.
 
-Not measured: several requests at once, GPUs, a real network (stores run on the same machine).
+Not measured: several requests at once, a real network (stores run on the same machine).
 """
 
 from __future__ import annotations
@@ -86,8 +86,13 @@ def run(
     lmcache_python: Annotated[
         str | None, typer.Option(help="One with vLLM and LMCache; by default the same.")
     ] = None,
-    systems: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(SYSTEMS),
-    links: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(LINKS),
+    systems: Annotated[
+        str | None, typer.Option(help="Comma-separated; by default all that the device has.")
+    ] = None,
+    links: Annotated[str | None, typer.Option(help="Comma-separated; by default all.")] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: then with the options after --seed.")
+    ] = "cpu",
     model: Annotated[str, typer.Option(help="smollm2, or a local folder.")] = "smollm2",
     text: Annotated[Path | None, options.files("Instead of Python's manual.")] = None,
     context: Annotated[int, options.count(256, "Tokens of a document.")] = 3500,
@@ -106,15 +111,34 @@ def run(
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
     seed: Annotated[int, options.seed("Chooses the documents.")] = 0,
+    contexts: Annotated[str, typer.Option(help="cuda: tokens, comma-separated.")] = (
+        "2048,8192,32768"
+    ),
+    levels: Annotated[str, typer.Option(help="cuda: of kdn's streams, comma-separated.")] = "3,2",
+    rates: Annotated[str, typer.Option(help="cuda: as of kdn bench gpu.")] = "grouped,pairs",
+    shape: Annotated[str, typer.Option(help="cuda: of the model, 8b or tiny.")] = "8b",
+    repeats: Annotated[int, options.count(2, "cuda: of each figure.")] = 5,
+    rounds: Annotated[int, options.count(1, "cuda: of requests that decode beside others.")] = 2,
+    decoded: Annotated[int, options.count(16, "cuda: tokens that each of these makes.")] = 320,
 ) -> None:
     """Time to first token of a fresh vLLM engine: no cache, ExampleConnector, LMCache and kdn."""
     # Told to stop, engines and servers must be stopped, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    if device != "cpu":
+        from kdn.bench.vllm_gpu.command import Options
+        from kdn.bench.vllm_gpu.command import run as run_on_gpu
+
+        given = Options(
+            _found(python), device, systems, contexts, levels, links, rates, shape, repeats, rounds,
+            decoded, keep, seed,
+        )  # fmt: skip
+        run_on_gpu(given, json_file, plot_file)
+        return
     console = Console(stderr=True)
     if quality is not None:
         quality = enough_kld(quality)
-    chosen_links = options.words("links", links, tuple(LINKS))
-    names = options.words("systems", systems, SYSTEMS)
+    chosen_links = options.words("links", links or ",".join(LINKS), tuple(LINKS))
+    names = options.words("systems", systems or ",".join(SYSTEMS), SYSTEMS)
     chosen, notes = choose(names, _found(python), _found(lmcache_python or python), quality)
     task, told = make_task(model, text, context, documents, answer, seed)
     rows = read_rows(add or [], told)

@@ -52,12 +52,17 @@ class EngineProcess:
         self.facts = self._ask(settings, START_S)
 
     def ask(self, tokens: Sequence[int], max_tokens: int) -> EngineAnswer:
-        told = self._ask({"tokens": list(tokens), "max_tokens": max_tokens}, ANSWER_S)
-        if "error" in told:
-            raise EngineError(f"vLLM: {told['error']}; {self._tail()}")
+        told = self.call({"tokens": list(tokens), "max_tokens": max_tokens})
         return EngineAnswer(
             told["ttft_s"], told["total_s"], told["hit_tokens"], tuple(told["tokens"])
         )
+
+    def call(self, question: object, limit_s: float | None = None) -> dict[str, Any]:
+        """What the worker says to this, by ANSWER_S unless told otherwise."""
+        told = self._ask(question, ANSWER_S if limit_s is None else limit_s)
+        if "error" in told:
+            raise EngineError(f"vLLM: {told['error']}; {self._tail()}")
+        return told
 
     def _ask(self, question: object, limit_s: float) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -92,13 +97,14 @@ def start_engine(
     settings: Mapping[str, object],
     log: Path,
     environ: Mapping[str, str],
+    worker: Path | None = None,
 ) -> Iterator[EngineProcess]:
     """`settings`: model (folder), max_tokens (of a context), transfer (vLLM's kv_transfer_config,
-    or None)."""
+    or None); another worker has its own."""
     # -P: else the worker's folder comes first on the path, and `vllm` is a file of this package.
     with log.open("wb") as errors:
         process = subprocess.Popen(
-            [python, "-P", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [python, "-P", str(worker or WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=errors, env=dict(environ), start_new_session=True,
         )  # fmt: skip
     limit_s = 0.0  # after an error there is nothing to wait for

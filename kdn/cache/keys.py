@@ -65,6 +65,10 @@ class Namespace:
         """Shared only among requests that bring the same salt."""
         return replace(self, extra=(*self.extra, b"salt:" + salt))
 
+    def with_cache(self, kind: bytes) -> Namespace:
+        """Computed on top of a cache of another kind than the model's own."""
+        return replace(self, extra=(*self.extra, b"cache:" + kind))
+
     @cached_property
     def seal_key(self) -> bytes:
         """See `seal_key`."""

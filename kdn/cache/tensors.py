@@ -23,6 +23,8 @@ class KVCache:
     values: torch.Tensor
     start: int = 0
     valid_from: tuple[int, ...] = field(default=())
+    ready: torch.cuda.Event | None = None
+    """On a GPU: the values are there when this has passed. None: they are there."""
 
     def __post_init__(self) -> None:
         if self.keys.ndim != 4 or self.keys.shape != self.values.shape:
@@ -84,7 +86,30 @@ class KVCache:
             raise MismatchError(f"[{start}, {end}) is not within [{self.start}, {self.end})")
         lo, hi = start - self.start, end - self.start
         valid = tuple(min(max(v, start), end) for v in self.valid_from)
-        return KVCache(self.keys[:, lo:hi], self.values[:, lo:hi], start, valid)
+        return KVCache(self.keys[:, lo:hi], self.values[:, lo:hi], start, valid, self.ready)
+
+    def of_heads(self, heads: range) -> KVCache:
+        """Some of its KV heads, as views."""
+        check_heads(heads, self.num_kv_heads)
+        own = slice(heads.start, heads.stop)
+        return KVCache(
+            self.keys[:, :, own], self.values[:, :, own], self.start, self.valid_from, self.ready
+        )
+
+    def queued(self) -> KVCache:
+        """The same, where a GPU still has to compute it: ready when that has done what its current
+        stream was given so far."""
+        if not self.keys.is_cuda:
+            return self
+        ready = torch.cuda.current_stream(self.keys.device).record_event()
+        return KVCache(self.keys, self.values, self.start, self.valid_from, ready)
+
+    def copy(self) -> KVCache:
+        """In memory of its own; on a GPU in the order of its current stream."""
+        if self.ready is not None:
+            torch.cuda.current_stream(self.keys.device).wait_event(self.ready)
+        keys, values = self.keys.clone(), self.values.clone()
+        return KVCache(keys, values, self.start, self.valid_from).queued()
 
     @classmethod
     def empty(
@@ -103,3 +128,9 @@ class KVCache:
         return cls(
             torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), start, valid_from
         )
+
+
+def check_heads(heads: range, num_kv_heads: int) -> None:
+    """That these are some of so many."""
+    if heads.step != 1 or not 0 <= heads.start < heads.stop <= num_kv_heads:
+        raise MismatchError(f"{heads} is not within {num_kv_heads} KV heads")

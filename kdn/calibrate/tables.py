@@ -18,7 +18,8 @@ import torch
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.codec.klt import symbols, symbols_numba
-from kdn.codec.klt.codec import KIND_CORRECTION, KIND_ENTERING, Analysis, KltCodec
+from kdn.codec.klt.codec import Analysis, KltCodec
+from kdn.codec.klt.kinds import KIND_CORRECTION, KIND_ENTERING
 from kdn.codec.klt.profile import NUM_CLASSES, Profile
 from kdn.codec.klt.symbols import Ints, Model
 from kdn.codec.rans import normalise

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kdn.checked import checked_deadline, checked_text, shown
 from kdn.config import load_config
-from kdn.defaults import CODEC, MODEL, QUALITY
+from kdn.defaults import CODEC, DEVICE, MODEL, QUALITY
 from kdn.errors import FormatError
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class Door:
     config: Path | None = None
     where: list[str] | None = None
     model: str = MODEL
+    device: str = DEVICE
+    dtype: str | None = None
     codec: str = CODEC
     quality: str = QUALITY
     own: Own = field(default_factory=Own)
@@ -54,6 +56,8 @@ def run_with(door: Door, work: Callable[[AsyncClient], Awaitable[None]]) -> None
         async with AsyncClient(
             door.where or settings.url,
             model=door.model,
+            device=door.device,
+            dtype=door.dtype,
             codec=door.codec,
             quality=as_quality(door.quality),
             token=credentials.token,

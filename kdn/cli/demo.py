@@ -40,14 +40,18 @@ class DemoError(KdnError):
     """A process of the demo failed."""
 
 
-def run(text_path: Path | None, num_tokens: int, mbit: float, quality: str, out: Path) -> None:
+def run(
+    text_path: Path | None, num_tokens: int, mbit: float, quality: str, device: str, out: Path
+) -> None:
     from kdn.cli.demo_text import document
+    from kdn.engines.device import chosen_device
     from kdn.engines.models import smollm2_folder
 
     console = Console()
     mbit = checked_number("mbit", mbit, 0.1, 1e6)
     enough_kld(as_quality(quality))
     checked_plot(out)
+    where = {"device": str(chosen_device(device))}
     own = read_text(text_path) if text_path else None
     smollm2_folder()  # fetched once, before anything is timed
     text = document(own, num_tokens)
@@ -59,11 +63,11 @@ def run(text_path: Path | None, num_tokens: int, mbit: float, quality: str, out:
         screen,
     ):
         screen.say("Process A loads the model and reads the document")
-        for event in worker({"do": "learn", "url": node.url, "text": text}):
+        for event in worker({"do": "learn", "url": node.url, "text": text, **where}):
             screen.learned(event)
         screen.say("Process B, which never read it, loads the model")
         task = {"do": "answer", "url": node.url, "questions": QUESTIONS, "max_tokens": MAX_TOKENS}
-        for event in worker({**task, "quality": as_quality(quality)}):
+        for event in worker({**task, **where, "quality": as_quality(quality)}):
             screen.answered(event)
     console.print(report(screen))
     _plot(screen, out, console)

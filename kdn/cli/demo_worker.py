@@ -27,6 +27,7 @@ from kdn.client.contexts import Options
 from kdn.client.engine import Context, ContextSource
 from kdn.codec.format import Bitstream
 from kdn.delivery.request import Snapshot
+from kdn.delivery.sink import Arrival
 from kdn.engines.generating import Sampling, TextPieces
 from kdn.engines.growing import MAX_SPARE
 from kdn.engines.reading import forward, layer_by_layer, pieces
@@ -53,7 +54,7 @@ class Teller:
 
 async def learn(task: dict[str, Any]) -> None:
     teller = Teller()
-    async with AsyncClient(task["url"], recompute=False) as client:
+    async with AsyncClient(task["url"], device=task["device"], recompute=False) as client:
         teller.tell("loaded")
         teller.began_s = perf_counter()
         learned = await client.learn(NAME, task["text"])
@@ -68,7 +69,8 @@ async def learn(task: dict[str, Any]) -> None:
 async def answer(task: dict[str, Any]) -> None:
     """Every question with kdn first: by then this process has read nothing of the document."""
     teller = Teller()
-    async with AsyncClient(task["url"], client="demo", quality=task["quality"]) as client:
+    settings = {"device": task["device"], "quality": task["quality"]}
+    async with AsyncClient(task["url"], client="demo", **settings) as client:
         document = len((await client.named(NAME))[0])
         await asyncio.to_thread(warm_up, client, document)
         teller.tell("loaded")
@@ -86,16 +88,17 @@ async def answer(task: dict[str, Any]) -> None:
 def warm_up(client: AsyncClient, num_tokens: int) -> None:
     """Kernels are compiled and memory is first touched: a server does that once, when it starts.
     Both ways have the same of it."""
-    engine, codec = client.engine, client.session.codec
+    engine, codec, contexts = client.engine, client.session.codec, client.contexts
     tokens = np.random.default_rng(0).integers(3, engine.spec.vocab_size, WARM_TOKENS)
-    context = engine.new_context()
+    context, room = engine.new_context(), engine.room_for(WARM_TOKENS)
     engine.rooms.prepare(num_tokens, MAX_SPARE)
     for start, end in pieces(0, WARM_TOKENS):
         forward(engine.model, tokens[start:end], context.past)
         chunk = cut(tokens[:end], engine.namespace)[-1]
         stream = Bitstream.parse(codec.encode(chunk, ContextSource(context).read(chunk)))
+        sink, _ = contexts.sink_for([chunk], room)
         for levels in range(1, codec.num_levels + 1):
-            codec.decode(stream, chunk, levels=levels)
+            sink.decode([Arrival(chunk, stream, levels, False)])
 
 
 async def with_kdn(client: AsyncClient, number: int, question: str, sampling: Sampling) -> Context:

@@ -14,7 +14,7 @@ import typer
 
 from kdn.checked import MAX_COUNT
 from kdn.cli.lazy import lazy_group
-from kdn.defaults import CODEC, MAX_NEW_TOKENS, MODEL, QUALITY
+from kdn.defaults import CODEC, DEVICE, MAX_NEW_TOKENS, MODEL, QUALITY
 from kdn.errors import KdnError
 
 app = typer.Typer(
@@ -45,7 +45,15 @@ FILE_OPTIONS = ("--text", "--calibration", "--requests")
 """Options that take one or more files; so a command's own arguments come before them."""
 
 ModelOption = Annotated[str, typer.Option(help="smollm2, a local folder, or a name on the hub.")]
-
+DeviceOption = Annotated[
+    str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")
+]
+DTypeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="float32, bfloat16 or float16; by default float32 on a CPU, bfloat16 on a GPU."
+    ),
+]
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="A TOML file; by default kdn.toml if there is one.")
@@ -77,6 +85,8 @@ def learn(
     file: Annotated[Path, typer.Argument(help="A text to read.")],
     where: WhereOption = None,
     model: ModelOption = MODEL,
+    device: DeviceOption = DEVICE,
+    dtype: DTypeOption = None,
     codec: CodecOption = CODEC,
     token_file: TokenOption = None,
     secret_file: SecretOption = None,
@@ -87,7 +97,7 @@ def learn(
     from kdn.cli import client
 
     own = client.Own(token_file, secret_file, tls_ca)
-    client.learn(client.Door(config, where, model, codec, own=own), name, file)
+    client.learn(client.Door(config, where, model, device, dtype, codec, own=own), name, file)
 
 
 @app.command()
@@ -96,6 +106,8 @@ def ask(
     question: Annotated[str, typer.Argument(help="What you want to know.")],
     where: WhereOption = None,
     model: ModelOption = MODEL,
+    device: DeviceOption = DEVICE,
+    dtype: DTypeOption = None,
     codec: CodecOption = CODEC,
     quality: QualityOption = QUALITY,
     deadline: Annotated[
@@ -113,7 +125,7 @@ def ask(
     from kdn.cli import client
 
     own = client.Own(token_file, secret_file, tls_ca)
-    door = client.Door(config, where, model, codec, quality, own)
+    door = client.Door(config, where, model, device, dtype, codec, quality, own)
     client.ask(door, name, question, deadline, max_tokens)
 
 
@@ -125,6 +137,8 @@ def explain(
     ] = False,
     where: WhereOption = None,
     model: ModelOption = MODEL,
+    device: DeviceOption = DEVICE,
+    dtype: DTypeOption = None,
     codec: CodecOption = CODEC,
     token_file: TokenOption = None,
     secret_file: SecretOption = None,
@@ -135,7 +149,9 @@ def explain(
     from kdn.cli import client
 
     own = client.Own(token_file, secret_file, tls_ca)
-    client.explain(client.Door(config, where, model, codec, own=own), prompt_file, raw)
+    client.explain(
+        client.Door(config, where, model, device, dtype, codec, own=own), prompt_file, raw
+    )
 
 
 @app.command()
@@ -148,12 +164,13 @@ def demo(
     ] = 6144,
     mbit: Annotated[float, typer.Option(help="The node's link, in Mbit/s.")] = 100.0,
     quality: QualityOption = "0.008",
+    device: DeviceOption = DEVICE,
     out: Annotated[Path, typer.Option(help="Where the timeline goes.")] = Path("kdn-demo.png"),
 ) -> None:
     """One process reads a document; another, which never saw it, answers questions about it."""
     from kdn.cli.demo import run
 
-    run(text, tokens, mbit, quality, out)
+    run(text, tokens, mbit, quality, device, out)
 
 
 @app.command()

@@ -41,8 +41,16 @@ from kdn.client.engine import Context, Engine, ModelSource, check_source, load_p
 from kdn.client.naming import find_name, give_name
 from kdn.codec import CODECS
 from kdn.config import find_credentials
-from kdn.defaults import CODEC, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
+from kdn.defaults import CODEC, DEVICE, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
 from kdn.delivery.request import OnProgress
+from kdn.engines.device import (
+    Device,
+    DType,
+    check_device,
+    check_dtype,
+    follow_caller,
+    model_stream,
+)
 from kdn.engines.generating import Sampling, TextPieces
 from kdn.engines.growing import Rooms
 from kdn.engines.prompts import Knowledge, Prompts
@@ -79,6 +87,8 @@ class AsyncClient(Opened):
         where: Where,
         *,
         model: ModelSource = MODEL,
+        device: Device = DEVICE,
+        dtype: DType = None,
         codec: str = CODEC,
         quality: Quality = QUALITY,
         deadline_s: float | None = None,
@@ -96,6 +106,8 @@ class AsyncClient(Opened):
     ) -> None:
         places = checked_places(where)
         check_source(model)
+        check_device(device)
+        check_dtype(dtype)
         checked_choice("codec", codec, CODECS)
         enough_kld(quality)
         checked_deadline(deadline_s)
@@ -112,20 +124,22 @@ class AsyncClient(Opened):
         self._settings = SessionSettings(
             tuple(places), credentials, client, codec, spool_bytes=spool_bytes, host_bytes=0
         )
-        self._source = model
+        self._source, self._device, self._dtype = model, device, dtype
         self._quality, self._deadline_s = quality, deadline_s
         self._recompute = recompute
         self._audit = Audit(audit_share, rng or Random(), self.metrics)
         super().__init__()
 
     async def _open(self) -> None:
-        model, tokenizer = await asyncio.to_thread(load_pair, self._source)
+        model, tokenizer = await asyncio.to_thread(
+            load_pair, self._source, self._device, self._dtype
+        )
         unchanged = Unchanged(model)  # first: what changes while it is being named counts, too
         spec = await asyncio.to_thread(spec_of, model)
-        session = Session(self._settings, spec, model.dtype)
+        session = Session(self._settings, spec, model.dtype, device=model.device)
         self.session = await self._parts.enter_async_context(session)
         self._parts.push_async_callback(self._audit.close)
-        rooms = Rooms(spec, model.dtype)
+        rooms = Rooms(spec, model.dtype, device=model.device)
         self.engine = Engine(
             model, tokenizer, spec, session.namespace, Prompts(tokenizer), rooms, unchanged
         )
@@ -205,11 +219,11 @@ class AsyncClient(Opened):
         known, options = await self.contexts.know(tokens, options)
         if not known.chunks:
             return Loaded(None, 0, None, self.engine.config)
-        got, sink = await self.contexts.deliver(known.chunks, options, known)
-        if not got.num_ready or (got.num_ready < len(got.chunks) and not sink.cache.is_complete):
+        got, cache = await self.contexts.deliver(known.chunks, options, known)
+        if not got.num_ready or (got.num_ready < len(got.chunks) and not cache.is_complete):
             return Loaded(None, 0, got, self.engine.config)
         end = got.ready_until
-        return Loaded(sink.cache.slice(0, end), end, got, self.engine.config)
+        return Loaded(cache.slice(0, end), end, got, self.engine.config)
 
     def ask(
         self,
@@ -298,7 +312,9 @@ class AsyncClient(Opened):
         checked_tokens("tokens", tokens, self.engine.spec.vocab_size)
         if after is not None and not isinstance(after, Loaded):
             raise UnsupportedError(f"after: expected what was loaded, found {shown(after)}")
-        values = values_of_cache(cache, self.engine.spec)
+        follow_caller(self.engine.device)
+        with model_stream(self.engine.device):
+            values = values_of_cache(cache, self.engine.spec)
         known, exact_until = 0, None
         if after is not None and after.delivered is not None:
             known, exact_until = after.num_tokens, after.delivered.exact_until

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Tokens, cut
 from kdn.cache.tensors import KVCache
@@ -18,10 +19,11 @@ from kdn.delivery.plan import Speeds
 from kdn.delivery.publish import Admission, Values
 from kdn.delivery.refine import Refinement
 from kdn.delivery.request import FAR_S, OnProgress
-from kdn.delivery.sink import HostSink
+from kdn.delivery.sink import HostSink, RowsSink, Sink
 from kdn.engines.compute import ChunkReader
+from kdn.engines.device import model_stream
 from kdn.engines.generating import Sampling
-from kdn.engines.growing import Room
+from kdn.engines.growing import Room, slots_of
 from kdn.engines.reading import pieces
 from kdn.session.delivered import Delivered
 from kdn.session.quality import Quality, enough_kld
@@ -80,27 +82,41 @@ class Contexts:
         options: Options,
         known: Known | None = None,
         room: Room | None = None,
-    ) -> tuple[Delivered, HostSink]:
+    ) -> tuple[Delivered, KVCache]:
         """As good as asked for, by the deadline, into `room`; the model may read along from the
-        front."""
+        front. What a GPU decodes goes to a room in any case."""
         engine, session = self.engine, self.session
         deadline_s = self.deadline_s if options.deadline_s is None else options.deadline_s
+        if room is None and engine.by_rows:
+            room = engine.room_for(chunks[-1].end)
+        sink, cache_of = self.sink_for(chunks, room)
         reader = None if self.speeds is None else ChunkReader(engine.model, chunks)
-        if room is None:
-            sink = HostSink.of(session.codec, chunks, engine.model.dtype)
-        else:
-            sink = HostSink(session.codec, room.canonical(chunks[-1].end))
         try:
             got = await session.deliver(
                 chunks, sink, known=known, enough_kld=self.enough_kld(options),
                 deadline_s=FAR_S if deadline_s is None else deadline_s, speeds=self.speeds,
-                compute=reader, shared=engine.model.device.type == "cpu",
+                compute=reader, shared=engine.device.type == "cpu",
                 on_progress=options.on_progress,
             )  # fmt: skip
         finally:
             if reader is not None:
                 await reader.finish()
-        return got, sink
+        return got, cache_of()
+
+    def sink_for(
+        self, chunks: Sequence[Chunk], room: Room | None
+    ) -> tuple[Sink, Callable[[], KVCache]]:
+        """To deliver a context's first chunks to, and what it then holds: in `room`, or in new
+        memory of the CPU."""
+        codec, end = self.session.codec, chunks[-1].end
+        if room is not None and self.engine.by_rows:
+            rows = RowsSink(codec, room.rows(), slots_of, room.after)
+            return rows, lambda: room.canonical(end)
+        if room is not None:
+            sink = HostSink(codec, room.canonical(end))
+        else:
+            sink = HostSink.of(codec, chunks, self.engine.model.dtype)
+        return sink, lambda: sink.cache
 
     def enough_kld(self, options: Options) -> float:
         """What the request asks for, as far as the codec can be that good."""
@@ -113,8 +129,8 @@ class Contexts:
         if not chunks:
             return self.engine.new_context()
         room = self.engine.room_for(chunks[-1].end)
-        got, sink = await self.deliver(chunks, options, room=room)
-        context = await self._joined(got, sink.cache, tokens, room)
+        got, cache = await self.deliver(chunks, options, room=room)
+        context = await self._joined(got, cache, tokens, room)
         stats.fetched_bytes, stats.troubles = got.fetched_bytes, got.troubles
         stats.levels, stats.delivery_s = got.levels, got.done_s
         if context.delivered is not None:
@@ -136,21 +152,25 @@ class Contexts:
             part = cache.slice(0, chunks[ready - 1].end)
             context = engine.context_of(part, tokens, room)
         context.delivered = got
-        for chunk, grade in list(zip(chunks, got.grades, strict=True))[ready:]:
-            if grade is None:
-                await self.read(context, tokens, [chunk])
-            else:
-                part = cache.slice(chunk.start, chunk.end)
-                engine.append(context, part, tokens[chunk.start : chunk.end])
+        rest = list(zip(chunks, got.grades, strict=True))[ready:]
+        for is_missing, run in groupby(rest, lambda one: one[1] is None):
+            some = [chunk for chunk, _ in run]
+            if is_missing:
+                await self.read(context, tokens, some)
+                continue
+            start, end = some[0].start, some[-1].end
+            engine.append(context, cache.slice(start, end), tokens[start:end])
         return context
 
     async def exact(self, known: Known, tokens: Sequence[int]) -> Context:
         """What is known, without any loss: so what comes next may be published."""
         if known.chunks:
-            sink = HostSink.of(self.session.codec, known.chunks, self.engine.model.dtype)
+            end = known.chunks[-1].end
+            room = self.engine.room_for(end) if self.engine.by_rows else None
+            sink, cache_of = self.sink_for(known.chunks, room)
             got = await self.session.deliver(known.chunks, sink, known=known)
             if got.num_ready == len(got.chunks) and got.exact_until is None:
-                return self.engine.context_of(sink.cache, tokens)
+                return self.engine.context_of(cache_of(), tokens, room)
         return self.engine.new_context()
 
     # finer levels, after the first token
@@ -169,6 +189,8 @@ class Contexts:
         if not better.ready or not self.engine.lies_in_room(context):
             return
         async with self.engine.lock:
+            assert context.room is not None
+            context.room.used()  # the last token's pass still reads what is written next
             improved = await better.apply(APPLY_S)
         stats.refined_chunks += len(improved)
         stats.refined_bytes = better.fetched_bytes
@@ -186,23 +208,23 @@ class Contexts:
     ) -> bool:
         """Up to the end of the last chunk, publishing each as soon as it is read; what finds no
         room for so long is not published, and False returned."""
-        published = True
-        by_end = {chunk.end: chunk for chunk in chunks}
-        for start, end in pieces(context.num_tokens, chunks[-1].end):
+        published, at_once = True, self.engine.chunks_at_once
+        for start, end in pieces(context.num_tokens, chunks[-1].end, at_once):
             began_s = self.clock()
             await self.engine.read(context, tokens[start:end])
-            if (chunk := by_end.get(end)) is not None:
-                took_s = self.clock() - began_s
-                published &= await self.publish(context, chunk, took_s, wait_s)
+            token_s = (self.clock() - began_s) / (end - start)
+            await self.engine.names()  # the model that read it was the one that the chunks name
+            for chunk in (one for one in chunks if start < one.end <= end):
+                took_s = token_s * (chunk.end - max(start, chunk.start))
+                published &= await self._publish(context, chunk, took_s, wait_s)
             told(end)
         return published
 
-    async def publish(
+    async def _publish(
         self, context: Context, chunk: Chunk, saved_s: float = 0.0, wait_s: float = 0.0
     ) -> bool:
         """A chunk that the model has just read, unless it builds on losses. False if the publisher
         has had no room for it all the time."""
-        await self.engine.names()  # the model that read it was the one that the chunk names
         source, until_s = ContextSource(context), self.clock() + wait_s
         while (
             self.session.publish(chunk, source, exact_until=context.exact_until, saved_s=saved_s)
@@ -221,7 +243,7 @@ class Contexts:
         if context.exact_until is None and count and (tail or count % CHUNK_TOKENS == 0):
             chunks = cut(context.tokens[:count], await self.engine.names())
             if not tail:
-                await self.publish(context, chunks[-1])
+                await self._publish(context, chunks[-1])
             elif chunks and chunks[-1].num_tokens < CHUNK_TOKENS:
                 values = ContextSource(context).read(chunks[-1])
                 self.publish_given(chunks[-1:], values, None)
@@ -231,11 +253,12 @@ class Contexts:
     ) -> int:
         """Those of `chunks` that `values` holds: how many are on their way."""
         source = Values(values)
-        said = [
-            self.session.publish(chunk, source, exact_until=exact_until)
-            for chunk in chunks
-            if chunk.end <= values.end and self._holds(values, chunk)
-        ]
+        with model_stream(values.keys.device):
+            said = [
+                self.session.publish(chunk, source, exact_until=exact_until)
+                for chunk in chunks
+                if chunk.end <= values.end and self._holds(values, chunk)
+            ]
         return said.count(Admission.QUEUED)
 
     def _holds(self, values: KVCache, chunk: Chunk) -> bool:

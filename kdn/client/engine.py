@@ -21,9 +21,19 @@ from kdn.cache.keys import Chunk, Namespace
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.checked import shown
+from kdn.defaults import DEVICE
 from kdn.engines.batching import answer_all
+from kdn.engines.device import (
+    Device,
+    DType,
+    check_placed,
+    chosen_device,
+    chosen_dtype,
+    model_stream,
+    wait_for_model,
+)
 from kdn.engines.generating import Sampling, generate
-from kdn.engines.growing import Room, Rooms, growing_cache
+from kdn.engines.growing import Room, Rooms, growing_cache, is_written_by_rows
 from kdn.engines.prompts import Prompts
 from kdn.engines.reading import forward, last_tokens
 from kdn.engines.transformers import from_dynamic_cache, to_dynamic_cache
@@ -33,6 +43,9 @@ from kdn.session.delivered import Delivered
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
+
+GPU_CHUNKS = 8
+"""That a GPU reads at a time: with fewer it waits for its host."""
 
 ModelSource = str | Path | tuple[Any, Any]
 """A name or folder for `load_model`, or a model of transformers and its tokenizer."""
@@ -84,7 +97,9 @@ class ContextSource:
 
     def read(self, chunk: Chunk) -> KVCache:
         self.context.check()
-        return last_tokens(self.context.past, chunk.start).slice(chunk.start, chunk.end)
+        past = self.context.past
+        with model_stream(past.layers[0].keys.device):
+            return last_tokens(past, chunk.start, chunk.end).queued()
 
 
 @dataclass(frozen=True)
@@ -111,9 +126,24 @@ class Engine:
         """Empty, to be read into, in `room` if there is one."""
         return Context(growing_cache(self.config, room), room=room)
 
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def by_rows(self) -> bool:
+        """See `kdn/engines/growing.py`."""
+        return is_written_by_rows(self.spec, self.device)
+
+    @property
+    def chunks_at_once(self) -> int:
+        """To let the model read. A layer with a window drops what is not taken at once."""
+        return GPU_CHUNKS if self.by_rows else 1
+
     def room_for(self, num_tokens: int) -> Room | None:
         """To deliver into, if the model works in memory that a decoder can write to."""
-        return self.rooms.take(num_tokens) if self.model.device.type == "cpu" else None
+        return self.rooms.take(num_tokens) if self.by_rows or self.device.type == "cpu" else None
 
     def leave(self, context: Context) -> None:
         """Nobody will use this context again."""
@@ -124,7 +154,8 @@ class Engine:
         self, cache: KVCache, tokens: Sequence[int], room: Room | None = None
     ) -> Context:
         """A context that goes on from a delivered cache, without a copy if it lies in `room`."""
-        past = to_dynamic_cache(self.to_model(cache), self.config, room)
+        with model_stream(self.device):
+            past = to_dynamic_cache(self.to_model(cache), self.config, room)
         return Context(past, list(tokens[: cache.end]), room=room)
 
     def lies_in_room(self, context: Context) -> bool:
@@ -152,16 +183,20 @@ class Engine:
 
     def _forward(self, context: Context, tokens: Sequence[int]) -> None:
         """All in one thread: whoever is cancelled meanwhile leaves tokens and values in step."""
-        self.unchanged.check()  # or it would go on from what another model has read
+        finish_check = self.unchanged.begin()  # or it would go on from what another model has read
         held = context.num_tokens
         with context.going_on():
-            context.logits = forward(self.model, tokens, context.past)
+            logits = forward(self.model, tokens, context.past)
+            finish_check()
+            wait_for_model(self.device)
+        context.logits = logits
         context.tokens[held:] = tokens
 
     def append(self, context: Context, cache: KVCache, tokens: Sequence[int]) -> None:
         """Go on with values that were delivered."""
-        part = self.to_model(cache)
-        with torch.inference_mode():  # what was made under it may be written only under it
+        # What was made in inference mode may be written only in it.
+        with model_stream(self.device), torch.inference_mode():
+            part = self.to_model(cache)
             for layer in range(part.num_layers):
                 keys, values = (t[layer].transpose(0, 1)[None] for t in (part.keys, part.values))
                 context.past.update(keys, values, layer)
@@ -233,13 +268,17 @@ def check_source(source: ModelSource) -> None:
         )
 
 
-def load_pair(source: ModelSource) -> tuple[Any, Any]:
+def load_pair(source: ModelSource, device: Device = DEVICE, dtype: DType = None) -> tuple[Any, Any]:
+    """A model and its tokenizer, as `kdn/engines/device.py` says; those that are given stay as and
+    where they are."""
     if isinstance(source, tuple):
         model, tokenizer = source
+        check_placed(model, device, dtype)
         return model.eval(), tokenizer
     from kdn.engines.grouped import use_grouped_attention
     from kdn.engines.models import load_model
 
-    model, tokenizer = load_model(source)
+    place = chosen_device(device)
+    model, tokenizer = load_model(source, chosen_dtype(dtype, place), place)
     use_grouped_attention(model)
     return model, tokenizer

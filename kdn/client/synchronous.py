@@ -13,8 +13,9 @@ from kdn.client.answers import Learned, Loaded, Metrics, Stats
 from kdn.client.asynchronous import FLUSH_S, AsyncClient, OnRead
 from kdn.client.conversation import Conversation as AsyncConversation
 from kdn.client.engine import ModelSource
-from kdn.defaults import CODEC, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
+from kdn.defaults import CODEC, DEVICE, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
 from kdn.delivery.request import OnProgress
+from kdn.engines.device import Device, DType, follow_caller
 from kdn.engines.prompts import Knowledge
 from kdn.places.places import Where
 from kdn.session.loop import LoopThread
@@ -167,6 +168,7 @@ class Client:
     def publish(
         self, tokens: Tokens, cache: Cache | KVCache, *, after: Loaded | None = None
     ) -> int:
+        follow_caller(self.model.device)  # in this thread: the client's own has launched nothing
         return self._loop.run(self._client.publish(tokens, cache, after=after))
 
     def flush(self, deadline_s: float = FLUSH_S) -> bool:
@@ -192,6 +194,8 @@ def connect(
     where: Where,
     *,
     model: ModelSource = MODEL,
+    device: Device = DEVICE,
+    dtype: DType = None,
     codec: str = CODEC,
     quality: Quality = QUALITY,
     deadline_s: float | None = None,
@@ -210,6 +214,9 @@ def connect(
     - `where`: a folder, the URL of a node, or several of them. All are read; the first node (or
       else the first folder) is written to;
     - `model`: smollm2, a local folder, a name on the hub, or (model, tokenizer) of transformers;
+    - `device`: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1"; `dtype`: "float32",
+      "bfloat16" or "float16", by default float32 on a CPU and bfloat16 on a GPU. A (model,
+      tokenizer) stays where and as it is;
     - `codec`: "klt", or "exact" without any loss;
     - `quality`: "draft", "default", "high", "exact", or the KL divergence that is good enough;
     - `deadline_s`: what has not arrived by then, the model reads itself; what arrived coarser than
@@ -226,9 +233,10 @@ def connect(
     """
     return Client(
         AsyncClient(
-            where, model=model, codec=codec, quality=quality, deadline_s=deadline_s, token=token,
-            token_file=token_file, secret=secret, secret_file=secret_file, tls_ca=tls_ca,
-            client=client, recompute=recompute, audit_share=audit_share, spool_bytes=spool_bytes,
+            where, model=model, device=device, dtype=dtype, codec=codec, quality=quality,
+            deadline_s=deadline_s, token=token, token_file=token_file, secret=secret,
+            secret_file=secret_file, tls_ca=tls_ca, client=client, recompute=recompute,
+            audit_share=audit_share, spool_bytes=spool_bytes,
         )
     )  # fmt: skip
 

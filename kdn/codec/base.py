@@ -62,6 +62,10 @@ class Codec(ABC):
         """Whether such a stream decodes to values of `dtype`."""
         return True
 
+    def decodes_on(self, device: torch.device) -> bool:
+        """Whether it decodes on such a device itself, so that streams are all it needs there."""
+        return False
+
     @abstractmethod
     def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
         """The whole bitstream of one chunk. `cache` holds exactly the chunk's tokens."""
@@ -79,11 +83,30 @@ class Codec(ABC):
         """The chunk's cache from the first `levels` levels at hand (all that the stream holds if
         None), written into `out` if given, else into a new cache of `dtype`."""
 
+    def decode_heads(
+        self, stream: Bitstream, chunk: Chunk, heads: range, *, levels: int, dtype: torch.dtype
+    ) -> KVCache:
+        """The same bits as those of these KV heads in `decode`, in a new cache that holds no
+        others."""
+        return self.decode(stream, chunk, levels=levels, dtype=dtype).of_heads(heads)
+
     def encode_all(self, chunks: Sequence[Chunk], cache: KVCache) -> list[bytes]:
         """Many chunks of one context at once: each core takes one, which is faster than sharing."""
         return parallel_map(
             lambda chunk: self.encode(chunk, cache.slice(chunk.start, chunk.end)), chunks
         )
+
+    def encode_batch(self, items: Sequence[tuple[Chunk, KVCache]]) -> list[bytes | KdnError]:
+        """Any chunks, each with its own cache, together: streams, or why there is none. Values on a
+        GPU are copied to main memory for it, unless the codec encodes there."""
+
+        def encode(item: tuple[Chunk, KVCache]) -> bytes | KdnError:
+            try:
+                return self.encode(item[0], _on_host(item[1]))
+            except KdnError as error:
+                return error
+
+        return parallel_map(encode, items)
 
     def decode_all(
         self,
@@ -117,20 +140,31 @@ class Codec(ABC):
 
         return parallel_map(decode, batch)
 
+    def gpu_memory_bytes(self) -> tuple[int, int]:
+        """What this codec takes by now: on GPUs, and pinned in main memory for them."""
+        return 0, 0
+
     def _decode_row(
         self, one: Coded, rows: TokenRows, after: torch.cuda.Event | None
     ) -> KdnError | None:
         """One chunk in main memory, then where it belongs."""
-        dtype = rows.dtype if rows.dtype.itemsize > 1 else torch.float32
         try:
             rows.check_slots(one.slots, one.chunk.num_tokens)
             check_whole(one.stream.info.valid_from, one.chunk.start, one.slots)
+            dtype = self._dtype_for(one.stream.info, rows)
             cache = self.decode(one.stream, one.chunk, levels=one.levels, dtype=dtype)
             with rows.writing(after):
                 rows.write(cache, one.slots)
         except KdnError as error:
             return error
         return None
+
+    def _dtype_for(self, info: StreamInfo, rows: TokenRows) -> torch.dtype:
+        """Scales come between a stream and memory of 8 bit, so it is not decoded to that."""
+        if rows.dtype.itemsize > 1:
+            return rows.dtype
+        known = (torch.float32, torch.bfloat16, torch.float16)
+        return next((one for one in known if self.decodes_to(info, one)), torch.float32)
 
 
 def check_input(spec: ModelSpec, chunk: Chunk, cache: KVCache) -> None:
@@ -140,6 +174,14 @@ def check_input(spec: ModelSpec, chunk: Chunk, cache: KVCache) -> None:
         raise MismatchError(f"expected a cache of {expected}, found {tuple(cache.keys.shape)}")
     if cache.start != chunk.start:
         raise MismatchError(f"expected a cache from {chunk.start}, found from {cache.start}")
+
+
+def _on_host(cache: KVCache) -> KVCache:
+    if not cache.keys.is_cuda:
+        return cache
+    if cache.ready is not None:
+        cache.ready.synchronize()
+    return KVCache(cache.keys.cpu(), cache.values.cpu(), cache.start, cache.valid_from)
 
 
 def output_cache(info: StreamInfo, out: KVCache | None, dtype: torch.dtype) -> KVCache:

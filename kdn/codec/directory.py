@@ -46,9 +46,10 @@ class Directory:
         check_range("sections", len(lines), 1, MAX_SECTIONS)
         self._lines, self._first_offset = lines, first_offset
         levels = lines["level"]
-        ranks = levels.astype(np.uint32) << 24 | lines["group"].astype(np.uint32) << 8
-        ranks |= lines["kind"]
-        if not (ranks[1:] > ranks[:-1]).all():
+        self.codes = levels.astype(np.int64) << 24 | lines["group"].astype(np.int64) << 8
+        """Each section's `section_code`."""
+        self.codes |= lines["kind"]
+        if not (self.codes[1:] > self.codes[:-1]).all():
             raise FormatError("expected sections strictly increasing by (level, group, kind)")
         lasts = np.append(np.flatnonzero(levels[1:] != levels[:-1]), len(lines) - 1)
         if levels[lasts].tolist() != list(range(num_levels)):
@@ -76,12 +77,22 @@ class Directory:
     def __len__(self) -> int:
         return len(self._lines)
 
+    @cached_property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """In bytes, of each section."""
+        return self._lines["length"].astype(np.int64)
+
+    @cached_property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Where each section begins, counted from the stream's first byte."""
+        return self._ends - self.lengths
+
     def packed(self) -> bytes:
         return self._lines.tobytes()
 
     @cached_property
     def entries(self) -> tuple[SectionEntry, ...]:
-        starts = (self._ends - self._lines["length"]).tolist()
+        starts = self.offsets.tolist()
         both = zip(self._lines.tolist(), starts, strict=True)
         return tuple(
             SectionEntry(level, kind, group, start, length)
@@ -94,6 +105,11 @@ class Directory:
         ends = self._ends.tolist()
         both = zip(self._lines.tolist(), [self._first_offset, *ends], ends, strict=False)
         return {(level, group, kind): (start, end) for (level, kind, group, _), start, end in both}
+
+
+def section_code(level: int, group: int, kind: int) -> int:
+    """A section's name as a number: ordered as sections are."""
+    return level << 24 | group << 8 | kind
 
 
 def check_range(what: str, found: int, low: int, high: int) -> None:

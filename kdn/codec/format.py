@@ -8,8 +8,12 @@ that already, as a delivery does when bytes arrive, says so.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
@@ -41,6 +45,7 @@ __all__ = [
     "CodecId",
     "DType",
     "Header",
+    "LevelSource",
     "Section",
     "SectionEntry",
     "StreamInfo",
@@ -66,13 +71,24 @@ def write(info: StreamInfo, sections: Iterable[Section], seal_key: bytes) -> byt
     return b"".join([build_header(info, parts, seal_key), *(s.data for s in ordered)])
 
 
+class LevelSource(Mapping[int, memoryview]):
+    """Levels of a stream that are not in memory yet, in a file perhaps. `source[level]` brings one
+    there, and the same bytes whenever it is asked for. What it holds no longer is a
+    TruncatedError."""
+
+    @abstractmethod
+    def read_into(self, buffer: memoryview, first: int, last: int) -> None:
+        """The bytes of levels [first, last), one after the other, which fill `buffer`."""
+
+
 class Bitstream:
     """A header and those of its levels that are at hand. Nothing is copied."""
 
     def __init__(
         self, header: Header, levels: Mapping[int, memoryview], verified: Collection[int] = ()
     ) -> None:
-        """`verified` levels are known to be what the header's digests say."""
+        """`verified` levels are known to be what the header's digests say. Levels may be a
+        LevelSource."""
         self.header = header
         self._levels = levels
         self._verified = set(verified)
@@ -126,6 +142,11 @@ class Bitstream:
         every = self.info.num_levels
         return next((level for level in range(every) if level not in self._levels), every)
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Not so if its levels are read from elsewhere when they are asked for."""
+        return not isinstance(self._levels, LevelSource)
+
     def has_level(self, level: int) -> bool:
         """Whether this level is wholly here, whichever others are."""
         return level in self._levels
@@ -147,6 +168,29 @@ class Bitstream:
         first = self.header.level_start(level)
         return data[span[0] - first : span[1] - first]
 
+    def read_into(self, buffer: memoryview, levels: int) -> None:
+        """The verified bytes of the first levels, one after the other; `buffer` has exactly their
+        size. Other threads run meanwhile: copies and digests are made without the GIL."""
+        header, start = self.header, self.header.size_bytes
+        for level in range(levels):
+            if level not in self._levels:
+                raise TruncatedError(f"level {level} is not at hand")
+        parts = [
+            buffer[header.level_start(n) - start : header.level_end(n) - start]
+            for n in range(levels)
+        ]
+        if isinstance(self._levels, LevelSource):
+            self._levels.read_into(buffer, 0, levels)
+        else:
+            for level, part in enumerate(parts):
+                np.copyto(_array(part), _array(self._levels[level]))
+        for level, part in enumerate(parts):
+            if level not in self._verified:
+                # The copy is what will be decoded. A source may hold other bytes the next time.
+                header.check_level(level, part)
+                if not isinstance(self._levels, LevelSource):
+                    self._verified.add(level)
+
     def _verified_level(self, level: int) -> memoryview:
         if level not in self._levels:
             raise TruncatedError(f"level {level} is not at hand")
@@ -155,6 +199,12 @@ class Bitstream:
             self.header.check_level(level, data)
             self._verified.add(level)
         return data
+
+    def parts(self, levels: int) -> list[bytes | memoryview]:
+        """The stream up to the end of so many levels, verified: its header, then each of them."""
+        header = self.header
+        first = header.sealed + header.seal + header.stream_id
+        return [first, *(self._verified_level(level) for level in range(levels))]
 
     def verify(self) -> None:
         """Check that all levels are here, every byte of them."""
@@ -183,6 +233,10 @@ class Bitstream:
 
 def _bytes_of(data: Buffer) -> memoryview:
     return memoryview(data).toreadonly().cast("B")
+
+
+def _array(data: memoryview) -> npt.NDArray[np.uint8]:
+    return np.asarray(data, np.uint8)
 
 
 def _check_length(level: int, expected: int, found: int) -> None:

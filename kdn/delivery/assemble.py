@@ -143,6 +143,11 @@ class Assembly:
         data = self._memory()[: self.level_ends[levels - 1]]
         return Bitstream.of(self.header, data, verified=range(levels))
 
+    def verified(self) -> memoryview:
+        """Header and verified levels, as they came; they do not change any more."""
+        end = self.level_ends[self.levels - 1] if self.levels else self.header.size_bytes
+        return self._memory()[:end].toreadonly()
+
     def _memory(self) -> memoryview:
         """Most streams that are looked up are not read on: so it is there when it is needed."""
         if self._buffer is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from random import Random
 
@@ -28,6 +28,7 @@ from kdn.delivery.planner import default
 from kdn.delivery.refine import Refinement
 from kdn.delivery.request import (
     FAR_S,
+    Arrived,
     OnProgress,
     Request,
     Result,
@@ -334,8 +335,15 @@ def _result_of(delivery: Delivery) -> Result:
         failures=transfer.failures,
         troubles=(*transfer.troubles, *delivery.decoder.troubles),
         kld=_expected_kld(delivery),
+        arrived=tuple(_arrived(known)),
         _refine=refine,
     )
+
+
+def _arrived(known: Iterable[Incoming]) -> Iterator[Arrived]:
+    for one in known:
+        if one.assembly.levels and not one.undecodable:
+            yield Arrived(one.chunk, one.assembly.verified(), one.assembly.levels)
 
 
 def _expected_kld(delivery: Delivery) -> float:

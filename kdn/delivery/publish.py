@@ -1,9 +1,10 @@
 """Publishing what a model had to compute, in the background, so that nobody computes it again.
 
 A chunk is read from its source, encoded in a thread, and put: one request. One encodes while one
-is sent (sending.py); both wait in bounded queues. While a place is away, chunks wait in the spool
-on disk, if there is one, else in memory. Whatever goes wrong with one chunk is its own affair: it
-is counted, and the next one gets its turn.
+is sent (sending.py); both wait in bounded queues. Chunks whose values are on a GPU are encoded a
+few at a time, and more of them may wait to be sent, so that the GPU's memory is soon free. While a
+place is away, chunks wait in the spool on disk, if there is one, else in memory. Whatever goes
+wrong with one chunk is its own affair: it is counted, and the next one gets its turn.
 
 Callers decide what is worth publishing: what nobody has yet, and whose values carry no losses.
 """
@@ -13,15 +14,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from random import Random
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from kdn.background import supervise
+from kdn.background import fault, supervise
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
@@ -35,6 +36,13 @@ from kdn.errors import KdnError
 from kdn.store.base import Hints, Store
 
 PARCELS = 2
+"""Encoded chunks that wait to be sent."""
+GPU_PARCELS = 32
+GPU_BATCH = 4
+"""Chunks on a GPU that are encoded together."""
+
+OnEncoded = Callable[[Chunk, bytes], None]
+"""Gets each stream; called in a thread."""
 
 ADOPT_S = 30.0
 """How often the spool is searched for what processes left that died."""
@@ -47,6 +55,14 @@ class Source(Protocol):
         """The chunk's values, in memory that nobody else writes to."""
 
 
+@runtime_checkable
+class Lent(Source, Protocol):
+    """A source in memory that somebody waits for."""
+
+    def give_back(self) -> None:
+        """Nobody reads from it any more."""
+
+
 @dataclass(frozen=True)
 class Values:
     """Values at hand. Each chunk is copied out of them, unless they are `final`: then nobody writes
@@ -57,9 +73,7 @@ class Values:
 
     def read(self, chunk: Chunk) -> KVCache:
         part = self.cache.slice(chunk.start, chunk.end)
-        if self.final:
-            return part
-        return KVCache(part.keys.clone(), part.values.clone(), part.start, part.valid_from)
+        return part if self.final else part.copy()
 
 
 class Admission(Enum):
@@ -76,6 +90,21 @@ class Job:
     chunk: Chunk
     cache: KVCache
     saved_s: float
+    source: Source
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.cache.keys.is_cuda
+
+    def end(self) -> None:
+        """Its values are not needed any more."""
+        if isinstance(self.source, Lent):
+            self.source.give_back()
+
+
+class Encoded(NamedTuple):
+    data: bytes
+    stream_id: bytes
 
 
 class Publisher:
@@ -88,13 +117,14 @@ class Publisher:
         *,
         spool: Spool | None = None,
         max_queue_bytes: int = QUEUE_BYTES,
+        on_encoded: OnEncoded | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
     ) -> None:
         """Place and spool are closed by those who opened them, afterwards."""
         endpoint = place if isinstance(place, Endpoint) else Endpoint(place)
         self._sender = Sender(endpoint, spool, clock=clock, rng=rng)
-        self._codec = codec
+        self._codec, self._on_encoded = codec, on_encoded
         self._spool = spool
         self._max_queue_bytes = max_queue_bytes
         self._clock = clock
@@ -127,7 +157,8 @@ class Publisher:
         return self._queued_bytes
 
     def publish(self, chunk: Chunk, source: Source, *, saved_s: float = 0.0) -> Admission:
-        """Read the chunk's values, now, and publish them later. What is not wanted is not read."""
+        """Read the chunk's values, now, and publish them later. What is not wanted is not read.
+        What was lent is given back when it is encoded, if it is QUEUED; else it never was taken."""
         if self._is_on_its_way(chunk.key):
             return Admission.ALREADY
         if self._queued_bytes >= self._max_queue_bytes:
@@ -136,7 +167,7 @@ class Publisher:
         self._queued_bytes += cache.size_bytes
         self._under_way.add(chunk.key)
         self._sender.refused.pop(chunk.key, None)
-        self._jobs.append(Job(chunk, cache, saved_s))
+        self._jobs.append(Job(chunk, cache, saved_s, source))
         self._moved.set()
         return Admission.QUEUED
 
@@ -211,31 +242,71 @@ class Publisher:
 
     async def _encode_all(self) -> None:
         while True:
-            if self._jobs and len(self._parcels) < PARCELS:
-                await self._encode_next()
+            if jobs := self._next_jobs():
+                await self._encode(jobs)
             else:
                 await self._wait()
 
-    async def _encode_next(self) -> None:
-        job = self._jobs.popleft()
-        try:
-            await self._encode(job)
-        except Exception as error:
-            self._sender.fault("encoding a chunk", error)
-            self._refuse(job.chunk.key, error)
-        finally:
-            self._queued_bytes -= job.cache.size_bytes
+    def _next_jobs(self) -> list[Job]:
+        """One, or a few that are on a GPU."""
+        on_gpu = bool(self._jobs) and self._jobs[0].is_on_gpu
+        if len(self._parcels) >= (GPU_PARCELS if on_gpu else PARCELS):
+            return []
+        jobs: list[Job] = []
+        while self._jobs and len(jobs) < (GPU_BATCH if on_gpu else 1):
+            if jobs and not self._jobs[0].is_on_gpu:
+                break
+            jobs.append(self._jobs.popleft())
+        return jobs
 
-    async def _encode(self, job: Job) -> None:
-        chunk = job.chunk
+    async def _encode(self, jobs: Sequence[Job]) -> None:
         try:
-            data = await asyncio.to_thread(self._codec.encode, chunk, job.cache)
+            found = await asyncio.to_thread(self._encoded, jobs)
+            for job, one in zip(jobs, found, strict=True):
+                self._take(job, one)
+        except Exception as error:
+            for job in jobs:
+                self._sender.fault("encoding a chunk", error)
+                self._refuse(job.chunk.key, error)
+        finally:
+            for job in jobs:
+                self._queued_bytes -= job.cache.size_bytes
+                job.end()
+
+    def _encoded(self, jobs: Sequence[Job]) -> list[Encoded | Exception]:
+        """In a thread. What fails together is tried one by one: a chunk's fault is its own."""
+        try:
+            found = self._codec.encode_batch([(job.chunk, job.cache) for job in jobs])
+        except Exception as error:
+            if len(jobs) == 1:
+                return [error]
+            return [one for job in jobs for one in self._encoded([job])]
+        return [self._shown(job.chunk, one) for job, one in zip(jobs, found, strict=True)]
+
+    def _shown(self, chunk: Chunk, found: bytes | KdnError) -> Encoded | Exception:
+        if isinstance(found, KdnError):
+            return found
+        try:
+            stream_id = Header.parse(found).stream_id
         except KdnError as error:
-            self._refuse(chunk.key, error)
+            return RuntimeError(f"the encoder made no stream: {error}")
+        if self._on_encoded is not None:
+            try:
+                self._on_encoded(chunk, found)
+            except Exception as error:
+                fault("keeping an encoded chunk", error)
+        return Encoded(found, stream_id)
+
+    def _take(self, job: Job, found: Encoded | Exception) -> None:
+        chunk = job.chunk
+        if isinstance(found, Exception):
+            if not isinstance(found, KdnError):
+                self._sender.fault("encoding a chunk", found)
+            self._refuse(chunk.key, found)
             return
-        etag, bad = Header.parse(data).stream_id, self._sender.endpoint.rejected(chunk.key)
+        bad = self._sender.endpoint.rejected(chunk.key)
         hints = Hints(chunk.parent if chunk.start else None, job.saved_s)  # no root's is stored
-        self._parcels.append(Parcel(chunk.key, etag, data, hints, replacing=bad))
+        self._parcels.append(Parcel(chunk.key, found.stream_id, found.data, hints, replacing=bad))
         self._moved.set()
 
     # sending

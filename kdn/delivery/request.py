@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
@@ -92,6 +92,14 @@ class Snapshot:
 OnProgress = Callable[[Snapshot], None]
 
 
+class Arrived(NamedTuple):
+    """A stream as far as it came: its header and its first `levels` levels, verified."""
+
+    chunk: Chunk
+    data: memoryview
+    levels: int
+
+
 @dataclass(frozen=True)
 class Result:
     """The sink holds chunk i with `levels[i]` levels of stream `stream_ids[i]`, or with the model's
@@ -115,6 +123,8 @@ class Result:
     """What went wrong, for people."""
     kld: float = 0.0
     """The mean divergence that is expected, what is left to the model counting 0."""
+    arrived: tuple[Arrived, ...] = field(default=(), repr=False)
+    """What came of streams that can be decoded, for those who want to keep it."""
     _refine: Callable[[float], Refinement] | None = field(default=None, repr=False)
 
     @property

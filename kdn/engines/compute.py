@@ -5,12 +5,14 @@
     await reader.finish()
 
 When a delivery ends, a chunk may be half read. `finish` stops the model before its next layer, so
-that what nobody wants any more does not keep the processor from the answer.
+that what nobody wants any more does not keep the processor from the answer. A GPU is given only a
+few layers of work ahead for the same reason: what is in its queue cannot be taken back.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
@@ -23,9 +25,27 @@ from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.engines.reading import forward, last_tokens, new_cache
 
+LAYERS_AHEAD = 2
+
 
 class _StoppedError(Exception):
     """Thrown through the layers of a model that is to stop."""
+
+
+class _Queue:
+    """What a GPU has been given to do, layer by layer. On a CPU there is none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._layers: deque[torch.cuda.Event] = deque()
+
+    def shorten(self, most: int) -> None:
+        """Wait until no more than so many layers are left."""
+        if self._device.type != "cuda":
+            return
+        self._layers.append(torch.cuda.current_stream(self._device).record_event())
+        while len(self._layers) > most:
+            self._layers.popleft().synchronize()
 
 
 class ChunkReader:
@@ -36,6 +56,7 @@ class ChunkReader:
         self._model = model
         self._chunks = chunks
         self._past = new_cache(model)
+        self._queue = _Queue(model.device)
         self._running: asyncio.Future[KVCache] | None = None
         self._stopped = False
         self._thread = 0  # that reads for this one: others may use the model at the same time
@@ -54,10 +75,15 @@ class ChunkReader:
             forward(self._model, np.concatenate([chunk.tokens for chunk in chunks]), self._past)
         finally:
             self._thread = 0
-        return last_tokens(self._past, chunks[0].start)
+        values = last_tokens(self._past, chunks[0].start)
+        self._queue.shorten(0)  # planners take it that what was read is there
+        return values
 
     def _check(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._stopped and self._thread == get_ident():
+        if self._thread != get_ident():
+            return
+        self._queue.shorten(LAYERS_AHEAD)
+        if self._stopped:
             raise _StoppedError
 
     async def finish(self) -> None:

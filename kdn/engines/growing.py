@@ -3,6 +3,9 @@
 transformers' own layers copy all they hold for each token that is added: for a long context that
 takes longer than computing it. These keep room ahead. Delivered values are decoded right into
 such memory, head by head as attention reads it, so that nothing is copied before the first token.
+
+On a GPU others write there in streams of their own, and must not begin before the model has done
+with what the memory was used for until then: `Room.after` says when.
 """
 
 from __future__ import annotations
@@ -10,12 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from kdn.cache.keys import Chunk
+from kdn.cache.rows import Slots, TokenRows
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
+from kdn.engines.device import model_stream
 
 LEAST_ROOM = 256
 """Tokens; more than that, a quarter of what is held is kept free."""
@@ -97,23 +104,45 @@ def growing_cache(config: PreTrainedConfig, room: Room | None = None) -> Dynamic
     return past
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Room:
     """Keys and values [layers, heads, tokens and more, channels] of one context."""
 
     keys: torch.Tensor
     values: torch.Tensor
+    after: torch.cuda.Event | None = None
+    """On a GPU: passes when the model has done with this memory, as of the last `used`."""
 
     @classmethod
-    def of(cls, spec: ModelSpec, num_tokens: int, dtype: torch.dtype) -> Room:
+    def of(
+        cls, spec: ModelSpec, num_tokens: int, dtype: torch.dtype, device: torch.device = CPU
+    ) -> Room:
         capacity = num_tokens + max(LEAST_ROOM, num_tokens // 4)
         shape = (spec.num_layers, spec.num_kv_heads, capacity, spec.head_dim)
-        return cls(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
+        with model_stream(device):  # so memory that a pass still reads is not written to before
+            keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+            is_cuda = device.type == "cuda"
+            return cls(
+                keys, values, torch.cuda.current_stream().record_event() if is_cuda else None
+            )
+
+    def used(self) -> None:
+        """Whoever writes here next, in a stream of its own, waits for what was launched so far."""
+        if self.after is not None:
+            self.after.record(torch.cuda.default_stream(self.keys.device))
 
     def canonical(self, num_tokens: int) -> KVCache:
         """Its first tokens, to decode into."""
         keys, values = (t[:, :, :num_tokens].transpose(1, 2) for t in (self.keys, self.values))
         return KVCache(keys, values)
+
+    def rows(self) -> TokenRows:
+        """The same token by token, each in the slot of its position."""
+        keys, values = ([one.transpose(0, 1) for one in side] for side in (self.keys, self.values))
+        return TokenRows(keys, values, range(self.keys.shape[1]))
 
     def layer(self, index: int, num_tokens: int) -> GrowingLayer:
         return GrowingLayer.holding(self.keys[index][None], self.values[index][None], num_tokens)
@@ -123,30 +152,49 @@ class Room:
         return int(self.keys.shape[2])
 
 
+def is_written_by_rows(spec: ModelSpec, device: torch.device) -> bool:
+    """Whether delivered values are decoded into a GPU's memory. Layers with a window lack tokens,
+    which rows cannot say: such caches are put together in main memory, and copied."""
+    return device.type == "cuda" and not any(spec.windows)
+
+
+def slots_of(chunk: Chunk) -> Slots:
+    """Where a chunk's tokens lie in `Room.rows`."""
+    return np.arange(chunk.start, chunk.end, dtype=np.int64)
+
+
 class Rooms:
     """Memory of contexts that have ended, for the next ones: the first use of fresh memory takes
-    longer than decoding into it."""
+    longer than decoding into it. Not that of a GPU, where torch keeps it, and others may need it.
+    """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, max_spare: int = MAX_SPARE) -> None:
-        self._spec, self._dtype, self._max_spare = spec, dtype, max_spare
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        max_spare: int = MAX_SPARE,
+        device: torch.device = CPU,
+    ) -> None:
+        self._spec, self._dtype, self._device = spec, dtype, device
+        self._max_spare = max_spare if device.type == "cpu" else 0
         self._spare: list[Room] = []
 
     def take(self, num_tokens: int) -> Room:
         for place, room in enumerate(self._spare):
             if room.capacity >= num_tokens + LEAST_ROOM:
                 return self._spare.pop(place)
-        return Room.of(self._spec, num_tokens, self._dtype)
+        return Room.of(self._spec, num_tokens, self._dtype, self._device)
 
     def give(self, room: Room | None) -> None:
         """Back, when nobody looks at it any more. Of too many, the smallest goes."""
-        if room is not None:
+        if room is not None and self._max_spare:
             self._spare = sorted([*self._spare, room], key=lambda one: one.capacity)
             del self._spare[: -self._max_spare]
 
     def prepare(self, num_tokens: int, count: int) -> None:
         """Set memory aside, and touch it."""
-        for _ in range(count):
-            room = Room.of(self._spec, num_tokens, self._dtype)
+        for _ in range(min(count, self._max_spare)):
+            room = Room.of(self._spec, num_tokens, self._dtype, self._device)
             room.keys.zero_()
             room.values.zero_()
             self.give(room)

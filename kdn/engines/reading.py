@@ -39,10 +39,11 @@ def forward(
     return logits if every else logits[-1]
 
 
-def pieces(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """[start, end) cut where chunks end."""
+def pieces(start: int, end: int, chunks: int = 1) -> Iterator[tuple[int, int]]:
+    """[start, end) cut where chunks end, or every so many of them."""
+    size = chunks * CHUNK_TOKENS
     while start < end:
-        stop = min(end, (start // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
+        stop = min(end, (start // size + 1) * size)
         yield start, stop
         start = stop
 
@@ -56,20 +57,25 @@ def read(model: PreTrainedModel, tokens: Tokens, past: Cache) -> torch.Tensor:
     return logits
 
 
-def last_tokens(past: Cache, start: int) -> KVCache:
-    """A copy of what `past` holds from `start` on: `valid_from` tells what it has dropped."""
-    end = past.get_seq_length()
+def last_tokens(past: Cache, start: int, end: int | None = None) -> KVCache:
+    """A copy of what `past` holds from `start` on, up to `end`: `valid_from` tells what it has
+    dropped."""
+    held_until = past.get_seq_length()
+    end = held_until if end is None else end
     first = past.layers[0].keys
     shape = (len(past.layers), end - start, first.shape[1], first.shape[3])
     keys, values = first.new_empty(shape), first.new_empty(shape)
     valid_from = []
     for index, layer in enumerate(past.layers):
-        count = min(end - start, layer.keys.shape[2])
+        held_from = held_until - layer.keys.shape[2]
+        begin = min(max(start, held_from), end)
+        own = slice(begin - held_from, end - held_from)
         for whole, held in ((keys, layer.keys), (values, layer.values)):
-            whole[index, : end - start - count] = 0
-            if count:
-                whole[index, -count:] = held[0, :, -count:].transpose(0, 1)
-        valid_from.append(end - count)
+            if begin > start:
+                whole[index, : begin - start] = 0
+            if begin < end:
+                whole[index, begin - start :] = held[0, :, own].transpose(0, 1)
+        valid_from.append(begin)
     return KVCache(keys, values, start, tuple(valid_from))
 
 

@@ -1,7 +1,8 @@
 """How fast this machine reads with a model and decodes a codec's chunks: measured once, and kept.
 
 Reading n tokens takes a n + b n^2: two pieces tell a and b, one at the beginning of a context and
-one further on. Decoding takes as long for each token. What is measured is written to the cache
+one further on. Decoding takes as long for each token. A GPU is measured on longer pieces and on
+several chunks at a time: with less it waits for its host. What is measured is written to the cache
 folder, under the model, the codec and the machine it is true of.
 """
 
@@ -22,12 +23,15 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from kdn.cache.folder import cache_folder
-from kdn.cache.keys import CHUNK_TOKENS, Namespace, cut
-from kdn.codec.base import Codec
+from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
+from kdn.codec.base import Codec, Coded
 from kdn.codec.format import Bitstream
+from kdn.engines.growing import Room, is_written_by_rows
 from kdn.engines.reading import forward, last_tokens, new_cache
 
 FURTHER_ON = 1024
+GPU_PIECE, GPU_FURTHER_ON = 2048, 8192
+GPU_CHUNKS = 16
 REPEATS = 2
 Clock = Callable[[], float]
 
@@ -68,18 +72,23 @@ def measured_speeds(
 def measure(
     model: PreTrainedModel, codec: Codec, *, clock: Clock = time.perf_counter
 ) -> MeasuredSpeeds:
+    on_gpu = model.device.type == "cuda"
+    further_on, piece = (GPU_FURTHER_ON, GPU_PIECE) if on_gpu else (FURTHER_ON, CHUNK_TOKENS)
     vocabulary, limit = codec.spec.vocab_size, _max_positions(model)
-    tokens = np.random.default_rng(0).integers(0, vocabulary, min(FURTHER_ON, limit // 2))
-    size = min(CHUNK_TOKENS, len(tokens) // 2)
+    tokens = np.random.default_rng(0).integers(0, vocabulary, min(further_on, limit // 2))
+    size = min(piece, len(tokens) // 2)
     forward(model, tokens[:size], new_cache(model))  # the first run of all allocates
-    past, near_s = new_cache(model), 0.0
     near_s = min(_timed(model, tokens[:size], new_cache(model), clock) for _ in range(REPEATS))
-    far = len(tokens) - size
+    past, far = new_cache(model), len(tokens) - size
     forward(model, tokens[:far], past)
+    if on_gpu:  # kernels of this shape are loaded on first use
+        forward(model, tokens[far:], past)
+        past.crop(far)
     far_s = _timed(model, tokens[far:], past, clock)
     square = max(0.0, (far_s - near_s) / (2 * far * size))
     linear = max(1e-9, near_s / size - square * size)
-    return MeasuredSpeeds(linear, square, _decode_s_per_token(codec, tokens[:size], model, clock))
+    first = tokens[: min(size, CHUNK_TOKENS)]
+    return MeasuredSpeeds(linear, square, _decode_s_per_token(codec, first, model, clock))
 
 
 def _timed(
@@ -104,16 +113,37 @@ def _decode_s_per_token(
     [chunk, *_] = cut(tokens, Namespace(codec.spec.fingerprint, codec.profile_id))
     part = cache.slice(chunk.start, chunk.end)
     stream = Bitstream.parse(codec.encode(chunk, part))
-    codec.decode(stream, chunk)  # kernels are compiled on first use
+    count, decode = _decoding(codec, stream, chunk, model)
+    decode(codec.num_levels)  # kernels are compiled on first use
     times = []
     for levels in range(1, codec.num_levels + 1):
         took_s = []
         for _ in range(REPEATS):
             begin_s = clock()
-            codec.decode(stream, chunk, levels=levels)
+            decode(levels)
             took_s.append(clock() - begin_s)
-        times.append(min(took_s) / chunk.num_tokens)
+        times.append(min(took_s) / (count * chunk.num_tokens))
     return tuple(times)
+
+
+def _decoding(
+    codec: Codec, stream: Bitstream, chunk: Chunk, model: PreTrainedModel
+) -> tuple[int, Callable[[int], object]]:
+    """As deliveries do it: how many chunks at a time, and what decodes them to so many levels."""
+    if not is_written_by_rows(codec.spec, model.device):
+        return 1, lambda levels: codec.decode(stream, chunk, levels=levels)
+    size = chunk.num_tokens
+    room = Room.of(codec.spec, GPU_CHUNKS * size, model.dtype, model.device)
+    rows = room.rows()
+    places = [np.arange(at * size, (at + 1) * size) for at in range(GPU_CHUNKS)]
+
+    def decode(levels: int) -> None:
+        batch = [Coded(stream, chunk, levels, to) for to in places]
+        for error in codec.decode_rows(batch, rows, after=room.after):
+            if error is not None:
+                raise error
+
+    return GPU_CHUNKS, decode
 
 
 def _identity(model: PreTrainedModel, codec: Codec) -> str:

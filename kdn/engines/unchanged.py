@@ -8,7 +8,8 @@ the tensors kept their values?
 torch counts changes of a tensor, but not those through `.data`, as merging an adapter makes them,
 nor those of fused optimizers. So one element of every row is compared too, from a column that moves
 from row to row. SmolLM2 takes 3 ms; a model of 8 billion weights has 1.6 million rows, and would
-take some 15 ms on a CPU.
+take some 15 ms on a CPU. A GPU compares them itself, in the order of its other work, and sends back
+one bit. Who reads on asks for it when the next pass is launched: no pass waits for a check.
 
 Models with adapters inside are refused: too much decides which of them act, and how. So are
 forward hooks, which can change every value and leave no trace in the weights.
@@ -16,7 +17,7 @@ forward hooks, which can change every value and leave no trace in the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,12 +66,19 @@ class Unchanged:
         refuse_hooks(self._modules)
         self._tensors = list(_tensors(self._modules))
         self._facts = [_facts(tensor) for tensor in self._tensors]
-        self._samples = _grouped([_sample(tensor) for tensor in self._tensors])
-        self._values = [_values(group) for group in self._samples]
+        self._samples = [
+            OnHost(group) if group[0].device.type == "cpu" else OnDevice(group)
+            for group in _grouped([_sample(tensor) for tensor in self._tensors])
+        ]
 
     def check(self) -> None:
         """MismatchError if the model is another one now, UnsupportedError if it has an adapter or a
         forward hook."""
+        self.begin()()
+
+    def begin(self) -> Callable[[], None]:
+        """The same in two parts: what the host can tell is told at once. Where a GPU is asked, the
+        function that is returned waits for it, but for nothing that was launched since."""
         modules = list(self._model.modules())
         if not _same(modules, self._modules):
             refuse_adapters(self._model)
@@ -81,9 +89,55 @@ class Unchanged:
         tensors = list(_tensors(modules))
         if not _same(tensors, self._tensors) or [_facts(one) for one in tensors] != self._facts:
             raise _changed("its weights were replaced or written to")
-        for group, values in zip(self._samples, self._values, strict=True):
-            if not np.array_equal(_values(group), values):
+        asked = [one.differ() for one in self._samples]
+
+        def finish() -> None:
+            if any(answer() for answer in asked):
                 raise _changed("its weights have other values")
+
+        if all(isinstance(one, OnHost) for one in self._samples):
+            finish()
+        return finish
+
+
+class OnHost:
+    """Samples that a CPU compares. torch would start all its threads for so little."""
+
+    def __init__(self, samples: Sequence[torch.Tensor]) -> None:
+        self._samples = samples
+        self._were = self._are()
+
+    def differ(self) -> Callable[[], bool]:
+        found = not np.array_equal(self._are(), self._were)
+        return lambda: found
+
+    def _are(self) -> npt.NDArray[Any]:
+        return np.concatenate([sample.numpy().reshape(-1) for sample in self._samples])
+
+
+class OnDevice:
+    """Samples that their GPU compares, in its current stream, with a copy that it keeps."""
+
+    def __init__(self, samples: Sequence[torch.Tensor]) -> None:
+        self._samples = samples
+        self._were = self._are()
+
+    def differ(self) -> Callable[[], bool]:
+        is_cuda = self._were.is_cuda
+        bit = torch.empty((), dtype=torch.bool, pin_memory=is_cuda)
+        bit.copy_((self._are() != self._were).any(), non_blocking=True)
+        if not is_cuda:
+            return lambda: bool(bit)
+        done = torch.cuda.current_stream(self._were.device).record_event()
+
+        def answer() -> bool:
+            done.synchronize()
+            return bool(bit)
+
+        return answer
+
+    def _are(self) -> torch.Tensor:
+        return torch.cat([sample.reshape(-1) for sample in self._samples])
 
 
 def _changed(how: str) -> MismatchError:
@@ -125,10 +179,3 @@ def _grouped(samples: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         bits = sample.view(_BITS[sample.element_size()])
         groups.setdefault((bits.dtype, bits.device), []).append(bits)
     return list(groups.values())
-
-
-def _values(group: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
-    if group[0].device.type == "cpu":  # torch would start all its threads for so little
-        return np.concatenate([sample.numpy().reshape(-1) for sample in group])
-    values: npt.NDArray[Any] = torch.cat([sample.reshape(-1) for sample in group]).cpu().numpy()
-    return values

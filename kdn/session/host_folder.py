@@ -8,6 +8,7 @@ user are ever counted or removed.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -20,7 +21,12 @@ from kdn.files import FILE_MODE, FOLDER_MODE, OTHERS, OTHERS_WRITE, is_own_file
 
 MARKER = ".kdn-decoded-chunks"
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CHANGE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_QUIETLY = getattr(os, "O_NOATIME", 0)
+"""Reading does not count as use: whoever uses a file says so, see `touch`."""
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENXIO)
+"""Links, and what others put there; not, say, too many open files."""
 _PART = re.compile(r"\.[0-9a-f]{16}\.part")
 
 
@@ -54,7 +60,11 @@ class HostFolder:
             about = os.fstat(fd)
             if about.st_uid != os.geteuid() or about.st_mode & OTHERS:
                 raise self._refusal()
-            yield Here(self.path, fd, self._ours)
+            here = Here(self.path, fd, self._ours)
+            try:
+                yield here
+            finally:
+                here.leave()
         finally:
             os.close(fd)
 
@@ -71,6 +81,15 @@ class Here:
     def __init__(self, path: Path, fd: int, ours: re.Pattern[str]) -> None:
         self._path, self._fd, self._ours = path, fd, ours
 
+    def leave(self) -> None:
+        """It is being closed: who still asks gets an error, not another folder of that number."""
+        self._fd = -1
+
+    @property
+    def changed_ns(self) -> int:
+        """When a file last came or went."""
+        return os.fstat(self._fd).st_mtime_ns
+
     def mark(self) -> None:
         with suppress(FileNotFoundError):
             os.stat(MARKER, dir_fd=self._fd, follow_symlinks=False)
@@ -83,19 +102,27 @@ class Here:
         with suppress(FileExistsError):
             os.close(os.open(MARKER, _CREATE, FILE_MODE, dir_fd=self._fd))
 
-    @contextmanager
-    def open(self, name: str) -> Iterator[int]:
-        """For reading. FormatError if somebody else may have written it."""
+    def about(self, name: str) -> os.stat_result | None:
+        """None if there is no such file, or if somebody else may have written it."""
         try:
-            fd = os.open(name, _READ, dir_fd=self._fd)
+            about = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise FormatError(f"a decoded chunk that cannot be read: {error}") from error
+            return None
+        return about if _is_believed(about) else None
+
+    @contextmanager
+    def open(self, name: str, *, change: bool = False) -> Iterator[int]:
+        """For reading, or to `change` it. FormatError if somebody else may have written it."""
+        flags = (_CHANGE if change else _READ) | _QUIETLY
         try:
-            about = os.fstat(fd)
-            if not is_own_file(about) or about.st_mode & OTHERS_WRITE:
-                raise FormatError("a decoded chunk that somebody else may have written")
+            fd = os.open(name, flags, dir_fd=self._fd)
+        except OSError as error:
+            if error.errno not in _NOT_OURS:
+                raise
+            raise FormatError(f"a held chunk that cannot be opened: {error}") from error
+        try:
+            if not _is_believed(os.fstat(fd)):
+                raise FormatError("a held chunk that somebody else may have written")
             yield fd
         finally:
             os.close(fd)
@@ -119,21 +146,35 @@ class Here:
             if is_own_file(os.stat(name, dir_fd=self._fd, follow_symlinks=False)):
                 os.unlink(name, dir_fd=self._fd)
 
-    def touch(self, name: str, used_ns: int) -> None:
-        """It was used then."""
-        os.utime(name, ns=(used_ns, used_ns), dir_fd=self._fd, follow_symlinks=False)
+    def touch(self, name: str, used_ns: int, written_ns: int | None = None) -> None:
+        """It was used then, and written then if that is told: else at the same time."""
+        written_ns = used_ns if written_ns is None else written_ns
+        os.utime(name, ns=(used_ns, written_ns), dir_fd=self._fd, follow_symlinks=False)
 
     def files(self) -> Iterator[tuple[int, int, str]]:
         """Time of last use, size, name; what a process left half-written counts, too."""
+        for name, about in self.entries():
+            yield about.st_mtime_ns, about.st_size, name
+
+    def entries(self) -> Iterator[tuple[str, os.stat_result]]:
+        """Every file of ours, and what processes left half-written."""
         with os.scandir(self._fd) as entries:
             for entry in entries:
                 if self._ours.fullmatch(entry.name) or _PART.fullmatch(entry.name):
                     with suppress(FileNotFoundError):
                         about = entry.stat(follow_symlinks=False)
                         if is_own_file(about):
-                            yield about.st_mtime_ns, about.st_size, entry.name
+                            yield entry.name, about
 
     def size_bytes(self) -> int:
         """Of the file system it lies in."""
         disk = os.statvfs(self._fd)
         return disk.f_blocks * disk.f_frsize
+
+
+def is_half_written(name: str) -> bool:
+    return _PART.fullmatch(name) is not None
+
+
+def _is_believed(about: os.stat_result) -> bool:
+    return is_own_file(about) and not about.st_mode & OTHERS_WRITE

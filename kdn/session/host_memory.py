@@ -14,14 +14,13 @@ engines, not the machine.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import mmap
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,11 @@ from xxhash import xxh3_64
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
-from kdn.errors import ChecksumError, FormatError, KdnError, UnsupportedError
+from kdn.delivery.request import worst_kld
+from kdn.delivery.sink import Sink
+from kdn.errors import ChecksumError, FormatError, UnsupportedError
+from kdn.session.delivered import Grade
 from kdn.session.host_folder import Here, HostFolder
-from kdn.session.settings import SessionSettings
-
-logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 HEADER_BYTES = 512
@@ -106,6 +105,26 @@ class HostMemory:
         except (FormatError, ValueError):
             here.remove(self._name(chunk))
             return None
+
+    @contextmanager
+    def looking(self, worst_kld: float) -> Iterator[Callable[[Chunk], bool]]:
+        """`has`, for many chunks."""
+        yield lambda chunk: self.has(chunk, worst_kld)
+
+    def deliver(
+        self, chunks: Sequence[Chunk], sink: Sink, end: int, enough_kld: float
+    ) -> tuple[Grade, ...]:
+        """Write what is held, good enough for a context up to `end`, into the sink, as far as it
+        goes without a gap: the grades of these first chunks."""
+        written: list[Grade] = []
+        for chunk in chunks:
+            held = self.get(chunk, worst_kld(chunk, end, enough_kld))
+            if held is None:
+                break
+            sink.write(chunk, held.cache)
+            written.append(Grade(held.kld, held.exact))
+        self.used(chunks[: len(written)])
+        return tuple(written)
 
     def put(self, chunk: Chunk, cache: KVCache, kld: float, *, exact: bool) -> bool:
         """Keep a copy, unless one as good is there or there is no room. UnsupportedError if the
@@ -198,22 +217,6 @@ class HostMemory:
             here.remove(name)
             excess -= held
         return True
-
-
-def open_host_memory(
-    settings: SessionSettings, spec: ModelSpec, dtype: torch.dtype
-) -> HostMemory | None:
-    """A folder that was named must be good; without shared memory there is just no such thing."""
-    folder = settings.host_folder or SHARED_MEMORY
-    if settings.host_bytes == 0 or (settings.host_folder is None and not folder.is_dir()):
-        return None
-    try:
-        return HostMemory(folder, spec, dtype, settings.host_bytes)
-    except (KdnError, OSError) as error:
-        if settings.host_folder is not None:
-            raise
-        logger.warning("decoded chunks are not shared on this host: %s", error)
-        return None
 
 
 def _bytes_of(values: torch.Tensor) -> npt.NDArray[np.uint8]:

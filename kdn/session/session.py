@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from random import Random
 
@@ -32,13 +33,23 @@ from kdn.delivery.known import Known, Wish, longest_known
 from kdn.delivery.lookup import Question, Stream, Streams, ask
 from kdn.delivery.plan import Speeds
 from kdn.delivery.publish import Admission, Publisher, Source
-from kdn.delivery.request import FAR_S, Compute, OnProgress, Request, enough_levels, worst_kld
+from kdn.delivery.request import (
+    BODY_KLD,
+    FAR_S,
+    Compute,
+    OnProgress,
+    Request,
+    Result,
+    enough_levels,
+)
 from kdn.delivery.sink import Sink
 from kdn.delivery.spool import Spool
 from kdn.places.places import Places, open_places
 from kdn.session.delivered import Delivered, Grade, may_be_published
-from kdn.session.host_memory import HostMemory, open_host_memory
-from kdn.session.keeper import Keeper
+from kdn.session.held import Held, open_streams, open_values
+from kdn.session.host_memory import HostMemory
+from kdn.session.host_streams import HostStreams
+from kdn.session.keeper import Keeper, StreamKeeper
 from kdn.session.opened import Opened
 from kdn.session.profiles import codec_for, share_profile
 from kdn.session.settings import SessionSettings
@@ -47,6 +58,7 @@ from kdn.session.spooling import open_spool
 LOOKUP_S = 30.0
 LOOKUPS_AT_ONCE = 8
 """More would take each other's time."""
+MAIN_MEMORY = torch.device("cpu")
 
 
 class Session(Opened):
@@ -63,13 +75,18 @@ class Session(Opened):
         spec: ModelSpec,
         dtype: torch.dtype,
         clock: Callable[[], float] = time.monotonic,
+        device: torch.device = MAIN_MEMORY,
     ) -> None:
-        """`dtype`: of the cache that the engine computes with."""
-        self.settings, self.spec, self.dtype = settings, spec, dtype
+        """`dtype`: of the cache that the engine computes with, `device`: where that lies."""
+        self.settings, self.spec, self.dtype, self.device = settings, spec, dtype, device
         self.estimator = Estimator()
         self._gauge = Gauge(None, can_compute=False)
         self.host: HostMemory | None = None
+        """Decoded values, where those are what this host holds: engines `keep` them."""
+        self.streams: HostStreams | None = None
+        """Streams, where the device decodes: the session keeps what it delivers and publishes."""
         self._keeper: Keeper | None = None
+        self._stream_keeper: StreamKeeper | None = None
         self._clock, self._rng = clock, Random()
         self._asking = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         super().__init__()
@@ -77,10 +94,6 @@ class Session(Opened):
     async def _open(self) -> None:
         settings = self.settings
         own = settings.credentials
-        self.host = await asyncio.to_thread(open_host_memory, settings, self.spec, self.dtype)
-        if self.host is not None:
-            self._keeper = Keeper(self.host)
-            self._parts.callback(self._keeper.close)
         places = open_places(
             settings.where, token=own.token, client=settings.client, tls_ca=own.tls_ca
         )
@@ -91,15 +104,35 @@ class Session(Opened):
         self.namespace = Namespace(
             self.spec.fingerprint, self.codec.profile_id, secret=settings.secret
         )
+        await asyncio.to_thread(self._open_host)
         opening = asyncio.ensure_future(
             asyncio.to_thread(open_spool, settings, self.places.publish_to, self.namespace)
         )
         self._parts.push_async_callback(_close_spool, opening)
         spool = await asyncio.shield(opening)
         self.publisher = Publisher(
-            self.places.publish_to, self.codec, spool=spool, max_queue_bytes=settings.queue_bytes
-        )
+            self.places.publish_to, self.codec, spool=spool, max_queue_bytes=settings.queue_bytes,
+            on_encoded=self._keep_published,
+        )  # fmt: skip
         await self._parts.enter_async_context(self.publisher)
+
+    def _open_host(self) -> None:
+        """What this host's memory holds for this engine: streams if they are decoded on its device,
+        else values."""
+        if self.codec.decodes_on(self.device):
+            self.streams = open_streams(self.settings, self.codec, self.dtype)
+        else:
+            self.host = open_values(self.settings, self.spec, self.dtype)
+        if self.host is not None:
+            self._keeper = Keeper(self.host)
+            self._parts.callback(self._keeper.close)
+        if self.streams is not None:
+            self._stream_keeper = StreamKeeper(self.streams)
+            self._parts.callback(self._stream_keeper.close)
+
+    @property
+    def _held(self) -> Held | None:
+        return self.host or self.streams
 
     async def share_profile(self) -> None:
         """Put the codec's profile where others find it, if it is not there."""
@@ -128,14 +161,18 @@ class Session(Opened):
             complete = not (whole and any(info.absences))
             return complete and self.codec.decodes_to(info, self.dtype)
 
-        def is_held(chunk: Chunk) -> bool:
-            host = self.host
-            return host is not None and host.has(chunk, worst_kld(chunk, None, enough_kld))
-
-        wish = Wish(token_ids(tokens), namespace or self.namespace, block_tokens, takes, is_held)
         async with self._asking:
             until_s = self._clock() + limit_s
-            return await longest_known(wish, self._question(()), self.places.endpoints, until_s)
+            with self._looking(enough_kld) as is_held:
+                wish = Wish(
+                    token_ids(tokens), namespace or self.namespace, block_tokens, takes, is_held
+                )
+                return await longest_known(wish, self._question(()), self.places.endpoints, until_s)
+
+    def _looking(self, enough_kld: float) -> AbstractContextManager[Callable[[Chunk], bool]]:
+        """Says of chunks whether this host holds them well enough."""
+        held = self._held
+        return nullcontext(_never) if held is None else held.looking(BODY_KLD * enough_kld)
 
     async def know_home(self, chunks: Sequence[Chunk]) -> Known:
         """The first of these chunks that are where new ones would go. It is asked once, and what is
@@ -197,31 +234,34 @@ class Session(Opened):
             request, self.places.endpoints, told, estimator=self.estimator, on_progress=on_progress,
             gauge=self._gauge if speeds is None else None,
         )  # fmt: skip
+        self._keep_arrived(result)
         return Delivered(tuple(chunks), held, result, self.codec.expected_kld)
 
     async def _write_held(
         self, chunks: Sequence[Chunk], sink: Sink, end: int, enough_kld: float
     ) -> tuple[Grade, ...]:
         """From the host's shared memory, as far as it goes without a gap."""
-        host = self.host
-        if host is None:
+        held = self._held
+        if held is None:
             return ()
+        grades = await asyncio.to_thread(held.deliver, chunks, sink, end, enough_kld)
+        if self._stream_keeper is not None:
+            self._stream_keeper.used(chunks[: len(grades)])
+        return grades
 
-        def write() -> tuple[Grade, ...]:
-            written: list[Grade] = []
-            for chunk in chunks:
-                held = host.get(chunk, worst_kld(chunk, end, enough_kld))
-                if held is None:
-                    break
-                sink.write(chunk, held.cache)
-                written.append(Grade(held.kld, held.exact))
-            host.used(chunks[: len(written)])
-            return tuple(written)
+    def _keep_arrived(self, result: Result) -> None:
+        """For this and other engines of this host, later."""
+        if self._stream_keeper is not None:
+            for chunk, data, levels in result.arrived:
+                self._stream_keeper.keep(chunk, data, levels)
 
-        return await asyncio.to_thread(write)
+    def _keep_published(self, chunk: Chunk, data: bytes) -> None:
+        if self._stream_keeper is not None:
+            self._stream_keeper.keep(chunk, data, self.codec.num_levels)
 
     def keep(self, chunk: Chunk, values: KVCache, grade: Grade) -> None:
-        """For other engines of this host, later. From any thread; `values` must not change."""
+        """For other engines of this host, later, if it holds values. From any thread; `values`
+        must not change."""
         if self._keeper is not None:
             self._keeper.keep(chunk, values, grade.kld, grade.is_exact)
 
@@ -235,6 +275,10 @@ class Session(Opened):
         if not may_be_published(chunk, exact_until):
             return Admission.LOSSY
         return self.publisher.publish(chunk, source, saved_s=saved_s)
+
+
+def _never(chunk: Chunk) -> bool:
+    return False
 
 
 async def _close_spool(opening: asyncio.Future[Spool | None]) -> None:

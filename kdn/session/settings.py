@@ -28,7 +28,7 @@ class SessionSettings:
     spool_folder: Path | None = None
     """Where they wait, if not in the cache folder."""
     host_bytes: int = HOST_BYTES
-    """Of decoded chunks, in memory that all engines of this host share; 0: none."""
+    """Of chunks, in memory that all engines of this host share; 0: none."""
     host_folder: Path | None = None
     """Where they are, if not in the system's shared memory."""
 

@@ -1,4 +1,4 @@
-"""An engine's memory by slots: every arrangement takes the same values; what is strange is named."""
+"""An engine's memory by slots: arrangements take the same values; what is strange is named."""
 
 from __future__ import annotations
 

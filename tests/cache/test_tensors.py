@@ -58,6 +58,16 @@ def test_slice_outside_is_refused(start: int, end: int) -> None:
         numbered(start=10).slice(start, end)
 
 
+def test_a_copy_has_memory_of_its_own() -> None:
+    part = numbered(start=10).slice(12, 15)
+    copied = part.copy()
+    part.keys.zero_()
+    assert copied.keys.abs().sum() > 0
+    assert (copied.start, copied.end, copied.valid_from) == (12, 15, part.valid_from)
+    assert copied.ready is None
+    assert copied.queued() is copied, "what a CPU has computed is there"
+
+
 def test_empty_is_zeroed() -> None:
     cache = KVCache.empty(2, 5, 3, 4, dtype=torch.float16, start=7, valid_from=(7, 9))
     assert tuple(cache.keys.shape) == (2, 5, 3, 4)

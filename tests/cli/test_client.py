@@ -19,7 +19,7 @@ from tests.client.letters import Letters
 @pytest.fixture
 def model(tiny_model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     made = tiny_model("llama")
-    monkeypatch.setattr("kdn.engines.models.load_model", lambda name: (made, Letters()))
+    monkeypatch.setattr("kdn.engines.models.load_model", lambda *_: (made, Letters()))
     monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("KDN_CLIENT_URL", str(tmp_path / "knowledge"))
     return made

@@ -103,7 +103,7 @@ def test_the_whole_demo(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.setattr(demo, "MAX_TOKENS", 4)
-    demo.run(None, 512, 100.0, "default", tmp_path / "demo.png")
+    demo.run(None, 512, 100.0, "default", "auto", tmp_path / "demo.png")
     text = capsys.readouterr().out
     assert "faster" in text
     assert "known" in text

@@ -29,6 +29,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "where": ("", " ", [], None, 5, [5], [""], "a\0b", "http://", "ftp://h", "http://u:p@h",
               "http://h:99999", "http://h:port", "https://\x01", {"a": 1}),
     "model": ("", None, 5, (), ("a",), ("a", "b", "c"), [], b"x"),
+    "device": ("", "gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:99", "meta", None, 5, [], b"x"),
+    "dtype": ("", "fp16", "int8", torch.int8, torch.float64, 5, [], b"x"),
     "codec": ("", "zip", None, 5, []),
     "quality": (*QUALITIES, None),
     "deadline_s": DEADLINES,

@@ -77,6 +77,7 @@ def test_a_conversation_that_failed_halfway_does_not_go_on(
             with pytest.raises(RuntimeError, match="out of memory"):
                 await conversation.ask(question).read()
         monkeypatch.undo()
+        assert await client.flush(10.0)  # of the first answer, what was published
         before = replace(client.session.publisher.counts)
         for conversation in (talk, other):  # of the second, the first layers hold a whole chunk
             with pytest.raises(MismatchError, match="begin anew"):

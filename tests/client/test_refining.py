@@ -42,11 +42,17 @@ async def read_slowly(answer: Answer, goal: int) -> None:
 def test_a_coarse_cache_becomes_the_fine_one_while_the_answer_goes_on(
     smollm2: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, _ = smollm2
-    monkeypatch.setattr(model.generation_config, "eos_token_id", None)  # it goes on
+    monkeypatch.setattr(smollm2[0].generation_config, "eos_token_id", None)  # it goes on
+    coarse, refined = klds(smollm2, tmp_path)
+    assert coarse > 0.02
+    assert refined < coarse / 3
+
+
+def klds(pair: tuple[Any, Any], folder: Path) -> tuple[float, float]:
+    """Of an answer from the coarsest level, and of one whose cache became finer."""
 
     def client_at(where: Any) -> AsyncClient:
-        return AsyncClient(where, model=smollm2, recompute=False, audit_share=1.0)
+        return AsyncClient(where, model=pair, recompute=False, audit_share=1.0)
 
     async def coarse_kld(url: str) -> float:
         """It also compiles the decoder, for which no deadline shall wait."""
@@ -73,12 +79,11 @@ def test_a_coarse_cache_becomes_the_fine_one_while_the_answer_goes_on(
         return client.metrics.audit_kld
 
     async def test() -> tuple[float, float]:
-        async with client_at(tmp_path / "data") as client:
+        async with client_at(folder / "data") as client:
             await client.learn("tides", TEXT)
-        config = config_for(tmp_path / "data", egress_bits_per_s=SLOW)
+        config = config_for(folder / "data", egress_bits_per_s=SLOW)
         async with open_node(config) as node, listen(config, node) as listening:
             return await coarse_kld(listening.url), await refined_kld(listening.url)
 
-    coarse, refined = run(test(), 180.0)
-    assert coarse > 0.02
-    assert refined < coarse / 3
+    both: tuple[float, float] = run(test(), 180.0)
+    return both

@@ -12,7 +12,7 @@ from kdn.cache.tensors import KVCache
 from kdn.codec import rope
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec, symbols_numba
-from kdn.codec.klt.codec import KIND_DIGITS, KIND_ENTERING, KIND_SINKS, KIND_TOKENS
+from kdn.codec.klt.kinds import KIND_DIGITS, KIND_ENTERING, KIND_SINKS, KIND_TOKENS
 from kdn.codec.klt.profile import NUM_CLASSES
 
 Ints = npt.NDArray[np.int32]
@@ -35,7 +35,8 @@ def integers(codec: KltCodec, stream: Bitstream, chunk: Chunk, group: int, level
 
 
 def decode(codec: KltCodec, stream: Bitstream, chunk: Chunk, levels: int) -> KVCache:
-    """Levels without the correction."""
+    """The first levels. At the last, components are bytes as writer and reader round them: that is
+    part of the format."""
     spec, profile = codec.spec, codec.profile
     t = profile.tensors
     classes = codec._decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
@@ -47,8 +48,11 @@ def decode(codec: KltCodec, stream: Bitstream, chunk: Chunk, levels: int) -> KVC
         coarse = latent.codes.numpy().astype(np.float64).T @ t["predict.out"][:, group.columns]
         values = t["predict.bias"][group.columns] + fine
         values = values + coarse * latent.unit[:, None] * t["predict.out_scale"][group.columns]
-        values += components(codec, integers(codec, stream, chunk, index, levels), index, levels,
-                             classes)  # fmt: skip
+        if levels == codec.num_levels:
+            values += corrected(codec, stream, index, classes)
+        else:
+            q = integers(codec, stream, chunk, index, levels)
+            values += components(codec, q, index, levels, classes)
         if chunk.start == 0:
             count = min(profile.num_sinks, chunk.num_tokens)
             data = stream.section(0, index, KIND_SINKS)
@@ -59,6 +63,20 @@ def decode(codec: KltCodec, stream: Bitstream, chunk: Chunk, levels: int) -> KVC
             side[first:last] = torch.from_numpy(np.ascontiguousarray(rows))
     keys = turn(codec, out.keys, chunk.start)
     return KVCache(keys, out.values, 0)
+
+
+def corrected(
+    codec: KltCodec, stream: Bitstream, index: int, classes: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.float64]:
+    """Components and what the last level adds to them."""
+    group, t = codec.profile.groups[index], codec.profile.tensors
+    packed, error = codec._decode_levels(stream, index, codec.num_levels, classes)
+    assert error is not None
+    large = packed.large.astype(np.float64).T @ group.fine[: len(packed.large)]
+    coarse = packed.codes.astype(np.float64).T @ group.basis[: len(packed.codes)]
+    summed = (large + coarse * packed.token_scale[:, None]) / group.weight
+    steps = 2.0 ** (-(classes.astype(np.float64) - NUM_CLASSES // 2) / 2)
+    return summed + error.T * steps[:, None] * t["fix.step"][group.columns]
 
 
 def components(

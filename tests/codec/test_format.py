@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b, sha256
 from typing import Any
@@ -17,6 +18,7 @@ from kdn.codec.format import (
     CodecId,
     DType,
     Header,
+    LevelSource,
     Section,
     StreamInfo,
     header_size,
@@ -349,3 +351,65 @@ def test_dtype_by_name() -> None:
     assert DType.of("torch.bfloat16") is DType.BFLOAT16
     with pytest.raises(UnsupportedError):
         DType.of("torch.float64")
+
+
+class FromFile(LevelSource):
+    """Levels as a file would have them: read when asked for."""
+
+    def __init__(self, stream: Bitstream, data: bytes) -> None:
+        self._header, self._data, self.reads = stream.header, data, 0
+
+    def __getitem__(self, level: int) -> memoryview:
+        start, end = self._header.level_start(level), self._header.level_end(level)
+        return memoryview(self._data)[start:end]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._header.info.num_levels))
+
+    def __len__(self) -> int:
+        return self._header.info.num_levels
+
+    def read_into(self, buffer: memoryview, first: int, last: int) -> None:
+        self.reads += 1
+        buffer[:] = self._data[self._header.level_start(first) : self._header.level_end(last - 1)]
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_first_levels_are_read_in_one_go(from_file: bool) -> None:
+    data = STREAM
+    parsed = Bitstream.parse(data)
+    source = FromFile(parsed, data)
+    if from_file:
+        parsed = Bitstream(parsed.header, source)
+    for levels in range(1, parsed.info.num_levels + 1):
+        start, end = parsed.header.size_bytes, parsed.level_end(levels - 1)
+        buffer = bytearray(end - start)
+        parsed.read_into(memoryview(buffer), levels)
+        assert buffer == data[start:end]
+    assert source.reads == (parsed.info.num_levels if from_file else 0)
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_reading_levels_checks_what_was_read(from_file: bool) -> None:
+    data = bytearray(STREAM)
+    header = Header.parse(data)
+    data[header.level_end(0)] ^= 1
+    parsed = Bitstream.of(header, data)
+    if from_file:
+        parsed = Bitstream(header, FromFile(parsed, bytes(data)))
+    first = memoryview(bytearray(header.level_end(0) - header.size_bytes))
+    parsed.read_into(first, 1)
+    both = memoryview(bytearray(header.level_end(1) - header.size_bytes))
+    for _ in range(2):  # the second time, too
+        with pytest.raises(ChecksumError):
+            parsed.read_into(both, 2)
+    trusted = Bitstream.of(header, data, verified=range(header.info.num_levels))
+    trusted.read_into(both, 2)
+
+
+def test_levels_that_are_not_there_cannot_be_read() -> None:
+    data = STREAM
+    header = Header.parse(data)
+    parsed = Bitstream.of(header, data[: header.level_end(0)])
+    with pytest.raises(TruncatedError, match="level 1"):
+        parsed.read_into(memoryview(bytearray(header.level_end(1) - header.size_bytes)), 2)

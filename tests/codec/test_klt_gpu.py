@@ -12,8 +12,10 @@ import torch
 from kdn.bench.gpu import overlapped
 from kdn.cache.keys import Namespace, cut
 from kdn.cache.spec import ModelSpec, RopeSpec
+from kdn.cache.tensors import KVCache
 from kdn.codec.klt import KltCodec
-from kdn.codec.klt.gpu_input import Words, split_slabs, token_rows
+from kdn.codec.klt.gpu_input import token_rows
+from kdn.codec.klt.gpu_output import Sheet
 from kdn.codec.klt.gpu_tables import (
     NEVER,
     Coding,
@@ -24,9 +26,10 @@ from kdn.codec.klt.gpu_tables import (
     digit_bounds,
     padded_thresholds,
 )
+from kdn.codec.klt.kinds import KIND_CORRECTION, KIND_ENTERING, KIND_SINKS
 from kdn.codec.klt.latents import Latents
 from kdn.codec.klt.transform import GroupTransform
-from kdn.errors import FormatError, MismatchError
+from kdn.errors import MismatchError, UnsupportedError
 from tests.codec.klt_profile import make_profile
 
 CPU = torch.device("cpu")
@@ -128,23 +131,6 @@ def test_tokens_know_those_before_them(codec: KltCodec) -> None:
         token_rows(chunks[1], 200)
 
 
-def test_slabs_begin_where_contexts_do() -> None:
-    chunks = cut(np.arange(1024), Namespace(bytes(16), bytes(16)))
-    assert split_slabs(chunks, 3) == [range(3), range(3, 4)]
-    assert split_slabs([*chunks[:2], *chunks], 4) == [range(2), range(2, 6)]
-
-
-def test_sections_are_whole_words() -> None:
-    words = Words()
-    assert words.add(b"abcd") == (0, 2)
-    assert words.add(b"ef") == (2, 1)
-    with pytest.raises(FormatError):
-        words.add(b"odd")
-    found = words.upload(CPU, 5)
-    assert found.numpy().view(np.uint8)[:6].tobytes() == b"abcdef"
-    assert len(found) == 8
-
-
 def test_decoding_overlaps_arrival() -> None:
     """A decoder as fast as the link adds one chunk; a slow one is what is waited for."""
     assert overlapped(10, 1.0, {1: 0.5}) == pytest.approx(10.5)
@@ -157,3 +143,51 @@ def test_a_cpu_machine_never_imports_triton() -> None:
     code = f"{imports}; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_sections_are_copied_chunk_by_chunk_in_a_streams_order() -> None:
+    """Rooms are filled from their ends; groups without rows and unwanted chunks are left out."""
+    sheet = Sheet()
+    last = sheet.add(1, KIND_CORRECTION, (8, 8), range(3), 20)
+    first = sheet.add(0, KIND_ENTERING, (8, 0), range(3), 5)
+    sinks = sheet.add(0, KIND_SINKS, (8, 8), (1,), 7)
+    rooms = (last, first, sinks)
+    assert [room.capacity for room in rooms] == [32, 16, 16]
+    assert [room.first_section % 4 for room in rooms] == [0, 0, 0]
+    begins = np.zeros(sheet.num_sections, np.int32)
+    words = np.zeros(sheet.num_words, np.int16)
+    for room in rooms:
+        for index in range(room.num_sections):
+            length = 1 + room.level + index
+            begins[room.first_section + index] = room.capacity - length
+            end = room.first_word + (index + 1) * room.capacity
+            words[end - length : end] = 100 * (room.level + 1) + 10 * room.kind + index
+    filled = sheet.filled(begins, [True, True, False])
+    out = np.concatenate([words[a : a + n] for a, n, _ in filled.places.T])
+    assert len(out) == filled.num_words
+    found = filled.sections(out.data.cast("B"), 3)
+    told = [[(s.level, s.kind, s.group, bytes(s.data)) for s in one] for one in found]
+    assert told[0] == [
+        (0, KIND_ENTERING, 0, np.full(1, 100, "<i2").tobytes()),
+        (1, KIND_CORRECTION, 0, np.full(2, 230, "<i2").tobytes()),
+        (1, KIND_CORRECTION, 1, np.full(3, 231, "<i2").tobytes()),
+    ]
+    assert [one[:3] for one in told[1]] == [
+        (0, KIND_ENTERING, 0), (0, KIND_SINKS, 0), (0, KIND_SINKS, 1),
+        (1, KIND_CORRECTION, 0), (1, KIND_CORRECTION, 1),
+    ]  # fmt: skip
+    assert told[1][2][3] == np.full(2, 121, "<i2").tobytes()
+    assert found[2] == []
+
+
+def test_a_cache_in_main_memory_is_none_of_the_gpus_business(codec: KltCodec) -> None:
+    """A batch of caches there is encoded on the cores; what cannot be is its own chunk's affair."""
+    chunks = cut(np.arange(64), Namespace(codec.spec.fingerprint, codec.profile_id))
+    rng = np.random.default_rng(2)
+    keys, values = (torch.from_numpy(rng.normal(size=(4, 64, 4, 16))).float() for _ in range(2))
+    cache = KVCache(keys, values)
+    spoilt = KVCache(keys * float("nan"), values)
+    assert not codec._gpu_encoding.suits(chunks[0], cache)
+    found = codec.encode_batch([(chunks[0], cache), (chunks[0], spoilt)])
+    assert found[0] == codec.encode(chunks[0], cache)
+    assert isinstance(found[1], UnsupportedError)

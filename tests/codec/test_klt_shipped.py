@@ -66,9 +66,6 @@ def drawn(codec: KltCodec, chunks: list[Chunk]) -> KVCache:
     return KVCache(keys, values)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a context's first chunk is left to the reference: docs/gpu.md, Open"
-)
 def test_the_shipped_profile_on_the_gpu() -> None:
     """Values of every level within 1e-3 of float64, and streams no larger than the reference's."""
     profile = Profile.load(PATHS[0])

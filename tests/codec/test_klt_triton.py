@@ -19,8 +19,7 @@ from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec, Profile
-from kdn.codec.klt.codec import KIND_CORRECTION, KIND_DIGITS, KIND_ENTERING
-from kdn.errors import KdnError, UnsupportedError
+from kdn.errors import KdnError
 from tests.codec import klt_reference
 from tests.codec.klt_profile import parts
 
@@ -45,9 +44,13 @@ BOUND = 1e-3
 """Relative to float64, in the Euclidean norm."""
 
 
+SMALL = RopeSpec((1.0, 0.1))
+"""Of heads of 4 channels: few rows, which the interpreter takes long over."""
+
+
 def spec_of(ropes: tuple[RopeSpec | None, ...], heads: int = 4) -> ModelSpec:
-    count = len(ropes)
-    return ModelSpec(count, heads, 16, 1000, ropes, (None,) * count, bytes(range(16)))
+    count, size = len(ropes), 4 if SMALL in ropes else 16
+    return ModelSpec(count, heads, size, 1000, ropes, (None,) * count, bytes(range(16)))
 
 
 class Case:
@@ -56,6 +59,11 @@ class Case:
     def __init__(self, spec: ModelSpec, num_tokens: int, step: float = 0.5) -> None:
         self.spec = spec
         meta, tensors = parts(spec)
+        # A prediction that is no larger than what it predicts.
+        tensors["predict.mix_scale"] /= 10
+        # Classes that come back within a block: each row has tables of its own.
+        for name in ("sink.scale", "fix.scale"):
+            tensors[name] = np.resize([40, 43, 40, 45, 45, 41, 40], len(tensors[name])).astype("u1")
         self.codec = KltCodec(spec, Profile.build(meta | {"finest_step": step}, tensors))
         rng = np.random.default_rng(num_tokens)
         names = Namespace(spec.fingerprint, self.codec.profile_id)
@@ -118,6 +126,34 @@ def test_values_are_close_to_float64(num_tokens: int, ropes: tuple[RopeSpec | No
         out = case.poisoned()
         assert decode(case, decoder, out, levels) == []
         assert error(out, case.reference(levels)) < BOUND
+
+
+def test_all_levels_of_a_small_model() -> None:
+    """The last one too, near-lossless: nearer to the cache than a step of it."""
+    case = Case(spec_of((SMALL, None)), 48)
+    out = case.poisoned()
+    assert decode(case, decoder_of(case), out, 4) == []
+    assert error(out, case.reference(4)) < BOUND
+    exact = KVCache(case.cache.keys.double(), case.cache.values.double())
+    assert error(out, exact) < 0.01
+
+
+@pytest.mark.skipif(INTERPRETED, reason="slow")
+@pytest.mark.parametrize("num_tokens", [16, 304, 1024 + 240])
+@pytest.mark.parametrize("ropes", [(PLAIN,) * 4, MIXED], ids=["plain", "mixed"])
+def test_the_last_level_is_near_lossless(
+    num_tokens: int, ropes: tuple[RopeSpec | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when only one group's errors fit at a time."""
+    from kdn.codec.klt import correction_triton
+
+    case = Case(spec_of(ropes), num_tokens)
+    decoder, reference = decoder_of(case), case.reference(4)
+    for size in (correction_triton.MAX_BYTES, 1):
+        monkeypatch.setattr(correction_triton, "MAX_BYTES", size)
+        out = case.poisoned()
+        assert decode(case, decoder, out, 4) == []
+        assert error(out, reference) < BOUND
 
 
 @pytest.mark.parametrize("num_tokens", [16] if INTERPRETED else [48, 256, 304])
@@ -262,81 +298,3 @@ def test_damage_is_found_and_named() -> None:
         assert failed == [1]
     assert noticed > 10
     assert sound < 10
-
-
-def encoder_of(case: Case):  # type: ignore[no-untyped-def]
-    from kdn.codec.klt.encoder_triton import GpuEncoder
-
-    return GpuEncoder(case.spec, case.codec.profile, DEVICE)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="slow")
-@pytest.mark.parametrize("num_tokens", [48, 304])
-@pytest.mark.parametrize("step", [0.5, 0.01])
-def test_equal_integers_give_the_references_bytes(num_tokens: int, step: float) -> None:
-    """Of every level and kind; the finer step has escapes."""
-    from kdn.codec.klt.gpu_output import to_host
-
-    case = Case(spec_of((PLAIN,) * 4), num_tokens, step)
-    encoder, codec = encoder_of(case), case.codec
-    chunk, index = case.chunks[-1], len(case.chunks) - 1
-    analysis = codec.analyse(chunk, case.cache.slice(chunk.start, chunk.end))
-    levels = [codec._quantise(g, analysis) for g in range(len(codec.profile.groups))]
-    count = chunk.num_tokens
-    tokens_of = torch.tensor([count], dtype=torch.int32, device=DEVICE)
-    classes = torch.full((256,), 2, dtype=torch.uint8, device=DEVICE)
-    classes[:count] = torch.from_numpy(analysis.classes).to(DEVICE)
-
-    def on_device(level: int, rows: int) -> torch.Tensor:
-        out = torch.zeros((1, len(levels), rows, 256), dtype=torch.int16)
-        for g, own in enumerate(levels):
-            out[0, g, : len(own[level]), :count] = torch.from_numpy(own[level].astype(np.int16))
-        return out.to(DEVICE)
-
-    arrays = [on_device(k, encoder.coding.num_rows) for k in range(3)]
-    checked = 0
-    for part in encoder.coding.parts:
-        before = arrays[part.level - 1] if part.is_digits else arrays[part.level]
-        own = (arrays[part.level], before, encoder.coding.scales)
-        kind = KIND_DIGITS if part.is_digits else KIND_ENTERING
-        found = to_host(encoder._push(part, own, classes, tokens_of, shifted=1))
-        for g, data in enumerate(found[0]):
-            assert data == bytes(case.streams[index].section(part.level, g, kind))
-            checked += 1
-    errors = on_device(3, max(encoder._correction.sizes))
-    own = (errors, errors, encoder._fix_scales)
-    found = to_host(encoder._push(encoder._correction, own, classes, tokens_of, shifted=0))
-    for g, data in enumerate(found[0]):
-        assert data == bytes(case.streams[index].section(3, g, KIND_CORRECTION))
-        checked += 1
-    assert checked == 12
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("num_tokens", [48, 1024 + 240])
-def test_streams_of_the_gpu_are_as_good_as_the_references(num_tokens: int) -> None:
-    """At every level, decoded by the reference: no larger an error, and hardly more bytes."""
-    case = Case(spec_of((PLAIN,) * 4), num_tokens)
-    cache = KVCache(case.cache.keys.to(DEVICE), case.cache.values.to(DEVICE))
-    data = case.codec.encode_all(case.chunks, cache)
-    assert sum(map(len, data)) < 1.02 * sum(map(len, case.data))
-    exact = KVCache(case.cache.keys.double(), case.cache.values.double())
-    for levels in (1, 2, 3, 4):
-        errors = []
-        for streams in (case.data, data):
-            out = KVCache(torch.empty_like(case.cache.keys), torch.empty_like(case.cache.values))
-            parsed = [Bitstream.parse(one) for one in streams]
-            case.codec.decode_all(parsed, case.chunks, out, levels=levels)
-            errors.append(error(out, exact))
-        assert errors[1] < 1.03 * errors[0]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("value", "message"), [(float("nan"), "finite"), (1e6, "too far")])
-def test_what_cannot_be_coded_is_refused(value: float, message: str) -> None:
-    case = Case(spec_of((PLAIN,) * 4), 48)
-    keys = case.cache.keys.clone()
-    keys[2, 30, 1, 3] = value
-    cache = KVCache(keys.to(DEVICE), case.cache.values.to(DEVICE))
-    with pytest.raises(UnsupportedError, match=message):
-        case.codec.encode_all(case.chunks, cache)

@@ -191,3 +191,16 @@ def test_progress_is_reported(world: World) -> None:
     assert seen[-1].levels == result.levels
     assert seen[-1].fetched_bytes == result.fetched_bytes
     assert [one.elapsed_s for one in seen] == sorted(one.elapsed_s for one in seen)
+
+
+def test_what_arrived_can_be_kept(world: World) -> None:
+    """As it was stored, verified, and safe from whoever holds it."""
+
+    async def places() -> list[Store]:
+        return [await world.store()]
+
+    result = deliver_from(world, places, policy=level_major)
+    for one, chunk, stream in zip(result.arrived, world.chunks, world.streams, strict=True):
+        assert (one.chunk, one.data) == (chunk, stream)
+        assert one.levels == world.codec.num_levels
+        assert one.data.readonly

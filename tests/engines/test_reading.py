@@ -16,6 +16,7 @@ def test_pieces_end_where_chunks_end() -> None:
     assert list(pieces(0, 600)) == [(0, 256), (256, 512), (512, 600)]
     assert list(pieces(300, 512)) == [(300, 512)]
     assert list(pieces(512, 512)) == []
+    assert list(pieces(300, 1200, 2)) == [(300, 512), (512, 1024), (1024, 1200)]
 
 
 def test_reading_in_pieces_is_reading(tiny_model: Any) -> None:
@@ -38,3 +39,8 @@ def test_last_tokens(tiny_model: Any) -> None:
     assert set(values.valid_from) == {600 - 63}
     assert torch.equal(values.keys[:, 25:], whole.keys[:, 537:])
     assert values.keys[:, :25].abs().max() == 0
+    for start, end in ((512, 560), (300, 500), (540, 600)):
+        part, same = last_tokens(past, start, end), whole.slice(start, end)
+        assert (part.start, part.end, part.valid_from) == (start, end, same.valid_from)
+        assert torch.equal(part.keys, same.keys)
+        assert torch.equal(part.values, same.values)

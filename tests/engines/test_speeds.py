@@ -51,3 +51,14 @@ def test_they_are_kept(tiny_model: Any, tmp_path: Path) -> None:
 
 def forbidden() -> float:
     raise AssertionError("measured again")
+
+
+def test_a_gpu_is_measured_on_several_chunks(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoded by slots, as deliveries to a GPU are."""
+    monkeypatch.setattr("kdn.engines.speeds.is_written_by_rows", lambda *_: True)
+    model = tiny_model("llama")
+    ticks = count()
+    speeds = measure(model, ExactCodec(spec_of(model)), clock=lambda: float(next(ticks)))
+    assert speeds.decode_s(16 * 256, 1) == pytest.approx(1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kdn.engines.transformers import fingerprint_of, spec_of
-from kdn.engines.unchanged import Unchanged
+from kdn.engines.unchanged import OnDevice, Unchanged
 from kdn.errors import MismatchError, UnsupportedError
 from tests.engines.lora import attach
 
@@ -162,6 +162,19 @@ def test_changes_on_a_gpu_are_seen(change: Callable[[Any], None], tiny_model: An
     change(model)
     with pytest.raises(MismatchError, match="has changed since you connected"):
         unchanged.check()
+
+
+def test_what_a_gpu_compares_is_what_is_there_now() -> None:
+    """The same comparison, of samples that happen to lie in main memory."""
+    weights = torch.arange(12, dtype=torch.int16)
+    samples = OnDevice([weights[::5], weights[3:4]])
+    assert not samples.differ()()
+    weights[1] = 99  # between the samples
+    asked = samples.differ()
+    assert not asked()
+    weights[5] = 99
+    assert samples.differ()()
+    assert not asked()  # it tells of when it was asked
 
 
 def test_weights_that_are_no_numbers_are_not_always_new(tiny_model: Any) -> None:

@@ -17,7 +17,6 @@ from kdn.engines.vllm.checks import (
     check_blocks,
     check_config,
     check_weights,
-    layers_in_order,
 )
 from kdn.engines.vllm.identity import Identity, spec_of_model
 from kdn.engines.vllm.settings import Settings
@@ -103,6 +102,17 @@ def test_an_adapter_whose_files_were_not_there_at_first(tmp_path: Path) -> None:
         identity.of(request(lora_request=adapter(tmp_path / "a", 1.0)))
 
 
+def test_values_on_top_of_an_fp8_cache_have_names_of_their_own() -> None:
+    """And those of an ordinary cache have the names they always had."""
+    space = Namespace(b"m", b"p")
+    assert Identity(space).of(request()) == space
+    apart = Identity(space, is_fp8=True).of(request())
+    assert apart.root != space.root
+    assert apart.root == Identity(space, is_fp8=True).of(request()).root
+    salted = Identity(space, is_fp8=True).of(request(cache_salt="s"))
+    assert salted.root not in (apart.root, space.with_salt(b"s").root)
+
+
 def test_what_has_no_name_is_refused(tmp_path: Path) -> None:
     identity = Identity(Namespace(b"m", b"p"))
     nowhere = lora(tmp_path / "nowhere", "a", 1)
@@ -120,7 +130,10 @@ def config(**more: Any) -> Any:
     parallel = {"tensor_parallel_size": 1, "data_parallel_size": 1, "pipeline_parallel_size": 1}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{**parallel, **more.get("parallel", {})}),
-        cache_config=SimpleNamespace(cache_dtype=more.get("cache_dtype", "auto")),
+        cache_config=SimpleNamespace(
+            cache_dtype=more.get("cache_dtype", "auto"),
+            calculate_kv_scales=more.get("calculate_kv_scales", False),
+        ),
         speculative_config=more.get("speculative"),
     )
 
@@ -130,8 +143,11 @@ def config(**more: Any) -> Any:
     [
         ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline"),
         ({"parallel": {"decode_context_parallel_size": 2}}, "context"),
-        ({"cache_dtype": "fp8_e4m3"}, "fp8_e4m3"),
-        ({"speculative": object()}, "speculative"),
+        ({"cache_dtype": "fp8_e5m2"}, "fp8_e5m2"),
+        ({"cache_dtype": "fp8_per_token_head"}, "fp8_per_token_head"),
+        ({"cache_dtype": "int8_per_token_head"}, "int8"),
+        ({"cache_dtype": "nvfp4"}, "nvfp4"),
+        ({"cache_dtype": "fp8", "calculate_kv_scales": True}, "calculate_kv_scales"),
         ({"parallel": {"tensor_parallel_size": 2}}, "folder"),
     ],
 )
@@ -142,22 +158,16 @@ def test_settings_of_vllm_that_are_refused(given: dict[str, Any], reason: str) -
         check_config(config(**given), settings)
 
 
+@pytest.mark.parametrize(
+    "given", [{"cache_dtype": "fp8"}, {"cache_dtype": "fp8_e4m3"}, {"speculative": object()}]
+)
+def test_settings_of_vllm_that_are_served(given: dict[str, Any]) -> None:
+    check_config(config(**given), Settings.parse({"url": "/folder"}))
+
+
 def test_ranks_may_share_a_node() -> None:
     several = config(parallel={"tensor_parallel_size": 2})
     check_config(several, Settings.parse({"url": "http://node"}))
-
-
-def test_layers_are_put_in_order() -> None:
-    tensors = [torch.full((1,), float(i)) for i in range(12)]
-    caches = {f"model.layers.{i}.self_attn.attn": tensors[i] for i in reversed(range(12))}
-    assert layers_in_order(caches) == tensors
-    for wrong in (
-        {"model.layers.1.attn": tensors[0]},
-        {"encoder.attn": tensors[0]},
-        {"a.layers.0.x": tensors[0], "b.layers.0.x": tensors[1]},
-    ):
-        with pytest.raises(UnsupportedError):
-            layers_in_order(wrong)
 
 
 def weights(load_format: str = "auto", quantization: str | None = None, **stored: Any) -> Any:
@@ -208,6 +218,9 @@ def test_the_dtype_of_the_cache() -> None:
     assert cache_dtype(config) == torch.float16
     config.cache_config.cache_dtype = "bfloat16"
     assert cache_dtype(config) == torch.bfloat16
+    for eight_bit in ("fp8", "fp8_e4m3"):
+        config.cache_config.cache_dtype = eight_bit
+        assert cache_dtype(config) == torch.float16  # in which values are exchanged
     config.cache_config.cache_dtype = "fp8_e5m2"
     with pytest.raises(UnsupportedError, match="fp8_e5m2"):
         cache_dtype(config)
@@ -227,6 +240,11 @@ def test_blocks_must_hold_all_tokens() -> None:
         return SimpleNamespace(kv_cache_groups=groups)
 
     check_blocks(managed(FullAttentionSpec()))
+    drafts = {"model.layers.0.x": FullAttentionSpec(), "model.layers.1.x": FullAttentionSpec()}
+    check_blocks(managed(SimpleNamespace(kv_cache_specs=drafts)))
+    mixed = SimpleNamespace(kv_cache_specs={**drafts, "model.layers.2.x": SlidingWindowSpec()})
+    with pytest.raises(UnsupportedError, match="SlidingWindowSpec"):
+        check_blocks(managed(mixed))
     for specs in [(SlidingWindowSpec(),), (FullAttentionSpec(), SlidingWindowSpec())]:
         with pytest.raises(UnsupportedError, match="SlidingWindowSpec"):
             check_blocks(managed(*specs))

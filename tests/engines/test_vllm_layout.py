@@ -7,7 +7,7 @@ import torch
 
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
-from kdn.engines.vllm.layout import Heads, Layout, PagedCache, layout_of, views
+from kdn.engines.vllm.layout import Heads, Layout, PagedCache, Scales, layout_of, views
 from kdn.errors import MismatchError, UnsupportedError
 
 LAYERS, HEADS, DIM, BLOCKS, BLOCK = 3, 2, 8, 7, 4
@@ -185,3 +185,101 @@ def test_what_does_not_fit_is_refused() -> None:
         paged.write(random_cache(8), 0, 6, [0])
     with pytest.raises(MismatchError, match="not in 1 blocks"):
         paged.read(0, 8, [0])
+
+
+def physical(layout: Layout, tokens_first: bool = False) -> torch.Tensor:
+    """A layer as vLLM has it, whose heads and tokens may lie in memory in either order."""
+    if not tokens_first:
+        return torch.zeros(SHAPES[layout])
+    return torch.zeros(BLOCKS, BLOCK, HEADS, 2 * DIM).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "tokens_first"),
+    [(Layout.HEADS_FIRST, False), (Layout.HEADS_FIRST, True),
+     (Layout.PAIR_FIRST, False), (Layout.PAIR_SECOND, False)],
+)  # fmt: skip
+@pytest.mark.parametrize("per_block", [1, 2])
+def test_a_slot_is_where_the_views_have_its_token(
+    layout: Layout, tokens_first: bool, per_block: int
+) -> None:
+    layers = [physical(layout, tokens_first) for _ in range(LAYERS)]
+    for layer in layers:
+        layer.copy_(torch.randn(layer.shape, generator=torch.Generator().manual_seed(1)))
+    block = BLOCK * per_block
+    paged = PagedCache(layers, spec(), Heads(0, HEADS), block, layout)
+    rows = paged.rows
+    assert rows is not None
+    ids = [2, 0, 1] if per_block == 2 else [5, 0, 3]
+    slots = paged.slots(1, 3 * block - 1, ids)
+    keys, values = views(layers[1], layout)
+    for token, slot in zip(range(1, 3 * block - 1), slots, strict=True):
+        kernel = ids[token // block] * per_block + token % block // BLOCK
+        assert torch.equal(rows.keys[1][slot], keys[kernel, token % BLOCK])
+        assert torch.equal(rows.values[1][slot], values[kernel, token % BLOCK])
+    assert rows.num_slots > int(slots.max())
+
+
+def test_no_slots_where_blocks_lie_at_odd_distances() -> None:
+    """As with pages that are padded; and not in the CPU's layout. They are read and written all
+    the same."""
+    padded = HEADS * BLOCK * 2 * DIM + 6
+    layers = [
+        torch.zeros(BLOCKS * padded).as_strided(
+            (BLOCKS, HEADS, BLOCK, 2 * DIM), (padded, 2 * DIM, HEADS * 2 * DIM, 1)
+        )
+        for _ in range(LAYERS)
+    ]
+    paged = PagedCache(layers, spec(), Heads(0, HEADS), BLOCK, Layout.HEADS_FIRST)
+    assert paged.rows is None
+    cache = random_cache(8)
+    paged.write(cache, 0, 8, [1, 2])
+    assert torch.equal(paged.read(0, 8, [1, 2]).values, cache.values)
+    cpu = [torch.zeros(SHAPES[Layout.CPU]) for _ in range(LAYERS)]
+    assert PagedCache(cpu, spec(), Heads(0, HEADS), BLOCK).rows is None
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.float8_e4m3fn])
+def test_a_cache_of_8_bit_holds_scaled_values(kind: torch.dtype) -> None:
+    layers = [torch.zeros(SHAPES[Layout.HEADS_FIRST], dtype=torch.uint8) for _ in range(LAYERS)]
+    scales = Scales((0.5, 1.0, 2.0), (4.0, 1.0, 0.25))
+    paged = PagedCache(
+        [layer.view(kind) for layer in layers], spec(), Heads(0, HEADS), BLOCK,
+        Layout.HEADS_FIRST, scales, torch.bfloat16,
+    )  # fmt: skip
+    assert paged.dtype is torch.bfloat16
+    cache = random_cache(8)
+    paged.write(cache, 0, 8, [1, 2])
+    found = paged.read(0, 8, [1, 2])
+    assert found.dtype is torch.bfloat16
+    for layer in range(LAYERS):
+        for side, given, scale in (
+            (found.keys, cache.keys, scales.keys[layer]),
+            (found.values, cache.values, scales.values[layer]),
+        ):
+            stored = (given[layer] / scale).to(torch.float8_e4m3fn)
+            assert torch.equal(side[layer], (stored.float() * scale).bfloat16())
+    raw = views(layers[0].view(torch.float8_e4m3fn), Layout.HEADS_FIRST)[0][1, 0]
+    assert torch.equal(raw.float(), (cache.keys[0, 0] / 0.5).to(torch.float8_e4m3fn).float())
+    # What was read and is written again is what was there: nothing is lost on the way.
+    before = [layer.clone() for layer in layers]
+    paged.write(found, 0, 8, [1, 2])
+    assert all(torch.equal(a, b) for a, b in zip(before, layers, strict=True))
+
+
+def test_kinds_of_elements_that_nobody_expects_are_refused() -> None:
+    layers = [torch.zeros(SHAPES[Layout.CPU], dtype=torch.uint8) for _ in range(LAYERS)]
+    with pytest.raises(UnsupportedError, match="uint8"):
+        PagedCache(layers, spec(), Heads(0, HEADS), BLOCK, dtype=torch.bfloat16)
+    scales = Scales((1.0,) * LAYERS, (1.0,) * LAYERS)
+    with pytest.raises(UnsupportedError, match="8 bit"):
+        PagedCache(layers, spec(), Heads(0, HEADS), BLOCK, scales=scales, dtype=torch.bfloat16)
+    floats = [torch.zeros(SHAPES[Layout.CPU]) for _ in range(LAYERS)]
+    with pytest.raises(UnsupportedError, match="float32"):
+        PagedCache(floats, spec(), Heads(0, HEADS), BLOCK, scales=scales, dtype=torch.bfloat16)
+    mixed = [*layers[:2], layers[2].view(torch.int8)]
+    with pytest.raises(UnsupportedError, match="different"):
+        PagedCache(mixed, spec(), Heads(0, HEADS), BLOCK)
+    uneven = [*floats[:2], torch.zeros(BLOCKS + 1, HEADS, BLOCK, 2 * DIM)]
+    with pytest.raises(UnsupportedError, match="different"):
+        PagedCache(uneven, spec(), Heads(0, HEADS), BLOCK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,3 +170,21 @@ def test_finished_requests_leave_nothing() -> None:
     assert world.lookups[0].cancelled()
     assert world.side.states == {}
     world.side.finished("r")
+
+
+def test_an_idle_engine_waits_for_a_moment() -> None:
+    """A lookup that is about to end is waited for, if there is nothing to compute: no step is lost.
+    With something to compute nobody waits."""
+    world = World()
+    world.side._patience_s = 30.0
+    asked = request("r", 1000)
+    world.arrive(asked, None)
+    known = Known(tuple(cut(asked.prompt_token_ids[:768], SPACE)))
+    threading.Timer(0.05, lambda: world.lookups[0].set_result(known)).start()
+    assert world.side.matched(asked, 0) == (768, True)
+    world.step(new=[(asked, list(range(8)), 768, 232)])
+    world.side._patience_s = 30.0
+    other = request("other", 1000, first=5)
+    world.arrive(other, None)
+    assert world.side.matched(other, 0) == (None, False)
+    world.lookups[1].set_result(Known())

@@ -153,3 +153,65 @@ def test_a_preempted_request_begins_again() -> None:
     asked.all_token_ids = asked.prompt_token_ids + [5] * 100
     assert world.step(resumed=[(asked, [10, 11, 12, 13, *range(40, 45)], 588)]).saves == ()
     assert world.side.counts["lossy"] == 1
+
+
+def test_what_found_no_room_is_saved_by_a_later_step() -> None:
+    """But not at once, and what was saved is not saved again."""
+    world = World()
+    asked = request("r", 1000)
+    world.arrive(asked, 0)
+    [save] = world.step(new=[(asked, list(range(8)), 0, 1000)]).saves
+    left = {chunk.key: chunk.start for chunk in save.chunks[2:]}
+    world.side.loaded(LoadReport(unsaved={"r": left}))
+    asked.num_computed_tokens, asked.num_tokens = 1000, 1001
+    assert world.step(cached=[(asked, [], 1)]).saves == ()
+    world.now_s += 1.0
+    [again] = world.step(cached=[(asked, [], 1)]).saves
+    assert [chunk.key for chunk in again.chunks] == [chunk.key for chunk in save.chunks[2:]]
+    assert again.chunks[-1].end == 992  # the tail is among them
+    assert world.step(cached=[(asked, [], 1)]).saves == ()
+    world.side.finished("r")
+    assert world.side.counts["unpublished_chunks"] == 0
+
+
+def test_what_never_found_room_is_counted() -> None:
+    world = World()
+    asked = request("r", 600)
+    world.arrive(asked, 0)
+    [save] = world.step(new=[(asked, list(range(8)), 0, 600)]).saves
+    report = LoadReport(unsaved={"r": {chunk.key: chunk.start for chunk in save.chunks[1:]}})
+    assert report
+    world.side.loaded(report)
+    world.side.finished("r")
+    assert world.side.counts["unpublished_chunks"] == 2
+    world.side.loaded(report)  # it has ended meanwhile
+    assert world.side.counts["unpublished_chunks"] == 4
+
+
+def test_ranks_report_together_what_found_no_room() -> None:
+    some, others = {"a": {b"1": 0}, "b": {b"2": 256}}, {"b": {b"3": 512}}
+    joined = LoadReport(unsaved=some).joined(LoadReport(unsaved=others))
+    assert joined.unsaved == {"a": {b"1": 0}, "b": {b"2": 256, b"3": 512}}
+
+
+def test_drafts_are_never_published() -> None:
+    """vLLM plans steps with draft tokens, of which some are not accepted: they count as computed
+    until it knows. Only tokens of the answer are published, and only once they were computed."""
+    world = World()
+    asked = request("r", 500)
+    world.arrive(asked, 0)
+    [save] = world.step(new=[(asked, list(range(6)), 0, 500)]).saves
+    assert [chunk.end for chunk in save.chunks] == [256, 496]
+    answer = [*asked.all_token_ids]
+    # The step after next is planned before the results of the last one are known: with four drafts
+    # of which two were accepted, it takes five tokens for computed where it will be three.
+    for known, computed in ((501, 500), (504, 505), (507, 508), (510, 511), (511, 515)):
+        answer += [900 + position for position in range(len(answer), known)]
+        asked.all_token_ids, asked.num_tokens = list(answer), known
+        asked.num_computed_tokens = computed
+        assert world.step(cached=[(asked, [], 5)]).saves == ()
+    answer += [900 + position for position in range(511, 514)]
+    asked.all_token_ids, asked.num_tokens, asked.num_computed_tokens = answer, 514, 512
+    [save] = world.step(cached=[(asked, [], 5)]).saves
+    assert [chunk.end for chunk in save.chunks] == [512]
+    assert save.chunks[0].key == cut(answer[:512], SPACE)[-1].key

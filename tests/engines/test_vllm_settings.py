@@ -32,23 +32,26 @@ def test_what_a_session_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "engine", "publishes"),
+    ("given", "engine", "publishes", "has_spool"),
     [
-        ({}, {}, True),
-        ({"publish": False}, {}, False),
-        ({}, {"produces": False}, False),
-        ({}, {"ranks": 2}, False),
-        ({"spool_bytes": 5}, {"consumes": False}, True),
+        ({}, {}, True, True),
+        ({"publish": False}, {}, False, False),
+        ({}, {"produces": False}, False, False),
+        ({}, {"ranks": 2}, True, False),  # the scheduler
+        ({}, {"ranks": 2, "rank": 0}, True, True),
+        ({}, {"ranks": 2, "rank": 1}, True, False),
+        ({"publish": False}, {"ranks": 2, "rank": 0}, False, False),
+        ({"spool_bytes": 5}, {"consumes": False}, True, True),
     ],
 )
-def test_an_engine_that_publishes_nothing_has_no_spool(
-    given: dict[str, Any], engine: dict[str, Any], publishes: bool
+def test_who_sends_nothing_has_no_spool(
+    given: dict[str, Any], engine: dict[str, Any], publishes: bool, has_spool: bool
 ) -> None:
     settings = Settings.parse({"url": "x", **given})
     found = settings.for_engine(**{"consumes": True, "produces": True, "ranks": 1, **engine})
     assert found.publish == publishes
     assert found.load == engine.get("consumes", True)
-    assert found.session.spool_bytes == (settings.session.spool_bytes if publishes else 0)
+    assert found.session.spool_bytes == (settings.session.spool_bytes if has_spool else 0)
 
 
 @pytest.mark.parametrize(

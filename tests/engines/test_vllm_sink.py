@@ -11,10 +11,12 @@ import torch
 
 from kdn.cache.keys import cut
 from kdn.cache.tensors import KVCache
+from kdn.codec.exact import ExactCodec
+from kdn.codec.format import Bitstream
 from kdn.delivery.sink import Arrival
-from kdn.engines.vllm.layout import Heads, PagedCache
+from kdn.engines.vllm.layout import Heads, Layout, PagedCache
 from kdn.engines.vllm.messages import LoadOrder
-from kdn.engines.vllm.paged_sink import GivenUpError, LoadJob, PagedSink
+from kdn.engines.vllm.paged_sink import GivenUpError, LoadJob, PagedSink, SlotSink, sink_of
 from kdn.errors import FormatError, KdnError, UnsupportedError
 from tests.engines.vllm_working import BLOCK, BLOCKS, DIM, HEADS, LAYERS, SPACE, SPEC, TOKENS
 from tests.engines.vllm_working import values as random_values
@@ -132,3 +134,33 @@ def test_what_is_kept_is_bounded() -> None:
     setting.codec.given[0] = better = random_values(256)
     assert setting.decode(0, improves=True) == [None]
     assert setting.sink.decoded[CHUNKS[0].key] is better
+
+
+def test_slots_are_written_as_far_as_the_load_goes() -> None:
+    """With a real codec, whose streams are decoded into memory whose places are slots."""
+    codec = ExactCodec(SPEC)
+    streams = [
+        Bitstream.parse(codec.encode(chunk, VALUES.slice(chunk.start, chunk.end)))
+        for chunk in CHUNKS
+    ]
+    shape = (BLOCKS, HEADS, BLOCK, 2 * DIM)
+    layers = [torch.full(shape, OLD) for _ in range(LAYERS)]
+    paged = PagedCache(layers, SPEC, Heads(0, HEADS), BLOCK, Layout.HEADS_FIRST)
+    order = LoadOrder("r", tuple(CHUNKS), (), 96, 576, tuple(range(29, -1, -1)), 1.0, 0.0)
+    job = LoadJob(order, 0.0)
+    sink = sink_of(codec, paged, job)
+    assert isinstance(sink, SlotSink)
+    arrivals = [
+        Arrival(chunk, stream, 1, False) for chunk, stream in zip(CHUNKS, streams, strict=True)
+    ]
+    assert sink.decode(arrivals[::2]) == [None, None]
+    sink.write(CHUNKS[1], VALUES.slice(256, 512))
+    found = paged.read(0, 608, order.block_ids)
+    for here, given in ((found.keys, VALUES.keys), (found.values, VALUES.values)):
+        assert torch.equal(here[:, 96:576], given[:, 96:576])
+        here[:, 96:576] = OLD
+        assert (here == OLD).all()
+    assert job.give_up()
+    assert all(isinstance(one, GivenUpError) for one in sink.decode(arrivals))
+    with pytest.raises(GivenUpError):
+        sink.write(CHUNKS[2], VALUES.slice(512, 592))

@@ -14,9 +14,8 @@ class Server:
     def __init__(self, settings: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self.llm = LLM(
-            dtype="float32", enforce_eager=True, disable_log_stats=False, seed=0, **settings
-        )
+        defaults = {"dtype": "float32", "enforce_eager": True, "disable_log_stats": False}
+        self.llm = LLM(seed=0, **{**defaults, **settings})
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
 
@@ -117,7 +116,32 @@ class Server:
         assert not publisher._under_way, "not everything was published in time"
         return dict(vars(publisher.counts))
 
+    def ranks(self) -> list[dict[str, Any]]:
+        """What each rank has done, when all that they gather is published."""
+        until_s = time.monotonic() + 60.0
+        time.sleep(0.1)
+        while True:
+            told = list(self.llm.collective_rpc(_rank_state))
+            if not any(one["waiting"] for one in told):
+                return told
+            assert time.monotonic() < until_s, "not everything was published in time"
+            time.sleep(0.05)
+
+    def deafen(self, rank: int) -> None:
+        """From now on that rank hears nothing of the others."""
+        self.llm.collective_rpc(_deafen, args=(rank,))
+
+    def scheduler_state(self) -> dict[str, int]:
+        """What can be seen where workers have processes of their own."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return {
+            "free_blocks": pool.get_num_free_blocks(),
+            "blocks": pool.num_gpu_blocks,
+            "loading": len(self.scheduler.connector._scheduler.loading),
+        }
+
     def state(self) -> dict[str, Any]:
+        import torch
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         ctypes.CDLL(None).malloc_trim(0)  # what is free, and only kept by malloc, is no leak
@@ -130,6 +154,7 @@ class Server:
             "blocks": pool.num_gpu_blocks,
             "requests": len(self.scheduler.requests),
             "preemptions": self._metric("vllm:num_preemptions"),
+            "gpu_bytes": torch.cuda.memory_allocated() if torch.cuda.is_available() else 0,
         }
         if self.scheduler.connector is not None:
             side, worker = self.scheduler.connector._scheduler, get_kv_transfer_group()._worker
@@ -143,6 +168,21 @@ class Server:
                 "hits": self._metric("vllm:external_prefix_cache_hits"),
             }
         return told
+
+    def gap(self, prompt: list[int], token: int) -> float:
+        """By how many nats the model finds its own next token more probable than this one."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20, detokenize=False)
+        [told] = self.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        every = {one: told.logprob for one, told in told.outputs[0].logprobs[0].items()}
+        return float(max(every.values()) - every.get(token, -1e9))
+
+    def drafts(self) -> tuple[int, int]:
+        """Tokens that were drafted, and those of them that were accepted."""
+        names = ("num_draft_tokens", "num_accepted_tokens")
+        drafted, accepted = (self._metric(f"vllm:spec_decode_{name}") for name in names)
+        return drafted, accepted
 
     def _metric(self, name: str) -> int:
         return sum(int(m.value) for m in self.llm.get_metrics() if m.name == name)
@@ -181,6 +221,29 @@ class Server:
         finally:
             model.compute_logits = original
         return told
+
+
+def _rank_state(_: Any) -> dict[str, Any]:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    ranks, publisher = connector._ranks, connector._shared.session.publisher
+    gathering = ranks and ranks._gathering
+    return {
+        "heads": [connector._worker._paged.heads.first, connector._worker._paged.heads.count],
+        "counts": dict(connector._worker.counts),
+        "waiting": len(publisher._under_way) + (len(gathering._waiting) if gathering else 0),
+        "sent": dict(vars(publisher.counts)),
+    }
+
+
+def _deafen(_: Any, rank: int) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from kdn.engines.vllm.rank_streams import StreamsIn
+
+    if get_kv_transfer_group()._ranks.share.rank == rank:
+        StreamsIn.has_more = lambda self: False  # type: ignore[method-assign]
 
 
 def main() -> None:

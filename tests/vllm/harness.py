@@ -39,10 +39,15 @@ def connector(url: str, **settings: Any) -> dict[str, Any]:
     }
 
 
+def python_path() -> str:
+    """This code, and wherever else vLLM was found."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Engine:
     """`engine.generate(...)` and all else that `engine.Server` has."""
 
-    def __init__(self, log: Path, **settings: Any) -> None:
+    def __init__(self, log: Path, environ: dict[str, str] | None = None, **settings: Any) -> None:
         ours, theirs = os.pipe(), os.pipe()
         self.log = log
         with log.open("wb") as file:
@@ -50,7 +55,7 @@ class Engine:
                 [sys.executable, str(Path(__file__).with_name("engine.py")),
                  str(ours[0]), str(theirs[1])],
                 pass_fds=(ours[0], theirs[1]), stdout=file, stderr=file, cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **ENVIRONMENT, **(environ or {}), "PYTHONPATH": python_path()},
             )  # fmt: skip
         os.close(ours[0])
         os.close(theirs[1])
@@ -113,7 +118,10 @@ class Node:
         command = [sys.executable, "-c", "from kdn.cli.main import main; main()", "node"]
         command += ["--port", str(self._port), "--data", str(self._folder)]
         with self._folder.with_suffix(".log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": python_path()},
+            )  # fmt: skip
         until_s = time.monotonic() + 60.0
         while True:
             try:
@@ -146,7 +154,7 @@ def running_node(folder: Path) -> Iterator[Node]:
 TINY_VOCAB, TINY_HIDDEN, TINY_LAYERS = 512, 128, 4
 
 
-def tiny_model(folder: Path, seed: int = 1) -> str:
+def tiny_model(folder: Path, seed: int = 1, kv_heads: int = 2) -> str:
     """Random, with weights larger than at usual initialisation, so that attention is not uniform:
     what it says depends on every token."""
     import torch
@@ -154,8 +162,8 @@ def tiny_model(folder: Path, seed: int = 1) -> str:
 
     config = LlamaConfig(
         vocab_size=TINY_VOCAB, hidden_size=TINY_HIDDEN, intermediate_size=256,
-        num_hidden_layers=TINY_LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        max_position_embeddings=1024, bos_token_id=1, eos_token_id=2,
+        num_hidden_layers=TINY_LAYERS, num_attention_heads=4, num_key_value_heads=kv_heads,
+        head_dim=32, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(seed)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,11 @@ import numpy.typing as npt
 import torch
 
 from kdn.cache.keys import Chunk
+from kdn.cache.rows import TokenRows, check_whole
 from kdn.cache.spec import ModelSpec
-from kdn.cache.tensors import KVCache
+from kdn.cache.tensors import KVCache, check_heads
 from kdn.codec import rans, rans_numba
-from kdn.codec.base import Codec, check_input, clear_absent, output_cache
+from kdn.codec.base import Codec, Coded, check_input, clear_absent, output_cache
 from kdn.codec.format import Bitstream, CodecId, DType, Section, StreamInfo, write
 from kdn.codec.klt import symbols, symbols_numba
 from kdn.codec.klt.columns import (
@@ -35,10 +37,19 @@ from kdn.codec.klt.columns import (
     Scaled,
     bands,
     read_columns,
+    share_of,
     write_band,
 )
-from kdn.codec.klt.device import GpuDecoding, GpuEncoding
+from kdn.codec.klt.device import GpuDecoding
 from kdn.codec.klt.duals import Duals
+from kdn.codec.klt.gpu_encoding import BATCH_BYTES, CONTEXT_BYTES, GpuEncoding
+from kdn.codec.klt.kinds import (
+    KIND_CORRECTION,
+    KIND_DIGITS,
+    KIND_ENTERING,
+    KIND_SINKS,
+    KIND_TOKENS,
+)
 from kdn.codec.klt.profile import NUM_CLASSES, Group, Profile
 from kdn.codec.klt.sinks import SinkCoder
 from kdn.codec.klt.symbols import Model
@@ -52,9 +63,7 @@ from kdn.codec.klt.transform import (
     transpose,
 )
 from kdn.codec.threads import parallel_call, parallel_map
-from kdn.errors import FormatError, UnsupportedError
-
-KIND_ENTERING, KIND_TOKENS, KIND_SINKS, KIND_CORRECTION, KIND_DIGITS = 0, 1, 2, 3, 4
+from kdn.errors import FormatError, KdnError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,12 @@ class KltCodec(Codec):
         told = [lv.expected["kld"] for lv in self.profile.levels if "kld" in lv.expected]
         return tuple(map(float, told)) if len(told) == self.num_levels else super().expected_kld
 
+    def decodes_on(self, device: torch.device) -> bool:
+        return device.type == "cuda" and find_spec("triton") is not None
+
     def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
+        if self._gpu_encoding.suits(chunk, cache):
+            return _whole(self.encode_batch([(chunk, cache)]))[0]
         analysis = self.analyse(chunk, cache)
         sections = [Section(0, KIND_TOKENS, 0, self._encode_classes(analysis.classes))]
         sections += [
@@ -129,16 +143,41 @@ class KltCodec(Codec):
 
     def encode_all(self, chunks: Sequence[Chunk], cache: KVCache) -> list[bytes]:
         """On the GPU where the cache is on one."""
-        if not self._gpu_encoding.suits(chunks, cache):
-            self._duals.all()  # by all threads of the pool, before each takes a chunk
-            return super().encode_all(chunks, cache)
-        from kdn.codec.klt.gpu_output import sections_of
+        items = [(chunk, cache.slice(chunk.start, chunk.end)) for chunk in chunks]
+        if items and all(self._gpu_encoding.suits(*item) for item in items):
+            return _whole(self._encode_on_gpu(items, CONTEXT_BYTES))
+        self._duals.all()  # by all threads of the pool, before each takes a chunk
+        return super().encode_all(chunks, cache)
 
-        found = sections_of(self, chunks, self._gpu_encoding.encode(chunks, cache))
-        jobs = zip(chunks, found, strict=True)
-        return parallel_map(
-            lambda job: self._write(job[0], cache.slice(job[0].start, job[0].end), job[1]), jobs
-        )
+    def encode_batch(self, items: Sequence[tuple[Chunk, KVCache]]) -> list[bytes | KdnError]:
+        """Those whose caches are on a GPU are encoded there, all together."""
+        found: dict[int, bytes | KdnError] = {}
+        by_device: dict[torch.device | None, list[int]] = {}
+        for index, (chunk, cache) in enumerate(items):
+            suits = self._gpu_encoding.suits(chunk, cache)
+            by_device.setdefault(cache.keys.device if suits else None, []).append(index)
+        for device, own in by_device.items():
+            part = [items[index] for index in own]
+            on_cores = super().encode_batch
+            done = on_cores(part) if device is None else self._encode_on_gpu(part, BATCH_BYTES)
+            found |= dict(zip(own, done, strict=True))
+        return [found[index] for index in range(len(items))]
+
+    def _encode_on_gpu(
+        self, items: Sequence[tuple[Chunk, KVCache]], memory_bytes: int
+    ) -> list[bytes | KdnError]:
+        """Of caches on one GPU, which suit; it may take so much memory there."""
+
+        def finish(
+            job: tuple[tuple[Chunk, KVCache], Sequence[Section] | KdnError],
+        ) -> bytes | KdnError:
+            (chunk, cache), sections = job
+            return (
+                sections if isinstance(sections, KdnError) else self._write(chunk, cache, sections)
+            )
+
+        coded = self._gpu_encoding.encode(items, memory_bytes)
+        return parallel_map(finish, zip(items, coded, strict=True))
 
     def _write(self, chunk: Chunk, cache: KVCache, sections: Sequence[Section]) -> bytes:
         info = StreamInfo.for_chunk(
@@ -163,8 +202,30 @@ class KltCodec(Codec):
     ) -> KVCache:
         wanted = self._checked_levels(stream, chunk, levels)
         cache = output_cache(stream.info, out, dtype)
-        if not self._gpu.decode([stream], [chunk], [wanted], cache):
-            return cache
+        if self._gpu.decode([stream], [chunk], [wanted], cache):
+            self._decode_into(cache, stream, chunk, wanted)
+        return cache
+
+    def decode_heads(
+        self, stream: Bitstream, chunk: Chunk, heads: range, *, levels: int, dtype: torch.dtype
+    ) -> KVCache:
+        """Sums the columns of these heads only; all symbols have to be decoded for that."""
+        wanted = self._checked_levels(stream, chunk, levels)
+        check_heads(heads, self.spec.num_kv_heads)
+        info = replace(stream.info, num_kv_heads=len(heads))
+        cache = output_cache(info, None, dtype)
+        self._decode_into(cache, stream, chunk, wanted, heads)
+        return cache
+
+    def _decode_into(
+        self,
+        cache: KVCache,
+        stream: Bitstream,
+        chunk: Chunk,
+        wanted: int,
+        heads: range | None = None,
+    ) -> None:
+        """On the cores."""
         classes = self._decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
         groups = range(len(self._transforms))
         known, coded = parallel_call(
@@ -175,8 +236,7 @@ class KltCodec(Codec):
         if count := self._num_sinks(chunk):
             data = [stream.section(0, g, KIND_SINKS) for g in groups]
             sinks = [self._sinks[g].decode(data[g], count) for g in groups]
-        self._assemble(chunk, known, coded, sinks, classes, cache)
-        return cache
+        self._assemble(chunk, known, coded, sinks, classes, cache, heads)
 
     def decode_all(
         self,
@@ -192,6 +252,38 @@ class KltCodec(Codec):
         super().decode_all(
             [streams[i] for i in left], [chunks[i] for i in left], out, levels=levels
         )
+
+    def decode_rows(
+        self,
+        batch: Sequence[Coded],
+        rows: TokenRows,
+        *,
+        after: torch.cuda.Event | None = None,
+    ) -> list[KdnError | None]:
+        """On the GPU where the memory is on one. What that cannot do is left to the reference."""
+        if not self._gpu.suits(rows):
+            return super().decode_rows(batch, rows, after=after)
+        found = [self._why_not(one, rows) for one in batch]
+        sound = [i for i, error in enumerate(found) if error is None]
+        left = self._gpu.decode_rows([batch[i] for i in sound], rows, after)
+        rest = [sound[i] for i in left]
+        others = super().decode_rows([batch[i] for i in rest], rows, after=after)
+        for i, error in zip(rest, others, strict=True):
+            found[i] = error
+        return found
+
+    def _why_not(self, one: Coded, rows: TokenRows) -> KdnError | None:
+        """What is wrong with a chunk and its slots before anything is decoded."""
+        try:
+            self._checked_levels(one.stream, one.chunk, one.levels)
+            rows.check_slots(one.slots, one.chunk.num_tokens)
+            check_whole(one.stream.info.valid_from, one.chunk.start, one.slots)
+        except KdnError as error:
+            return error
+        return None
+
+    def gpu_memory_bytes(self) -> tuple[int, int]:
+        return self._gpu.memory_bytes()
 
     def _checked_levels(self, stream: Bitstream, chunk: Chunk, levels: int | None) -> int:
         """How many levels to decode of what is this chunk's stream."""
@@ -229,8 +321,10 @@ class KltCodec(Codec):
         sinks: list[torch.Tensor],
         classes: npt.NDArray[np.uint8],
         cache: KVCache,
+        heads: range | None = None,
     ) -> None:
-        """Puts prediction, components, correction and sinks of all groups into a cache."""
+        """Puts prediction, components, correction and sinks of all groups into a cache, which may
+        be one of some heads only."""
         latent, tables = known.latent, known.turns
         error_scale = _step_sizes(classes, 1.0)
         # Sinks are not predicted: they are coded as they are.
@@ -238,21 +332,25 @@ class KltCodec(Codec):
             scale[: self._num_sinks(chunk)] = 0
 
         def restore(index: int, band: Band) -> None:
-            transform, (packed, error), own = self._transforms[index], coded[index], band.columns
-            base = transform.sum_large(latent, packed.large, own).numpy()
-            if sinks:
-                first = sinks[index][:, own].numpy()
-                base[: len(first)] = first - transform.bias[own]
-            predicted = transform.sum_latent(latent, own).numpy()
-            coarse = transform.sum_coarse(packed.codes, own).numpy()
-            restored = Restored(
-                base,
-                transform.bias[own],
-                Scaled(predicted, latent.unit, transform.latent_scale[own]),
-                Scaled(coarse, packed.token_scale, transform.column_scale[own]),
-                None if error is None else self._scaled_error(error, error_scale, index, own),
-            )
-            write_band(band, restored, tables, cache)
+            transform, (packed, error) = self._transforms[index], coded[index]
+            # Of whole layers, whatever the heads: a product of fewer columns may round otherwise.
+            large = transform.sum_large(latent, packed.large, band.columns).numpy()
+            for part in share_of(band, self.spec, heads):
+                own, first = part.columns, band.columns.start
+                base = np.ascontiguousarray(large[:, own.start - first : own.stop - first])
+                if sinks:
+                    known_first = sinks[index][:, own].numpy()
+                    base[: len(known_first)] = known_first - transform.bias[own]
+                predicted = transform.sum_latent(latent, own).numpy()
+                coarse = transform.sum_coarse(packed.codes, own).numpy()
+                restored = Restored(
+                    base,
+                    transform.bias[own],
+                    Scaled(predicted, latent.unit, transform.latent_scale[own]),
+                    Scaled(coarse, packed.token_scale, transform.column_scale[own]),
+                    None if error is None else self._scaled_error(error, error_scale, index, own),
+                )
+                write_band(part, restored, tables, cache)
 
         parallel_map(
             lambda job: restore(*job),
@@ -284,6 +382,8 @@ class KltCodec(Codec):
     def analyse(self, chunk: Chunk, cache: KVCache) -> Analysis:
         """What is to be coded, before rounding."""
         check_input(self.spec, chunk, cache)
+        if cache.ready is not None:
+            cache.ready.synchronize()
         duals = self._duals.all()
         tables = RopeTables.of(self.spec, chunk.start, chunk.num_tokens, forward=False)
         weight = torch.from_numpy(self.profile.tensors["importance"])
@@ -453,6 +553,16 @@ class KltCodec(Codec):
 
     def _decode_classes(self, data: memoryview, num_tokens: int) -> npt.NDArray[np.uint8]:
         return rans_numba.decode(data, self._token_tables, *_token_steps(num_tokens))
+
+
+def _whole(found: Sequence[bytes | KdnError]) -> list[bytes]:
+    """All streams; raises what the first that is none says."""
+    streams = []
+    for one in found:
+        if isinstance(one, KdnError):
+            raise one
+        streams.append(one)
+    return streams
 
 
 def _step_sizes(classes: npt.NDArray[np.uint8], step: float) -> Floats:

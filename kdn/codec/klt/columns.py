@@ -25,7 +25,8 @@ BAND_COLUMNS = 1024
 
 @dataclass(frozen=True)
 class Band:
-    """The columns of a group that hold the keys or the values of layers [first, last)."""
+    """The columns of a group that hold the keys or the values of layers [first, last), or of some
+    heads of one layer."""
 
     columns: slice
     is_keys: bool
@@ -68,6 +69,18 @@ def bands(spec: ModelSpec, layers: tuple[int, int]) -> list[Band]:
             end = min(layer + count, last)
             columns = slice(begin + (layer - first) * width, begin + (end - first) * width)
             found.append(Band(columns, is_keys, layer, end))
+    return found
+
+
+def share_of(band: Band, spec: ModelSpec, heads: range | None) -> list[Band]:
+    """What of a band of whole layers belongs to some heads, layer by layer; None: all do."""
+    if heads is None or len(heads) == spec.num_kv_heads:
+        return [band]
+    width, found = spec.num_kv_heads * spec.head_dim, []
+    for layer in range(band.first, band.last):
+        first = band.columns.start + (layer - band.first) * width + heads.start * spec.head_dim
+        columns = slice(first, first + len(heads) * spec.head_dim)
+        found.append(Band(columns, band.is_keys, layer, layer + 1))
     return found
 
 

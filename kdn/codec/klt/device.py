@@ -1,43 +1,49 @@
-"""What a GPU does of coding: all that it can, where the cache lies on one and Triton is there.
+"""What a GPU does of decoding: all that it can, where the cache lies on one and Triton is there.
 
-The kernels know chunks of up to 256 tokens, every level but the last, and caches whose tokens' rows
-lie whole. The rest, and chunks in which they found something wrong, is for the reference: it is the
-one that says what is wrong.
+The kernels know chunks of up to 256 tokens, and memory in which a head's channels lie side by side.
+The rest, and chunks in which they found something wrong, is for the reference: it is the one that
+says what is wrong.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk
+from kdn.cache.rows import TokenRows
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
-from kdn.codec.base import output_cache
+from kdn.codec.base import Coded, output_cache
 from kdn.codec.format import Bitstream
-from kdn.codec.klt import symbols
 from kdn.codec.klt.gpu_tables import MAX_SINKS
 from kdn.codec.klt.profile import Profile
-from kdn.errors import UnsupportedError
+from kdn.errors import KdnError
 
 if TYPE_CHECKING:
     from kdn.codec.klt.decoder_triton import GpuDecoder
-    from kdn.codec.klt.encoder_triton import Encoded, GpuEncoder
+    from kdn.codec.klt.gpu_input import Job
 
 
 class GpuDecoding:
-    """A codec's decoders, one for each device, made when first used."""
+    """A codec's decoders, one for each device and share of heads, made when first used."""
 
     def __init__(self, spec: ModelSpec, profile: Profile) -> None:
         self._spec, self._profile = spec, profile
-        self._lock = threading.Lock()  # guards what follows, and the decoders' streams
-        self._decoders: dict[torch.device, GpuDecoder] = {}
+        self._lock = threading.Lock()  # guards what follows, and who may launch with a decoder
+        self._decoders: dict[tuple[torch.device, range], GpuDecoder] = {}
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """What decoders take by now: on devices, and pinned in main memory."""
+        with self._lock:
+            found = [decoder.memory() for decoder in self._decoders.values()]
+        return sum(sum(one[:3]) for one in found), sum(one.pinned for one in found)
 
     def decode(
         self,
@@ -47,11 +53,11 @@ class GpuDecoding:
         out: KVCache,
     ) -> list[int]:
         """Decodes what it can, each chunk into its place in `out`; returns which are left to do."""
-        if not self._suits(out):
+        if not self._suits(out.keys, out.values):
             return list(range(len(chunks)))
-        left = [i for i, n in enumerate(levels) if not self._can(chunks[i], n)]
+        left = [i for i, chunk in enumerate(chunks) if not self._can(chunk)]
         with self._lock:
-            decoder = self._decoder(out.keys.device)
+            decoder = self._decoder(out.keys.device, range(self._spec.num_kv_heads))
             for count in sorted(set(levels)):
                 todo = [i for i, n in enumerate(levels) if n == count and i not in left]
                 if todo:
@@ -62,22 +68,58 @@ class GpuDecoding:
             output_cache(streams[i].info, out.slice(chunks[i].start, chunks[i].end), out.dtype)
         return sorted(left)
 
-    def _suits(self, out: KVCache) -> bool:
-        plain = all(side.stride()[2:] == (out.head_dim, 1) for side in (out.keys, out.values))
+    def suits(self, rows: TokenRows) -> bool:
+        """Whether an engine's memory is one that kernels write to."""
+        return self._suits(rows.keys[0], rows.values[0])
+
+    def decode_rows(
+        self, batch: Sequence[Coded], rows: TokenRows, after: torch.cuda.Event | None = None
+    ) -> list[int]:
+        """Decodes what it can of checked chunks into an engine's memory that suits; returns which
+        are left to do, of which nothing is written."""
+        left, launched = [], []
+        try:
+            # One load launches at a time. Those that wait for theirs have let the lock go.
+            with self._lock:
+                decoder = self._decoder(rows.device, rows.heads)
+                target, jobs = decoder.target(rows), self._jobs(decoder, batch)
+                left = sorted(set(range(len(batch))) - {i for own in jobs.values() for i, _ in own})
+                for count, own in jobs.items():
+                    slabs = decoder.launch([job for _, job in own], count, target, after)
+                    launched += [(slab, own) for slab in slabs]
+        finally:
+            failed = [own[i][0] for slab, own in launched for i in slab.failed()]
+        return sorted(left + failed)
+
+    def _jobs(
+        self, decoder: GpuDecoder, batch: Sequence[Coded]
+    ) -> dict[int, list[tuple[int, Job]]]:
+        """By levels: those that kernels can do, and their numbers. A chunk that begins a context
+        begins a slab, so it comes first."""
+        found: dict[int, list[tuple[int, Job]]] = {}
+        for i in sorted(range(len(batch)), key=lambda i: batch[i].chunk.start > 0):
+            one = batch[i]
+            if self._can(one.chunk):
+                with suppress(KdnError):  # the reference says what is wrong
+                    job = decoder.job(one.stream, one.chunk, one.levels, one.slots)
+                    found.setdefault(one.levels, []).append((i, job))
+        return found
+
+    def _suits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        plain = keys.stride(-1) == values.stride(-1) == 1 and keys.shape[-1] % 2 == 0
         known = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
-        on_gpu = out.keys.is_cuda and find_spec("triton") is not None
-        return on_gpu and plain and out.dtype in known and out.head_dim % 2 == 0
+        return keys.is_cuda and find_spec("triton") is not None and plain and keys.dtype in known
 
-    def _can(self, chunk: Chunk, levels: int) -> bool:
-        few = self._profile.num_sinks <= MAX_SINKS
-        return few and chunk.num_tokens <= CHUNK_TOKENS and levels < self._profile.num_levels
+    def _can(self, chunk: Chunk) -> bool:
+        return self._profile.num_sinks <= MAX_SINKS and chunk.num_tokens <= CHUNK_TOKENS
 
-    def _decoder(self, device: torch.device) -> GpuDecoder:
+    def _decoder(self, device: torch.device, heads: range) -> GpuDecoder:
         from kdn.codec.klt.decoder_triton import GpuDecoder
 
-        if device not in self._decoders:
-            self._decoders[device] = GpuDecoder(self._spec, self._profile, device)
-        return self._decoders[device]
+        key = (device, heads)
+        if key not in self._decoders:
+            self._decoders[key] = GpuDecoder(self._spec, self._profile, device, heads)
+        return self._decoders[key]
 
     @staticmethod
     def _run(
@@ -88,7 +130,7 @@ class GpuDecoding:
         levels: int,
         out: KVCache,
     ) -> list[int]:
-        from kdn.codec.klt.decoder_triton import Target
+        from kdn.codec.klt.gpu_target import Target
 
         target = Target.of_cache(out, [chunks[i] for i in todo])
         slots = [np.arange(chunks[i].start, chunks[i].end) - out.start for i in todo]
@@ -96,46 +138,3 @@ class GpuDecoding:
             [streams[i] for i in todo], [chunks[i] for i in todo], levels, target, slots
         )
         return [todo[i] for i in failed]
-
-
-class GpuEncoding:
-    """A codec's encoders, one for each device, made when first used."""
-
-    def __init__(self, spec: ModelSpec, profile: Profile) -> None:
-        self._spec, self._profile = spec, profile
-        self._lock = threading.Lock()  # guards what follows
-        self._encoders: dict[torch.device, GpuEncoder] = {}
-
-    def suits(self, chunks: Sequence[Chunk], cache: KVCache) -> bool:
-        """Whether chunks follow one another in a whole cache, and layers and groups are alike."""
-        if not cache.keys.is_cuda or find_spec("triton") is None or not chunks:
-            return False
-        ropes = set(self._spec.ropes)
-        rope = next(iter(ropes))
-        alike = len(ropes) == 1 and rope is not None and not rope.interleaved
-        whole = rope is not None and rope.rotary_dim == self._spec.head_dim
-        follow = all(a.end == b.start for a, b in pairwise(chunks))
-        full = all(chunk.num_tokens == CHUNK_TOKENS for chunk in chunks[:-1])
-        last = chunks[-1].num_tokens <= CHUNK_TOKENS
-        same = len({(g.fine.shape, g.basis.shape) for g in self._profile.groups}) == 1
-        return alike and whole and follow and full and last and same and cache.is_complete
-
-    def encode(self, chunks: Sequence[Chunk], cache: KVCache) -> list[Encoded]:
-        """Of chunks and a cache that suit."""
-        from kdn.codec.klt.encoder_triton import GpuEncoder
-
-        device = cache.keys.device
-        with self._lock:
-            if device not in self._encoders:
-                self._encoders[device] = GpuEncoder(self._spec, self._profile, device)
-            found = self._encoders[device].encode(chunks, cache)
-            for one in found:
-                if not np.isfinite(float(one.total)):
-                    raise UnsupportedError(
-                        "klt codes finite values only; found NaN or infinity in the cache"
-                    )
-                if not float(one.largest) <= symbols.MAX_BASE:
-                    raise UnsupportedError(
-                        "values too far from all that the profile was calibrated on"
-                    )
-            return found

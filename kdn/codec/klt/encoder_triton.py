@@ -1,281 +1,344 @@
-"""Encoding klt streams on a GPU: all chunks of a context at once, straight from the cache.
+"""Encoding klt streams on a GPU: any chunks at once, straight from their caches.
 
-Transforms are 16-bit products with float32 sums, so that an integer may differ from the CPU's where
-a value lies on the edge between two; given equal integers, the bytes are equal (`push_triton.py`).
-The last level codes what a reader's own rounding leaves: components are rounded to bytes here just
-as `transform.py` does. Step classes and sinks are few, and coded on the CPU.
+First all columns, since how finely a token is coded follows from all of them; then group by group
+what prediction leaves, its components, their integers, and what these leave for the last level;
+then all sections side by side. Transforms are 16-bit products with float32 sums, so that an integer
+may differ from the CPU's where a value lies on the edge between two; given equal integers, the
+bytes are equal (`push_triton.py`). Components are rounded to bytes just as readers do.
+
+Nothing is waited for here. What one chunk holds has no effect on another: a value that cannot be
+coded is reported for its chunk alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from triton import next_power_of_2
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.klt import symbols
-from kdn.codec.klt.columns_triton import take_columns
-from kdn.codec.klt.duals import dual_rows
-from kdn.codec.klt.gpu_input import token_rows
-from kdn.codec.klt.gpu_tables import (
-    Coding,
-    SectionTables,
-    Tensor,
-    base_bounds,
-    base_intervals,
-    padded_thresholds,
-    put,
-)
+from kdn.codec.klt.columns_triton import subtract_prediction, take_columns
+from kdn.codec.klt.encoder_tables import EncoderTables, product
+from kdn.codec.klt.gpu_input import Ids, token_rows
+from kdn.codec.klt.gpu_output import Filled, Room, Sheet
+from kdn.codec.klt.gpu_tables import SectionTables, Tensor, put
+from kdn.codec.klt.kinds import KIND_SINKS, KIND_TOKENS
 from kdn.codec.klt.latents import Latents
-from kdn.codec.klt.profile import NUM_CLASSES, Group, Profile
-from kdn.codec.klt.push_triton import find_activity, leave, push
+from kdn.codec.klt.profile import NUM_CLASSES, Profile
+from kdn.codec.klt.push_triton import find_activity, gather, push, push_classes
+from kdn.codec.klt.quantise_triton import leave, quantise
 from kdn.codec.klt.streams import Streams
 
-COLUMN_TOKENS = 16
-BATCH_CHUNKS = 32
-"""A batch takes about twelve times its cache's memory."""
+COLUMN_TOKENS, COLUMN_PAIRS = 16, 128
+LEFT_TOKENS, LEFT_COLUMNS = 64, 64
+SINK_LANES = 32
+
+Item = tuple[Chunk, KVCache]
 
 
 @dataclass(frozen=True)
-class Pushed:
-    """Sections of one kind of all chunks and groups: `words` [chunk, group, capacity], of which
-    those from `begins` [chunk, group] on are theirs; `sizes` [group] is how many rows they have."""
+class Batch:
+    """Chunks on their way, padded to whole ones: of each how many tokens it has, how many of them
+    are sinks, and which layer lacks how many of its first tokens (sinks counted) [chunk, layer]."""
 
-    level: int
-    is_digits: bool
-    sizes: tuple[int, ...]
-    words: Tensor
-    begins: Tensor
+    items: Sequence[Item]
+    tokens_of: Tensor
+    num_sinks: tuple[int, ...]
+    cleared: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.items) * CHUNK_TOKENS
+
+    @property
+    def with_sinks(self) -> list[int]:
+        return [index for index, count in enumerate(self.num_sinks) if count]
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Chunks' step classes [tokens], their sinks' columns [sinks, columns], their sections, a
-    sum that is finite if all values are, and the largest error that is left for the last level, in
-    its steps."""
+    """Sections of a batch on the device: `words` of all rooms and where in its room each section
+    `begins`; `totals` [chunk] are finite where all values are, `largest` [chunk] tells how far
+    integers go."""
 
-    classes: Tensor
-    sinks: Tensor
-    parts: list[Pushed]
-    total: Tensor
+    sheet: Sheet
+    words: Tensor
+    begins: Tensor
+    totals: Tensor
     largest: Tensor
 
-
-class GpuEncoder:
-    """Encodes caches of one profile on one device. All groups are alike: see `device.py`."""
-
-    def __init__(self, spec: ModelSpec, profile: Profile, device: torch.device) -> None:
-        self.spec, self.profile, self.device = spec, profile, device
-        self.coding = Coding.of(profile, device)
-        self._latents = Latents(profile, device)
-        self._transform = _Transform(profile, device)
-        self._importance = put(profile.tensors["importance"], device)
-        last, levels = profile.levels[-1], profile.num_levels
-        scales = [profile.tensors["fix.scale"][g.columns] for g in profile.groups]
-        self._fix_scales = put(np.stack(scales), device)
-        rows = [[0, g.columns.stop - g.columns.start] for g in profile.groups]
-        self._correction = SectionTables(
-            levels - 1, False, tuple(n for _, n in rows), put(np.array(rows, np.int32), device),
-            put(padded_thresholds(last.entering.thresholds), device),
-            put(base_bounds(last.entering.cdf), device),
-            put(base_intervals(last.entering.cdf), device),
-        )  # fmt: skip
-        digits = [level.digits for level in profile.levels]
-        self._digit_intervals = [
-            None if one is None else put(base_intervals(one.cdf), device) for one in digits
-        ]
-        self._rope = next(rope for rope in spec.ropes if rope is not None)
-        self._asm = device.type == "cuda"
-        self._streams = Streams(device, len(self.coding.parts) + 1)
-
-    def encode(self, chunks: Sequence[Chunk], cache: KVCache) -> list[Encoded]:
-        """Sections of every chunk, by batches; nothing is waited for."""
-        found = []
-        for first in range(0, len(chunks), BATCH_CHUNKS):
-            batch = chunks[first : first + BATCH_CHUNKS]
-            found.append(self._encode(batch, cache.slice(batch[0].start, batch[-1].end)))
-        return found
-
-    def _encode(self, chunks: Sequence[Chunk], cache: KVCache) -> Encoded:
-        """Of whole chunks (the last may be shorter), which follow one another."""
-        count, padded = cache.num_tokens, len(chunks) * CHUNK_TOKENS
-        tokens_of = put(np.array([chunk.num_tokens for chunk in chunks], np.int32), self.device)
-        rows = np.concatenate([token_rows(chunk, self.spec.vocab_size) for chunk in chunks])
-        columns = self._columns(cache, padded)
-        sinks = min(self.profile.num_sinks, chunks[0].num_tokens) if cache.start == 0 else 0
-        kept = columns[:sinks].clone()
-        log_importance = columns[:count] @ self._importance
-        classes = torch.full((padded,), 2, dtype=torch.uint8, device=self.device)
-        classes[:count] = self._classes(log_importance)
-        columns[:count] -= self._transform.predict(self._latents(put(rows, self.device)))
-        columns[:sinks] = 0
-        parts, largest = self._sections(columns, classes, tokens_of, len(chunks))
-        return Encoded(classes[:count], kept, parts, log_importance.sum(), largest)
-
-    def _sections(
-        self, residual: Tensor, classes: Tensor, tokens_of: Tensor, count: int
-    ) -> tuple[list[Pushed], Tensor]:
-        halvings = torch.exp2(-(classes.float() - NUM_CLASSES // 2) / 2)[:, None]
-        q = self._transform.quantise(residual, halvings)
-        errors, largest = self._transform.correction(q, residual, halvings, classes, count)
-        levels = [_by_chunk(q, count, self.coding.num_rows)]
-        for _ in range(self.profile.num_levels - 2):
-            size = (levels[0].abs() + 1) // 3
-            levels.insert(0, torch.where(levels[0] < 0, -size, size))
-        # The last level takes longest; the others are done beside it.
-        jobs = [(self._correction, (errors, errors, self._fix_scales), 0)]
-        for part in self.coding.parts:
-            coarse = levels[part.level - 1] if part.is_digits else levels[part.level]
-            jobs.append((part, (levels[part.level], coarse, self.coding.scales), 1))
-        found = []
-        for index, (part, arrays, shifted) in enumerate(jobs):
-            with self._streams.side(index):
-                found.append(self._push(part, arrays, classes, tokens_of, shifted=shifted))
-        for index in range(len(jobs)):
-            self._streams.join(index)
-        return found, largest
-
-    def _push(
-        self, part: SectionTables, arrays: tuple[Tensor, Tensor, Tensor], classes: Tensor,
-        tokens_of: Tensor, *, shifted: int,
-    ) -> Pushed:  # fmt: skip
-        values, coarse, scales = arrays
-        chunks, groups, rows, _ = values.shape
-        blocks, grid = part.thresholds.shape[1], (groups, chunks)
-        activity = torch.empty((chunks, groups, blocks, CHUNK_TOKENS), dtype=torch.uint8,
-                               device=self.device)  # fmt: skip
-        find_activity[grid](
-            values, part.rows_of, part.thresholds, activity, rows, blocks, num_warps=4
-        )
-        # A word a symbol at most, and one more for what is escaped: of components that is rare.
-        capacity = max(part.sizes) * CHUNK_TOKENS * 2 + 64
-        words = torch.empty((chunks, groups, capacity), dtype=torch.int16, device=self.device)
-        begins = torch.empty((chunks, groups), dtype=torch.int32, device=self.device)
-        intervals = self._digit_intervals[part.level] if part.is_digits else part.intervals
-        assert intervals is not None
-        push[grid](
-            values, coarse, activity, classes, scales, part.rows_of, tokens_of, intervals, words,
-            begins, rows, scales.shape[1], blocks, capacity, shifted, DIGITS=part.is_digits,
-            STEPS=CHUNK_TOKENS // 32, TABLES=intervals.shape[1], ASM=self._asm, num_warps=1,
-        )  # fmt: skip
-        return Pushed(part.level, part.is_digits, part.sizes, words, begins)
-
-    def _classes(self, log_importance: Tensor) -> Tensor:
-        middle = NUM_CLASSES // 2
-        value = log_importance + float(self.profile.meta["importance_bias"])
-        halvings = torch.round(value / np.log(2.0)).clamp(-middle, middle)
-        return (halvings + middle).to(torch.uint8)
-
-    def _columns(self, cache: KVCache, padded: int) -> Tensor:
-        """[tokens, columns] in float32, RoPE undone; all channels turn, in halves."""
-        spec, half = self.spec, self.spec.head_dim // 2
-        own = torch.tensor(self._rope.inv_freq, dtype=torch.float64, device=self.device)
-        positions = torch.arange(cache.start, cache.end, dtype=torch.float64, device=self.device)
-        angles, scale = positions[:, None] * own, 1.0 / self._rope.amplitude
-        turn = (angles.cos() * scale).float(), (angles.sin() * scale).float()
-        width, pairs = spec.values_per_token, spec.num_kv_heads * half
-        out = torch.empty((padded, width), device=self.device)
-        for index, side in enumerate((cache.keys, cache.values)):
-            take_columns[(padded // COLUMN_TOKENS, spec.num_layers)](
-                side, *turn, out, cache.num_tokens, width,
-                spec.num_layers // len(self.profile.groups), pairs, *side.stride(),
-                IS_VALUE=bool(index), HALF=half, BT=COLUMN_TOKENS, BP=next_power_of_2(pairs),
-            )  # fmt: skip
+    def gathered(self, filled: Filled) -> Tensor:
+        """These sections one after the other."""
+        out = torch.empty(max(filled.num_words, 1), dtype=torch.int16, device=self.words.device)
+        count = filled.places.shape[1]
+        if count:
+            places = put(filled.places, self.words.device)
+            gather[(count, 8)](self.words, places, out, count, BLOCK=1024)
         return out
 
 
-class _Transform:
-    """Analysis and synthesis of all groups, in 16-bit floats with float32 sums; what must be more
-    precise is split into a rounded number and what the rounding left."""
+class Pushing(NamedTuple):
+    """One kind of sections to be coded: its tables and room, integers, the level before, scale
+    classes, and whether the tokens' step classes shift these."""
 
-    def __init__(self, profile: Profile, device: torch.device) -> None:
-        t = profile.tensors
-        made = [_matrices(group, profile.finest_step, device) for group in profile.groups]
-        self._analysis = [analysis for analysis, _, _ in made]
-        self._fine = [torch.cat([fine, fine]) for _, fine, _ in made]
-        self._coarse = [coarse for _, _, coarse in made]
-        self._num_fine = len(profile.groups[0].fine)
-        self._row_scale = put(np.stack([g.basis_scale for g in profile.groups]), device)[:, None]
-        self._scale = put(np.stack([g.scale for g in profile.groups]), device).int()[:, None]
-        top = profile.levels[-2]
-        self._centroids = put(np.pad(top.centroids, ((0, 0), (1, 0))), device).flatten()
-        weight = put(np.stack([g.weight for g in profile.groups]), device)
-        self._column_scale = (profile.finest_step / weight)[:, None]
-        self._fix_step = put(t["fix.step"], device).view(len(made), 1, -1)
-        rows = put(t["predict.out"], device).float() * put(t["predict.out_scale"], device)
-        rows = torch.cat([put(t["predict.fine"], device).float(), rows])
-        self._latent_scale = rows.abs().amax(dim=1).clamp(min=1e-30) / 1024
-        upper, lower = _split(rows / self._latent_scale[:, None])
-        self._latent_rows = torch.cat([upper, upper, lower])
-        self._bias = put(t["predict.bias"], device)
+    part: SectionTables
+    room: Room
+    values: Tensor
+    coarse: Tensor
+    scales: Tensor
+    shifted: int
 
-    def predict(self, latents: Tensor) -> Tensor:
-        upper, lower = _split(latents * self._latent_scale)
-        found = _product(torch.cat([upper, lower, upper], 1), self._latent_rows)
-        return found.add_(self._bias)
 
-    def quantise(self, residual: Tensor, halvings: Tensor) -> Tensor:
-        """Integers [group, tokens, components] in finest steps."""
-        groups = len(self._analysis)
-        parts = residual.half().view(len(residual), groups, -1)
-        exact = torch.stack([_product(parts[:, g], own) for g, own in enumerate(self._analysis)])
-        exact /= halvings
-        return exact.clamp_(-symbols.MAX_BASE, symbols.MAX_BASE).round_()
+class GpuEncoder:
+    """Encodes caches of one profile on one device."""
 
-    def correction(
-        self, q: Tensor, residual: Tensor, halvings: Tensor, classes: Tensor, num_chunks: int
-    ) -> tuple[Tensor, Tensor]:
-        """What is left for the last level, in whole steps [chunk, group, column, token], and the
-        largest of it."""
-        size = q.abs()
-        cell = self._scale + 2 * (classes.int()[:, None] - NUM_CLASSES // 2)
-        cell = cell.clamp_(0, symbols.NUM_SCALES - 1).mul_(4).add_(size.clamp(max=3).int())
-        amounts = torch.copysign(size.add_(self._centroids[cell]), q)
-        upper, lower = _split(amounts[..., : self._num_fine] * halvings)
-        rest = amounts[..., self._num_fine :] * self._row_scale
-        most = rest.abs().amax(dim=2, keepdim=True).clamp_(min=1e-30)
-        codes = rest.mul_(127 / most).round_().half()
-        large, groups, columns = torch.cat([upper, lower], 2), len(q), self._fix_step.shape[2]
-        shape = (num_chunks, groups, columns, CHUNK_TOKENS)
-        out = torch.empty(shape, dtype=torch.int16, device=q.device)
-        grid = (len(residual) // 64, -(-columns // 64))
-        largest = torch.empty((groups, grid[0] * grid[1]), device=q.device)
-        for g, (fine, coarse) in enumerate(zip(self._fine, self._coarse, strict=True)):
-            leave[grid](
-                residual, _product(codes[g], coarse), _product(large[g], fine), most[g], halvings,
-                self._column_scale[g], self._fix_step[g], out, largest[g], residual.shape[1],
-                columns, g, groups, BT=64, BC=64,
+    def __init__(self, spec: ModelSpec, profile: Profile, device: torch.device) -> None:
+        self.spec, self.profile, self.device = spec, profile, device
+        self.tables = EncoderTables(spec, profile, device)
+        self.coding = self.tables.coding
+        self._latents = Latents(profile, device)
+        self._asm = device.type == "cuda"
+        self._streams = Streams(device, len(self.coding.parts) + 2)
+        self._widths = [g.columns.stop - g.columns.start for g in profile.groups]
+
+    def encode(self, items: Sequence[Item]) -> Encoded:
+        """All sections of chunks that are the model's."""
+        batch = self._batch(items)
+        sheet, rooms, sinks_room, classes_room = self._rooms(batch)
+        columns, words = self._memory(batch.num_tokens, sheet.num_words)
+        begins = torch.zeros(sheet.num_sections, dtype=torch.int32, device=self.device)
+        self._take_columns(batch, columns)
+        log_importance = columns @ self.tables.importance
+        classes = self._classes(log_importance)
+        sinks, sinks_largest = self._sinks(batch, columns)
+        planes, errors, largest = self._integers(batch, columns, classes)
+        jobs = [self._pushing(part, room, planes, errors) for part, room in rooms]
+        self._push_all(jobs, classes, batch.tokens_of, words, begins)
+        if sinks is not None:
+            self._push_sinks(batch, sinks, sinks_room, classes, words, begins)
+        self._push_classes(batch, classes, classes_room, words, begins)
+        totals = log_importance.view(len(items), CHUNK_TOKENS).sum(dim=1)
+        return Encoded(sheet, words, begins, totals, torch.maximum(largest, sinks_largest))
+
+    def memory_bytes(self, num_chunks: int) -> int:
+        """What encoding so many chunks takes on the device, at most, beside the caches."""
+        tokens, groups = num_chunks * CHUNK_TOKENS, len(self._widths)
+        columns, rows = sum(self._widths), self.coding.num_rows
+        capacity = sum(_capacity(part) for part in self._parts) + max(self._widths) * SINK_LANES * 2
+        words = 2 * num_chunks * groups * capacity
+        integers = 2 * tokens * groups * (max(self._widths) + rows * (self.profile.num_levels - 1))
+        passing = tokens * (14 * max(self._widths) + 8 * rows)
+        return int(max(4 * tokens * columns, words) + integers + passing + tokens * columns)
+
+    @property
+    def _parts(self) -> tuple[SectionTables, ...]:
+        # The last level takes longest; the others are done beside it.
+        return (self.coding.correction, *self.coding.parts)
+
+    def _batch(self, items: Sequence[Item]) -> Batch:
+        counts = [chunk.num_tokens for chunk, _ in items]
+        sinks = tuple(
+            min(self.profile.num_sinks, chunk.num_tokens) if chunk.start == 0 else 0
+            for chunk, _ in items
+        )
+        cleared = np.zeros((len(items), self.spec.num_layers), np.int32)
+        for index, (chunk, cache) in enumerate(items):
+            absent = np.array(cache.valid_from) - chunk.start
+            cleared[index] = np.maximum(absent, sinks[index])
+        tokens_of = put(np.array(counts, np.int32), self.device)
+        return Batch(items, tokens_of, sinks, put(cleared, self.device))
+
+    def _rooms(self, batch: Batch) -> tuple[Sheet, list[tuple[SectionTables, Room]], Room, Room]:
+        sheet, every = Sheet(), range(len(batch.items))
+        rooms = [
+            (part, sheet.add(part.level, part.kind, part.sizes, every, _capacity(part)))
+            for part in self._parts
+        ]
+        rows = self.tables.sinks.part.sizes
+        capacity = max(rows) * max(batch.num_sinks) * 2 + 2 * SINK_LANES
+        sinks = sheet.add(0, KIND_SINKS, rows, batch.with_sinks, capacity)
+        classes = sheet.add(0, KIND_TOKENS, (1,), every, CHUNK_TOKENS + 2)
+        return sheet, rooms, sinks, classes
+
+    def _memory(self, num_tokens: int, num_words: int) -> tuple[Tensor, Tensor]:
+        """Columns [tokens, columns], and words in the same place: they are written when columns
+        have been read for the last time."""
+        width = sum(self._widths)
+        shared = torch.empty(max(num_tokens * width, -(-num_words // 2)), device=self.device)
+        columns = shared[: num_tokens * width].view(num_tokens, width)
+        return columns, shared.view(torch.int16)[:num_words]
+
+    def _take_columns(self, batch: Batch, out: Tensor) -> None:
+        """[tokens, columns] in float32, RoPE undone."""
+        spec, tables = self.spec, self.tables
+        starts = np.array([chunk.start for chunk, _ in batch.items])
+        positions = put((starts[:, None] + np.arange(CHUNK_TOKENS)).ravel(), self.device)
+        turns = tables.angles(positions)
+        pairs = tables.pairs.first.shape[1]
+        grid = (CHUNK_TOKENS // COLUMN_TOKENS, spec.num_layers, -(-pairs // COLUMN_PAIRS))
+        for index, (chunk, cache) in enumerate(batch.items):
+            for is_value, side in enumerate((cache.keys, cache.values)):
+                take_columns[grid](
+                    side, out, *tables.pair_tables, tables.begins[is_value], *turns,
+                    index * CHUNK_TOKENS, chunk.num_tokens, out.shape[1], pairs,
+                    tables.pairs.num_frequencies, spec.head_dim, *side.stride(),
+                    IS_VALUE=bool(is_value), BT=COLUMN_TOKENS, BP=COLUMN_PAIRS,
+                )  # fmt: skip
+
+    def _classes(self, log_importance: Tensor) -> Tensor:
+        middle = NUM_CLASSES // 2
+        value = (log_importance + self.tables.importance_bias).nan_to_num()
+        halvings = torch.round(value / np.log(2.0)).clamp(-middle, middle)
+        return (halvings + middle).to(torch.uint8)
+
+    def _sinks(self, batch: Batch, columns: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Integers of sinks [chunk with sinks, group, column, lane], and the largest of each
+        chunk."""
+        largest = torch.zeros(len(batch.items), device=self.device)
+        chosen, tables, most = batch.with_sinks, self.tables.sinks, max(batch.num_sinks)
+        if not chosen:
+            return None, largest
+        rows = columns.view(len(batch.items), CHUNK_TOKENS, -1)[chosen, :most]
+        counts = put(np.array(batch.num_sinks)[chosen], self.device)
+        own = torch.arange(most, device=self.device) < counts[:, None]
+        steps = torch.where(own[:, :, None], (rows - tables.mean[:most]) / tables.step, 0.0)
+        largest[chosen] = steps.abs().amax(dim=(1, 2))
+        whole = steps.clamp_(-symbols.MAX_BASE, symbols.MAX_BASE).round_().to(torch.int16)
+        shape = (len(chosen), len(self._widths), max(self._widths), SINK_LANES)
+        out = torch.zeros(shape, dtype=torch.int16, device=self.device)
+        for index, group in enumerate(self.profile.groups):
+            own_columns = whole[:, :, group.columns].transpose(1, 2)
+            out[:, index, : own_columns.shape[1], :most] = own_columns
+        return out, largest
+
+    def _integers(
+        self, batch: Batch, columns: Tensor, classes: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Integers of all levels [level, chunk, group, row, token], what they leave for the last
+        one [chunk, group, column, token], and the largest of that in each chunk."""
+        chunks, groups, most = len(batch.items), len(self._widths), max(self._widths)
+        levels = self.profile.num_levels - 1
+        rows, whole = self.coding.num_rows, torch.int16
+        planes = torch.empty((levels, chunks, groups, rows, CHUNK_TOKENS), dtype=whole,
+                             device=self.device)  # fmt: skip
+        errors = torch.empty((chunks, groups, most, CHUNK_TOKENS), dtype=whole, device=self.device)
+        tiles = (groups, batch.num_tokens // LEFT_TOKENS, -(-most // LEFT_COLUMNS))
+        largest = torch.zeros(tiles, device=self.device)
+        ids = [_padded(token_rows(chunk, self.spec.vocab_size), self.spec.vocab_size)
+               for chunk, _ in batch.items]  # fmt: skip
+        latents = self.tables.prediction.prepare(
+            self._latents(put(np.concatenate(ids), self.device))
+        )
+        for index in range(groups):
+            self._code_group(index, batch, columns, latents, classes, planes, errors, largest)
+        per_chunk = largest.view(groups, chunks, -1).amax(dim=(0, 2))
+        return planes, errors, per_chunk
+
+    def _code_group(
+        self, index: int, batch: Batch, columns: Tensor, latents: Tensor, classes: Tensor,
+        planes: Tensor, errors: Tensor, largest: Tensor,
+    ) -> None:  # fmt: skip
+        own, group, coding = self.tables.groups[index], self.profile.groups[index], self.coding
+        tokens, width, (first, last) = batch.num_tokens, self._widths[index], group.layers
+        grid = (tokens // LEFT_TOKENS, -(-width // LEFT_COLUMNS))
+        halves = torch.empty((tokens, width), dtype=torch.float16, device=self.device)
+        subtract_prediction[grid](
+            columns, self.tables.prediction.of(latents, group.columns),
+            self.tables.prediction.bias, batch.cleared, batch.tokens_of, halves, columns.shape[1],
+            group.columns.start, width, self.spec.num_kv_heads * self.spec.head_dim, first,
+            last - first, self.spec.num_layers, BT=LEFT_TOKENS, BC=LEFT_COLUMNS,
+        )  # fmt: skip
+        exact = product(halves, own.analysis)
+        codes = torch.empty((tokens, own.count - own.num_fine), dtype=torch.float16,
+                            device=self.device)  # fmt: skip
+        large = torch.empty((tokens, 2 * own.num_fine), dtype=torch.float16, device=self.device)
+        most = torch.empty(tokens, device=self.device)
+        quantise[(tokens // 32,)](
+            exact, classes, coding.class_factor, own.scales, coding.centroids[-1], own.row_scale,
+            planes, codes, large, most, index, len(self._widths), coding.num_rows,
+            planes.stride(0), own.count, own.num_fine, LEVELS=len(planes), BT=32, BR=64,
+        )  # fmt: skip
+        leave[grid](
+            columns, product(codes, own.coarse), product(large, own.fine), most, classes,
+            coding.class_factor, own.column_scale, own.fix_step, errors, largest,
+            columns.shape[1], group.columns.start, width, max(self._widths), index,
+            len(self._widths), largest.shape[2], BT=LEFT_TOKENS, BC=LEFT_COLUMNS,
+        )  # fmt: skip
+
+    def _pushing(self, part: SectionTables, room: Room, planes: Tensor, errors: Tensor) -> Pushing:
+        if part.is_correction:
+            return Pushing(part, room, errors, errors, self.coding.fix_scales, 0)
+        before = planes[part.level - 1] if part.is_digits else planes[part.level]
+        return Pushing(part, room, planes[part.level], before, self.coding.scales, 1)
+
+    def _push_all(
+        self, jobs: Sequence[Pushing], classes: Tensor, tokens_of: Tensor, words: Tensor,
+        begins: Tensor,
+    ) -> None:  # fmt: skip
+        # Taken before the streams part: torch keeps the memory of each stream for it alone.
+        kept = [self._activity(job.part, job.values) for job in jobs]
+        for index, (job, activity) in enumerate(zip(jobs, kept, strict=True)):
+            with self._streams.side(index):
+                self._push(job, activity, classes, tokens_of, words, begins)
+        for index in range(len(jobs)):
+            self._streams.join(index)
+
+    def _activity(self, part: SectionTables, values: Tensor) -> Tensor:
+        """Room for activity classes [chunk, group, block, token]."""
+        shape = (*values.shape[:2], part.thresholds.shape[1], values.shape[3])
+        return torch.empty(shape, dtype=torch.uint8, device=self.device)
+
+    def _push(
+        self, job: Pushing, activity: Tensor, classes: Tensor, tokens_of: Tensor, words: Tensor,
+        begins: Tensor,
+    ) -> None:  # fmt: skip
+        part, room, values, coarse, scales, shifted = job
+        chunks, groups, rows, width = values.shape
+        if width == CHUNK_TOKENS:
+            find_activity[(groups, chunks)](
+                values, part.rows_of, part.thresholds, activity, rows, activity.shape[2],
+                num_warps=4,
             )  # fmt: skip
-        return out, largest.max()
+        intervals = self.tables.intervals(part)
+        push[(groups, chunks)](
+            values, coarse, activity, classes, scales, part.rows_of, tokens_of, intervals,
+            words[room.words], begins[room.sections], rows, scales.shape[1], activity.shape[2],
+            room.capacity, shifted, DIGITS=part.is_digits, STEPS=width // 32,
+            TABLES=intervals.shape[1], ASM=self._asm, num_warps=1,
+        )  # fmt: skip
+
+    def _push_sinks(
+        self, batch: Batch, sinks: Tensor, room: Room, classes: Tensor, words: Tensor,
+        begins: Tensor,
+    ) -> None:  # fmt: skip
+        """Their activity is always none."""
+        part, scales = self.tables.sinks.part, self.tables.sinks.scales
+        counts = np.array(batch.num_sinks, np.int32)[batch.with_sinks]
+        activity = self._activity(part, sinks).zero_()
+        job = Pushing(part, room, sinks, sinks, scales, 0)
+        self._push(job, activity, classes, put(counts, self.device), words, begins)
+
+    def _push_classes(
+        self, batch: Batch, classes: Tensor, room: Room, words: Tensor, begins: Tensor
+    ) -> None:
+        push_classes[(len(batch.items),)](
+            classes, batch.tokens_of, self.tables.class_intervals, words[room.words],
+            begins[room.sections], room.capacity, num_warps=1,
+        )  # fmt: skip
 
 
-def _matrices(group: Group, step: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """From residuals to components in finest steps, and the rows of the way back."""
-    analysis = dual_rows(group, device) * put(group.weight, device) / step
-    fine, coarse = put(group.fine, device), put(group.basis, device)
-    return analysis.half().T.contiguous(), fine.half(), coarse.half()
+def _capacity(part: SectionTables) -> int:
+    """Words: the states, one a symbol at most, and one more for what is escaped."""
+    return max(part.sizes) * CHUNK_TOKENS * (1 if part.is_digits else 2) + 64
 
 
-def _split(values: Tensor) -> tuple[Tensor, Tensor]:
-    upper = values.half()
-    return upper, (values - upper).half()
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
-
-
-def _by_chunk(values: Tensor, count: int, num_rows: int) -> Tensor:
-    """[group, tokens, rows] as integers [chunk, group, rows, token]."""
-    groups, _, rows = values.shape
-    out = torch.zeros((count, groups, num_rows, CHUNK_TOKENS), dtype=torch.int16,
-                      device=values.device)  # fmt: skip
-    out[:, :, :rows] = values.view(groups, count, CHUNK_TOKENS, rows).permute(1, 0, 3, 2)
+def _padded(rows: Ids, filling: int) -> Ids:
+    out = np.full((CHUNK_TOKENS, rows.shape[1]), filling, np.int64)
+    out[: len(rows)] = rows
     return out

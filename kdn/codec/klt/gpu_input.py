@@ -1,23 +1,38 @@
-"""From streams to what the GPU decoder reads: the sections at hand in one buffer, and where each
-token's values go. Plain torch; the copies to the device are not waited for."""
+"""From streams to what the GPU decoder reads: their levels in one buffer, where every section lies
+in there, and where each token's values go. Plain torch; the copy to the device is not waited for.
+
+The levels of a stream are copied as they are, one after the other: a section's place in the buffer
+follows from the header's directory. So a batch of chunks takes a few operations on arrays, not one
+for each of its thousands of sections. A directory must list exactly the sections that the profile
+has, each of whole words: then every place is within the bytes that were copied.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk
-from kdn.codec.format import Bitstream, Buffer
+from kdn.codec.directory import section_code
+from kdn.codec.format import Bitstream, Header
+from kdn.codec.klt.gpu_memory import InputBuffer, aligned
 from kdn.codec.klt.gpu_tables import SectionTables, Tensor
+from kdn.codec.klt.kinds import KIND_SINKS, KIND_TOKENS
 from kdn.codec.klt.profile import CONTEXT_TOKENS
-from kdn.errors import FormatError, MismatchError
+from kdn.codec.klt.streams import Streams
+from kdn.codec.threads import num_cores, parallel_call
+from kdn.errors import FormatError, KdnError, MismatchError
 
 Ids = npt.NDArray[np.int64]
-KIND_ENTERING, KIND_TOKENS, KIND_SINKS, KIND_DIGITS = 0, 1, 2, 4
+STREAM_ALIGNMENT = 16
+MAX_READERS = 8
+"""Threads that bring streams into a buffer; more hardly read faster."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +41,8 @@ class Slab:
     group, 2], `class_places` [chunk, 2] and `sink_places` [group, 2] say where each begins and how
     many words it has; `ids` [tokens, 3] of each token and of those before it; `slots` and
     `positions` [tokens]. Every chunk has 256 tokens here: those that it lacks have slot -1. Only
-    the first chunk may have sinks; `skipped` [chunk] counts them. `is_full`: no chunk lacks any."""
+    the first chunk may have sinks; `skipped` [chunk] counts them. `is_full`: no chunk lacks any.
+    `status` [chunk] and `classes` [tokens] are for the kernels to fill."""
 
     words: Tensor
     places: Tensor
@@ -37,119 +53,298 @@ class Slab:
     ids: Tensor
     slots: Tensor
     positions: Tensor
+    status: Tensor
+    classes: Tensor
     num_chunks: int
     num_sinks: int
     is_full: bool
+    size_bytes: int
 
     @property
     def num_tokens(self) -> int:
         return self.num_chunks * CHUNK_TOKENS
 
+
+class Job(NamedTuple):
+    """A chunk to be decoded: its stream, each token's slot, and the lengths of its sections."""
+
+    stream: Bitstream
+    chunk: Chunk
+    slots: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
     @property
     def size_bytes(self) -> int:
-        tensors = [v for v in vars(self).values() if isinstance(v, torch.Tensor)]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return int(self.lengths.sum())
 
 
-class Words:
-    """Sections one after the other, as 16-bit words."""
+@dataclass(frozen=True)
+class Sections:
+    """The sections that a stream has up to some level: `codes` as in its directory, and which of
+    them (one more for none) belong to each part and group [parts, groups], are the classes, and
+    are each group's sinks [groups]."""
 
-    def __init__(self) -> None:
-        self._parts: list[Buffer] = []
-        self._size = 0
+    codes: npt.NDArray[np.int64]
+    parts: npt.NDArray[np.int64]
+    classes: int
+    sinks: npt.NDArray[np.int64]
 
-    def add(self, data: Buffer) -> tuple[int, int]:
-        """Where it begins and how many words it has."""
-        if len(data) % 2:
-            raise FormatError(f"expected a section of whole 16-bit words, found {len(data)} bytes")
-        place = self._size, len(data) // 2
-        self._parts.append(data)
-        self._size += place[1]
-        return place
-
-    def upload(self, device: torch.device, spare: int) -> Tensor:
-        """With room for as many words after them: a damaged section may read beyond its end."""
-        size = self._size + spare
-        buffer = torch.empty(size, dtype=torch.int16, pin_memory=device.type == "cuda")
-        view, at = buffer.numpy().view(np.uint8), 0
-        for part in self._parts:
-            view[at : at + len(part)] = np.frombuffer(part, np.uint8)
-            at += len(part)
-        return buffer.to(device, non_blocking=True)
-
-
-def make_slab(
-    streams: Sequence[Bitstream],
-    chunks: Sequence[Chunk],
-    slots: Sequence[npt.NDArray[np.int64]],
-    parts: Sequence[SectionTables],
-    *,
-    levels: int,
-    num_groups: int,
-    spare_words: int,
-    num_sinks: int,
-    vocab_size: int,
-    device: torch.device,
-) -> Slab:
-    """Of chunks of which only the first may begin a context; `slots` has a row for each."""
-    words, count = Words(), len(chunks)
-    places = np.zeros((len(parts), count, num_groups, 2), np.int64)
-    class_places = np.zeros((count, 2), np.int64)
-    for c, stream in enumerate(streams):
-        class_places[c] = words.add(stream.section(0, 0, KIND_TOKENS))
+    @classmethod
+    def of(
+        cls, parts: Sequence[SectionTables], num_groups: int, levels: int, *, with_sinks: bool
+    ) -> Sections:
+        wanted = np.full((len(parts), num_groups), -1)
         for p, part in enumerate(parts):
-            kind = KIND_DIGITS if part.is_digits else KIND_ENTERING
             for g in range(num_groups if part.level < levels else 0):
                 if part.sizes[g]:
-                    places[p, c, g] = words.add(stream.section(part.level, g, kind))
-    sinks = min(num_sinks, chunks[0].num_tokens) if chunks[0].start == 0 else 0
-    sink_places = np.zeros((num_groups, 2), np.int64)
-    for g in range(num_groups if sinks else 0):
-        sink_places[g] = words.add(streams[0].section(0, g, KIND_SINKS))
-    skipped = np.zeros(count, np.int32)
-    skipped[0] = sinks
+                    wanted[p, g] = section_code(part.level, g, part.kind)
+        classes = section_code(0, 0, KIND_TOKENS)
+        sinks = np.array([section_code(0, g, KIND_SINKS) for g in range(num_groups)])
+        codes = np.unique([*wanted.ravel(), classes, *(sinks if with_sinks else ())])
+        codes = codes[codes >= 0]
+        none = len(codes)
+        return cls(
+            codes,
+            np.where(wanted >= 0, np.searchsorted(codes, wanted), none),
+            int(np.searchsorted(codes, classes)),
+            np.searchsorted(codes, sinks) if with_sinks else np.full(num_groups, none),
+        )
 
-    def put(array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+    def lengths(self, header: Header, levels: int) -> npt.NDArray[np.int64]:
+        """Of a stream's sections up to that level, in bytes; FormatError unless they are these."""
+        directory = header.directory
+        count = int(np.searchsorted(directory.codes, levels << 24))
+        if not np.array_equal(directory.codes[:count], self.codes):
+            raise FormatError(f"expected the profile's {len(self.codes)} sections, found {count}")
+        lengths = directory.lengths[:count]
+        if (lengths & 1).any():
+            raise FormatError("expected sections of whole 16-bit words")
+        return lengths
 
-    return Slab(
-        words.upload(device, spare_words), put(places), put(class_places), put(sink_places),
-        put(np.array([chunk.num_tokens for chunk in chunks], np.int32)), put(skipped),
-        put(_padded([token_rows(chunk, vocab_size) for chunk in chunks], vocab_size)),
-        put(_padded(slots, -1)),
-        put(_padded([np.arange(chunk.start, chunk.end) for chunk in chunks], 0)),
-        count, sinks, all(chunk.num_tokens == CHUNK_TOKENS for chunk in chunks),
-    )  # fmt: skip
+
+class Fields:
+    """Arrays one after the other at the beginning of a buffer, on the host and on the device."""
+
+    def __init__(self) -> None:
+        self._fields: dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]] = {}
+        self.size_bytes = 0
+
+    def add(self, name: str, shape: tuple[int, ...], dtype: Any) -> None:
+        kind = np.dtype(dtype)
+        self._fields[name] = (self.size_bytes, shape, kind)
+        self.size_bytes += aligned(int(np.prod(shape)) * kind.itemsize)
+
+    def on_host(self, buffer: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
+        return {
+            name: np.ndarray(shape, kind, buffer, first)
+            for name, (first, shape, kind) in self._fields.items()
+        }
+
+    def on_device(self, buffer: Tensor) -> dict[str, Tensor]:
+        found = {}
+        for name, (first, shape, kind) in self._fields.items():
+            size = int(np.prod(shape)) * kind.itemsize
+            dtype: torch.dtype = getattr(torch, kind.name)
+            found[name] = buffer[first : first + size].view(dtype).view(shape)
+        return found
+
+
+class SlabMaker:
+    """What is the same for all slabs of a decoder."""
+
+    def __init__(
+        self,
+        parts: Sequence[SectionTables],
+        num_groups: int,
+        num_sinks: int,
+        vocab_size: int,
+        spare_words: int,
+    ) -> None:
+        """`spare_words`: as far as a damaged section may read beyond its end."""
+        self._parts, self._num_groups, self._num_sinks = parts, num_groups, num_sinks
+        self._vocab_size, self._spare_words = vocab_size, spare_words
+        self._sections: dict[tuple[int, bool], Sections] = {}
+
+    def _sections_of(self, levels: int, *, with_sinks: bool) -> Sections:
+        key = (levels, with_sinks)
+        if key not in self._sections:
+            self._sections[key] = Sections.of(
+                self._parts, self._num_groups, levels, with_sinks=with_sinks
+            )
+        return self._sections[key]
+
+    def job(
+        self, stream: Bitstream, chunk: Chunk, levels: int, slots: npt.NDArray[np.int64]
+    ) -> Job:
+        """KdnError unless kernels can read nothing but what is there."""
+        check_ids(chunk, self._vocab_size)
+        with_sinks = chunk.start == 0 and self._num_sinks > 0
+        sections = self._sections_of(levels, with_sinks=with_sinks)
+        return Job(stream, chunk, slots, sections.lengths(stream.header, levels))
+
+    def fields(self, num_chunks: int) -> Fields:
+        tokens, groups = num_chunks * CHUNK_TOKENS, self._num_groups
+        fields = Fields()
+        fields.add("places", (len(self._parts), num_chunks, groups, 2), np.int64)
+        fields.add("class_places", (num_chunks, 2), np.int64)
+        fields.add("sink_places", (groups, 2), np.int64)
+        fields.add("tokens_of", (num_chunks,), np.int32)
+        fields.add("skipped", (num_chunks,), np.int32)
+        fields.add("ids", (tokens, CONTEXT_TOKENS), np.int64)
+        fields.add("slots", (tokens,), np.int64)
+        fields.add("positions", (tokens,), np.int64)
+        fields.add("status", (num_chunks,), np.int32)
+        fields.add("classes", (tokens,), np.uint8)
+        return fields
+
+    def make(
+        self,
+        jobs: Sequence[Job],
+        levels: int,
+        take: Callable[[int, int], InputBuffer],
+        on: Streams,
+    ) -> tuple[Slab, InputBuffer, list[int]]:
+        """Of chunks of which only the first may begin a context. `take` gives a buffer of so many
+        bytes on the host and on the device. Also says which chunks could not be read: their tokens
+        have slot -1."""
+        chunks, lengths = [job.chunk for job in jobs], [job.lengths for job in jobs]
+        fields = self.fields(len(chunks))
+        starts = stream_starts(jobs, fields.size_bytes)
+        spare = 2 * self._spare_words
+        buffer = take(int(starts[-1]), int(starts[-1]) + spare)
+        raw, arrays = buffer.bytes, fields.on_host(buffer.bytes)
+        sinks = min(self._num_sinks, chunks[0].num_tokens) if chunks[0].start == 0 else 0
+
+        def describe() -> list[int]:
+            self._fill_places(arrays, lengths, starts - fields.size_bytes, levels, sinks)
+            fill_tokens(arrays, jobs, self._vocab_size)
+            arrays["skipped"][:] = 0
+            arrays["skipped"][0] = sinks
+            return []
+
+        places = [
+            (c, job.stream, raw.data[starts[c] : starts[c] + job.size_bytes])
+            for c, job in enumerate(jobs)
+        ]
+        share = -(-len(jobs) // min(MAX_READERS, num_cores()))
+        pieces = [places[i : i + share] for i in range(0, len(jobs), share)]
+        _, unread = parallel_call(describe, *(partial(_read, piece, levels) for piece in pieces))
+        failed = [c for one in unread for c in one]
+        for c in failed:
+            arrays["slots"][c * CHUNK_TOKENS : (c + 1) * CHUNK_TOKENS] = -1
+        buffer.send(int(starts[-1]), on)
+        words = buffer.device[fields.size_bytes : int(starts[-1]) + spare].view(torch.int16)
+        is_full = all(chunk.num_tokens == CHUNK_TOKENS for chunk in chunks)
+        known = fields.on_device(buffer.device)
+        slab = Slab(words, **known, num_chunks=len(chunks), num_sinks=sinks, is_full=is_full,
+                    size_bytes=int(starts[-1]) + spare)  # fmt: skip
+        return slab, buffer, failed
+
+    def _fill_places(
+        self,
+        arrays: dict[str, npt.NDArray[Any]],
+        lengths: Sequence[npt.NDArray[np.int64]],
+        starts: npt.NDArray[np.int64],
+        levels: int,
+        sinks: int,
+    ) -> None:
+        first = 1 if sinks else 0
+        arrays["sink_places"][:] = 0
+        for rows, with_sinks in ((slice(0, first), True), (slice(first, len(lengths)), False)):
+            if rows.start == rows.stop:
+                continue
+            sections = self._sections_of(levels, with_sinks=with_sinks)
+            places = section_places(np.stack(lengths[rows]), starts[:-1][rows])
+            arrays["places"][:, rows] = places[:, sections.parts].swapaxes(0, 1)
+            arrays["class_places"][rows] = places[:, sections.classes]
+            if with_sinks:
+                arrays["sink_places"][:] = places[0, sections.sinks]
+
+
+def _read(piece: Sequence[tuple[int, Bitstream, memoryview]], levels: int) -> list[int]:
+    """Streams into a buffer; returns which could not be read: the reference says why."""
+    failed = []
+    for index, stream, buffer in piece:
+        try:
+            stream.read_into(buffer, levels)
+        except KdnError:
+            failed.append(index)
+    return failed
+
+
+def stream_starts(jobs: Sequence[Job], first: int) -> npt.NDArray[np.int64]:
+    """Where streams begin in a buffer, and where the last ends."""
+    sizes = np.array([job.size_bytes for job in jobs])
+    sizes = -(-sizes // STREAM_ALIGNMENT) * STREAM_ALIGNMENT
+    return first + np.concatenate([[0], np.cumsum(sizes)])
+
+
+def section_places(
+    lengths: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """First word and number of words [chunks, sections + 1, 2] of sections that follow one another
+    from where each chunk's stream starts; the last is none."""
+    places = np.zeros((len(lengths), lengths.shape[1] + 1, 2), np.int64)
+    places[:, :-1, 1] = lengths
+    places[:, :-1, 0] = starts[:, None] + np.cumsum(lengths, axis=1) - lengths
+    return places >> 1
+
+
+def fill_tokens(
+    arrays: dict[str, npt.NDArray[Any]],
+    jobs: Sequence[Job],
+    vocab_size: int,
+) -> None:
+    """Ids, slots and positions, and what kernels begin with."""
+    before, count = CONTEXT_TOKENS - 1, len(jobs)
+    ids = np.full((count, before + CHUNK_TOKENS), vocab_size, np.int64)
+    places = arrays["slots"].reshape(count, CHUNK_TOKENS)
+    places[:] = -1
+    for c, (_, chunk, slots, _) in enumerate(jobs):
+        known = chunk.history[-before:]
+        ids[c, before - len(known) : before] = known
+        ids[c, before : before + chunk.num_tokens] = chunk.tokens
+        places[c, : chunk.num_tokens] = slots
+    rows = arrays["ids"].reshape(count, CHUNK_TOKENS, CONTEXT_TOKENS)
+    for i in range(CONTEXT_TOKENS):
+        rows[:, :, i] = ids[:, before - i : before - i + CHUNK_TOKENS]
+    starts = np.array([job.chunk.start for job in jobs])
+    positions = arrays["positions"].reshape(count, CHUNK_TOKENS)
+    positions[:] = starts[:, None] + np.arange(CHUNK_TOKENS)
+    arrays["tokens_of"][:] = [job.chunk.num_tokens for job in jobs]
+    arrays["status"][:] = 0
+    arrays["classes"][:] = 2  # of tokens that a chunk lacks
+
+
+def check_ids(chunk: Chunk, vocab_size: int) -> None:
+    """MismatchError unless kernels find all of them in the profile's table."""
+    for ids in (chunk.history[-(CONTEXT_TOKENS - 1) :], chunk.tokens):
+        if len(ids) and int(ids.max()) >= vocab_size:
+            raise MismatchError(f"expected token ids below {vocab_size}, found {int(ids.max())}")
 
 
 def token_rows(chunk: Chunk, vocab_size: int) -> Ids:
     """Of each token: its id and those of the tokens before it, [tokens, 3]; `vocab_size` stands for
     none."""
+    check_ids(chunk, vocab_size)
     before = CONTEXT_TOKENS - 1
     history = chunk.history[-before:]
     none = np.full(before - len(history), vocab_size, np.int64)
     ids = np.concatenate([none, history, chunk.tokens]).astype(np.int64)
-    real = ids[len(none) :]
-    if len(real) and int(real.max()) >= vocab_size:
-        raise MismatchError(f"expected token ids below {vocab_size}, found {int(real.max())}")
     count = chunk.num_tokens
     return np.stack([ids[before - i : before - i + count] for i in range(before + 1)], axis=1)
 
 
-def _padded(rows: Sequence[npt.NDArray[np.int64]], filling: int) -> npt.NDArray[np.int64]:
-    """One after the other, each of a whole chunk's length."""
-    shape = (len(rows), CHUNK_TOKENS, *rows[0].shape[1:])
-    out = np.full(shape, filling, np.int64)
-    for index, row in enumerate(rows):
-        out[index, : len(row)] = row
-    return out.reshape(-1, *shape[2:])
-
-
-def split_slabs(chunks: Sequence[Chunk], most: int) -> list[range]:
-    """Runs of at most so many chunks; one that begins a context begins a run."""
+def split_slabs(jobs: Sequence[Job], most: int, most_bytes: int) -> list[range]:
+    """Runs of at most so many chunks and bytes (a single chunk may have more); one that begins a
+    context begins a run."""
     runs: list[range] = []
-    for index, chunk in enumerate(chunks):
-        if not runs or chunk.start == 0 or len(runs[-1]) == most:
+    total = 0
+    for index, job in enumerate(jobs):
+        total += job.size_bytes
+        is_full = bool(runs) and (len(runs[-1]) == most or total > most_bytes)
+        if not runs or is_full or job.chunk.start == 0:
             runs.append(range(index, index))
+            total = job.size_bytes
         runs[-1] = range(runs[-1].start, index + 1)
     return runs

@@ -1,76 +1,109 @@
-"""From sections that a GPU coded to streams: bytes to the host in one copy per kind of section."""
+"""What an encoder on a GPU writes: where in one buffer of words each section of a batch has its
+room, and how all of them come to the host in one copy. Plain torch and NumPy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from kdn.cache.keys import Chunk
+from kdn.codec.directory import section_code
 from kdn.codec.format import Section
-from kdn.codec.klt.codec import (
-    KIND_CORRECTION,
-    KIND_DIGITS,
-    KIND_ENTERING,
-    KIND_SINKS,
-    KIND_TOKENS,
-    KltCodec,
-)
 
-if TYPE_CHECKING:
-    from kdn.codec.klt.encoder_triton import Encoded, Pushed
+Longs = npt.NDArray[np.int64]
 
 
-def to_host(pushed: Pushed) -> list[list[bytes]]:
-    """Each chunk's and group's bytes."""
-    begins = pushed.begins.cpu().numpy()
-    chunks, groups, capacity = pushed.words.shape
-    views = [
-        pushed.words[c, g, begins[c, g] :] for c in range(chunks) for g in range(groups)
-    ]  # fmt: skip
-    whole = torch.cat(views).cpu().numpy().view(np.uint8)
-    ends = np.cumsum(2 * (capacity - begins.astype(np.int64)).ravel())
-    parts = [whole[end - 2 * len(view) : end] for end, view in zip(ends, views, strict=True)]
-    return [
-        [part.tobytes() for part in parts[c * groups : (c + 1) * groups]] for c in range(chunks)
-    ]
+@dataclass(frozen=True)
+class Room:
+    """For one kind of section, of some `chunks` (their numbers in the batch) and of all groups that
+    have such a section: `sizes` [group] is how many rows each has. Sections lie
+    [chunk, group, capacity], from `first_word` and, counted as sections, from `first_section`."""
+
+    level: int
+    kind: int
+    sizes: tuple[int, ...]
+    chunks: tuple[int, ...]
+    capacity: int
+    first_section: int
+    first_word: int
+
+    @property
+    def num_sections(self) -> int:
+        return len(self.chunks) * len(self.sizes)
+
+    @property
+    def sections(self) -> slice:
+        return slice(self.first_section, self.first_section + self.num_sections)
+
+    @property
+    def words(self) -> slice:
+        return slice(self.first_word, self.first_word + self.num_sections * self.capacity)
 
 
-def split_tokens(
-    whole: npt.NDArray[np.uint8], counts: Sequence[int]
-) -> Iterator[npt.NDArray[np.uint8]]:
-    """Consecutive runs of so many."""
-    ends = np.cumsum(counts)
-    for end, count in zip(ends, counts, strict=True):
-        yield whole[end - count : end]
+class Sheet:
+    """Rooms of a batch, one after the other."""
+
+    def __init__(self) -> None:
+        self.rooms: list[Room] = []
+        self.num_sections = self.num_words = 0
+
+    def add(
+        self, level: int, kind: int, sizes: Sequence[int], chunks: Sequence[int], capacity: int
+    ) -> Room:
+        # All begin at multiples of 16 bytes: kernels are compiled anew for what does not.
+        capacity, first = -(-capacity // 16) * 16, -(-self.num_sections // 4) * 4
+        room = Room(level, kind, tuple(sizes), tuple(chunks), capacity, first, self.num_words)
+        self.rooms.append(room)
+        self.num_sections = first + room.num_sections
+        self.num_words += room.num_sections * capacity
+        return room
+
+    def filled(self, begins: npt.NDArray[np.int32], wanted: Sequence[bool]) -> Filled:
+        """The sections of the wanted chunks, given where in its room each begins: first by chunk,
+        then as a stream orders them."""
+        number, chunk, code, room_at, capacity = (
+            np.concatenate(part) for part in zip(*map(_lines, self.rooms), strict=True)
+        )
+        kept = np.flatnonzero(np.asarray(wanted)[chunk])
+        kept = kept[np.lexsort((code[kept], chunk[kept]))]
+        own = begins[number[kept]].astype(np.int64)
+        lengths = capacity[kept] - own
+        places = np.stack([room_at[kept] + own, lengths, np.cumsum(lengths) - lengths])
+        return Filled(chunk[kept], code[kept], places)
 
 
-def sections_of(
-    codec: KltCodec, chunks: Sequence[Chunk], batches: Sequence[Encoded]
-) -> list[list[Section]]:
-    """Each chunk's sections. Step classes and sinks, of which there are few, are coded here."""
-    found: list[list[Section]] = []
-    counts = [chunk.num_tokens for chunk in chunks]
-    classes = np.concatenate([batch.classes.cpu().numpy() for batch in batches])
-    for own in split_tokens(classes, counts):
-        found.append([Section(0, KIND_TOKENS, 0, codec._encode_classes(own))])
-    first = 0
-    for batch in batches:
-        for pushed in batch.parts:
-            kind = KIND_DIGITS if pushed.is_digits else KIND_ENTERING
-            kind = KIND_CORRECTION if pushed.level == codec.num_levels - 1 else kind
-            for c, rows in enumerate(to_host(pushed)):
-                found[first + c] += [
-                    Section(pushed.level, kind, g, data)
-                    for g, data in enumerate(rows)
-                    if pushed.sizes[g]
-                ]
-        if len(batch.sinks):
-            for g, group in enumerate(codec.profile.groups):
-                whole = codec._sinks[g].quantise(batch.sinks[:, group.columns].cpu())
-                found[first].append(Section(0, KIND_SINKS, g, codec._sinks[g].encode(whole)))
-        first += len(batch.parts[0].begins)
-    return found
+def _lines(room: Room) -> tuple[Longs, Longs, Longs, Longs, Longs]:
+    """Of each section that a room has: its number, chunk and code, where its words may lie, and how
+    many."""
+    groups, count = len(room.sizes), room.num_sections
+    codes = np.array([section_code(room.level, g, room.kind) for g in range(groups)], np.int64)
+    own = np.flatnonzero(np.tile(np.array(room.sizes) > 0, len(room.chunks)))
+    chunks = np.repeat(np.array(room.chunks, np.int64), groups)[own]
+    starts, capacity = room.first_word + room.capacity * own, np.full(count, room.capacity)[own]
+    return room.first_section + own, chunks, np.tile(codes, len(room.chunks))[own], starts, capacity
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Sections in the order in which they are copied: each one's chunk and code, and `places`
+    [3, section]: where it begins, how many words it has, where these go."""
+
+    chunk: Longs
+    code: Longs
+    places: Longs
+
+    @property
+    def num_words(self) -> int:
+        return int(self.places[1].sum())
+
+    def sections(self, data: memoryview, num_chunks: int) -> list[list[Section]]:
+        """Each chunk's sections, given all words that were copied, as bytes."""
+        found: list[list[Section]] = [[] for _ in range(num_chunks)]
+        _, lengths, firsts = (2 * row for row in self.places)
+        lines = (self.chunk.tolist(), self.code.tolist(), firsts.tolist(), lengths.tolist())
+        for chunk, code, first, length in zip(*lines, strict=True):
+            part = data[first : first + length]
+            found[chunk].append(Section(code >> 24, code & 255, code >> 8 & 0xFFFF, part))
+        return found

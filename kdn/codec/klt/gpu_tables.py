@@ -8,7 +8,7 @@ of its columns belongs in a layer. Both say in their fields which index means wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import torch
 
 from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.codec.klt import symbols
+from kdn.codec.klt.kinds import KIND_CORRECTION, KIND_DIGITS, KIND_ENTERING
 from kdn.codec.klt.profile import NUM_CLASSES, Group, Level, LevelTables, Profile
 from kdn.errors import UnsupportedError
 
@@ -41,12 +42,21 @@ class SectionTables:
     thresholds: Tensor
     bounds: Tensor
     intervals: Tensor | None
+    is_correction: bool = False
+
+    @property
+    def kind(self) -> int:
+        """What such sections are called in a stream."""
+        if self.is_correction:
+            return KIND_CORRECTION
+        return KIND_DIGITS if self.is_digits else KIND_ENTERING
 
 
 @dataclass(frozen=True)
 class Coding:
     """`scales` [group, row]; `parts` in the order in which they must be decoded; `num_rows` of a
-    plane; `counts` [level][1 + group]: the number of groups, then each one's components."""
+    plane; `counts` [level][1 + group]: the number of groups, then each one's components;
+    `correction` and `fix_scales` [group, column] are the last level's."""
 
     scales: Tensor
     parts: tuple[SectionTables, ...]
@@ -55,14 +65,15 @@ class Coding:
     counts: tuple[Tensor, ...]
     centroids: tuple[Tensor, ...]
     class_factor: Tensor
+    correction: SectionTables
+    fix_scales: Tensor
 
     @classmethod
     def of(cls, profile: Profile, device: torch.device) -> Coding:
         count = max(len(group.scale) for group in profile.groups)
         num_rows = -(-count // BLOCK_K) * BLOCK_K
-        scales = np.zeros((len(profile.groups), num_rows), np.uint8)
-        for index, group in enumerate(profile.groups):
-            scales[index, : len(group.scale)] = group.scale
+        scales = _padded_rows([group.scale for group in profile.groups], num_rows)
+        fixes = [profile.tensors["fix.scale"][group.columns] for group in profile.groups]
         levels = profile.levels[:-1]
         parts = [part for level in range(len(levels)) for part in _parts(levels, level, device)]
         freqs = profile.tensors["token.freqs"][0].astype(np.int32)
@@ -78,7 +89,24 @@ class Coding:
             ),
             tuple(put(np.pad(level.centroids, ((0, 0), (1, 0))), device) for level in levels),
             put(np.exp2(-halvings / 2).astype(np.float32), device),
+            _correction(profile, device),
+            put(_padded_rows(fixes, max(map(len, fixes))), device),
         )
+
+
+def _padded_rows(rows: Sequence[npt.NDArray[np.uint8]], width: int) -> npt.NDArray[np.uint8]:
+    out = np.zeros((len(rows), width), np.uint8)
+    for index, row in enumerate(rows):
+        out[index, : len(row)] = row
+    return out
+
+
+def _correction(profile: Profile, device: torch.device) -> SectionTables:
+    """The last level's: as if every column were a component that enters."""
+    last = profile.levels[-1]
+    zero = (0,) * len(last.num_components)
+    part = _part(profile.num_levels - 1, last.entering, zero, last.num_components, device)
+    return replace(part, is_correction=True)
 
 
 def _parts(levels: Sequence[Level], index: int, device: torch.device) -> list[SectionTables]:

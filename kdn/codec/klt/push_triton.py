@@ -45,7 +45,9 @@ def push(
     DIGITS: tl.constexpr, STEPS: tl.constexpr, TABLES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Codes one section per program (group, chunk) into its `capacity` words, from the end;
-    `begins` says where they begin. `intervals` [symbols, TABLES] is as in the decoder."""
+    `begins` says where they begin. `intervals` [symbols, TABLES] is as in the decoder. Rows have
+    room for 32 * STEPS tokens."""
+    ROW: tl.constexpr = 32 * STEPS
     group, chunk = tl.program_id(0), tl.program_id(1)
     section = (chunk * tl.num_programs(0) + group).to(tl.int64)
     first, rows = tl.load(rows_of + group * 2), tl.load(rows_of + group * 2 + 1)
@@ -53,9 +55,9 @@ def push(
     lane = tl.arange(0, 32)
     below = (1 << lane) - 1
     lanes = tl.minimum(num_tokens, 32)
-    values += (section * num_rows + first) * 256
-    coarse += (section * num_rows + first) * 256
-    activity += section * num_blocks * 256
+    values += (section * num_rows + first) * ROW
+    coarse += (section * num_rows + first) * ROW
+    activity += section * num_blocks * ROW
     words += section * capacity
     scales += group * num_scales + first
     classes += chunk * 256
@@ -64,21 +66,21 @@ def push(
     for back in range(rows):
         row = rows - 1 - back
         ahead = tl.maximum(row - 3, 0)
-        _prefetch(values + ahead * 256 + 8 * lane, ASM)
+        _prefetch(values + ahead * ROW + STEPS * lane, ASM)
         if DIGITS:
-            _prefetch(coarse + ahead * 256 + 8 * lane, ASM)
+            _prefetch(coarse + ahead * ROW + STEPS * lane, ASM)
         scale = tl.load(scales + row).to(tl.int32)
         intervals_of = ()
         integers = ()
         for j in tl.static_range(STEPS):
             token = (STEPS - 1 - j) * 32 + lane
             live = (lane < lanes) & (token < num_tokens)
-            q = tl.load(values + row * 256 + token, mask=live, other=0).to(tl.int32)
+            q = tl.load(values + row * ROW + token, mask=live, other=0).to(tl.int32)
             shift = 2 * (tl.load(classes + token).to(tl.int32) - 2) * shifted
             kind = tl.minimum(tl.maximum(scale + shift, 0), 63)
-            act = tl.load(activity + row // 8 * 256 + token).to(tl.int32)
+            act = tl.load(activity + row // 8 * ROW + token).to(tl.int32)
             if DIGITS:
-                own = coarse + row * 256 + token
+                own = coarse + row * ROW + token
                 p = tl.load(own, mask=live, other=0).to(tl.int32)
                 left = tl.load(own - 1, mask=live & (token > 0), other=0)
                 right = tl.load(own + 1, mask=live & (token + 1 < num_tokens), other=0)
@@ -122,31 +124,38 @@ def push(
 
 
 @triton.jit
-def leave(
-    residual, coarse, large, most, halvings, column_scale, fix_step, out, largest, width, columns,
-    group, num_groups, BT: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """What components leave of one group's residual [tokens, columns], in whole steps of the last
-    level, as [chunk, group, column, token]; `largest` [tiles] tells how far it goes."""
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    column = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside = (token >= 0)[:, None] & (column < columns)[None, :]
-    own = column < columns
-    place = token.to(tl.int64)[:, None] * columns + column[None, :]
-    scale = tl.load(most + token) / 127 * tl.load(halvings + token)
-    sums = tl.load(coarse + place, mask=inside, other=0.0) * scale[:, None]
-    sums += tl.load(large + place, mask=inside, other=0.0)
-    sums *= tl.load(column_scale + column, mask=own, other=0.0)[None, :]
-    there = token.to(tl.int64)[:, None] * width + (group * columns + column)[None, :]
-    error = tl.load(residual + there, mask=inside, other=0.0) - sums
-    error = error / tl.load(fix_step + column, mask=own, other=1.0)[None, :]
-    error = error / tl.load(halvings + token)[:, None]
-    size = tl.max(tl.max(tl.where(error == error, tl.abs(error), 1e30), 1), 0)
-    tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(largest + tile, size)
-    whole = tl.floor(tl.abs(error) + 0.5)
-    whole = tl.where(error < 0, -whole, whole)
-    whole = tl.trans(tl.minimum(tl.maximum(whole, -32767.0), 32767.0))
-    chunk, spot = token // 256, token % 256
-    rows = (chunk * num_groups + group).to(tl.int64)[None, :] * columns + column[:, None]
-    tl.store(out + rows * 256 + spot[None, :], whole.to(tl.int16), mask=own[:, None])
+def push_classes(classes, tokens_of, intervals, words, begins, capacity):
+    """Codes the step classes of one chunk per program: one lane, one table. As `push`, from the
+    end."""
+    chunk = tl.program_id(0)
+    num_tokens = tl.load(tokens_of + chunk)
+    words += chunk.to(tl.int64) * capacity
+    x = tl.full((), 65536, tl.uint32)
+    place = tl.full((), 0, tl.int32) + capacity
+    for back in range(num_tokens):
+        symbol = tl.load(classes + chunk * 256 + num_tokens - 1 - back).to(tl.int32)
+        interval = tl.load(intervals + symbol).to(tl.uint32, bitcast=True)
+        freq = interval >> 16
+        full = (x >> 18) >= freq
+        tl.store(words + place - 1, (x & 0xFFFF).to(tl.int16), mask=full)
+        place -= full.to(tl.int32)
+        x = tl.where(full, x >> 16, x)
+        quotient = x // freq
+        x = (quotient << 14) + (interval & 0xFFFF) + (x - quotient * freq)
+    tl.store(words + place - 2, (x & 0xFFFF).to(tl.int16))
+    tl.store(words + place - 1, (x >> 16).to(tl.int16))
+    tl.store(begins + chunk, place - 2)
+
+
+@triton.jit(do_not_specialize=["count"])
+def gather(words, places, out, count, BLOCK: tl.constexpr):
+    """Sections, one after the other: `places` [3, section] is where each begins in `words`, how
+    many it has, and where they go."""
+    section = tl.program_id(0)
+    source = words + tl.load(places + section)
+    length = tl.load(places + count + section)
+    target = out + tl.load(places + 2 * count + section)
+    for first in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        known = at < length
+        tl.store(target + at, tl.load(source + at, mask=known, other=0), mask=known)

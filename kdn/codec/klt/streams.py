@@ -1,4 +1,4 @@
-"""CUDA streams beside the current one; on a CPU, where Triton is interpreted, none."""
+"""CUDA streams of an owner's own; on a CPU, where Triton is interpreted, none."""
 
 from __future__ import annotations
 
@@ -8,17 +8,44 @@ from typing import Any
 
 import torch
 
+Event = Any  # torch.cuda.Event or None: its methods have no types
+
 
 class Streams:
-    """A few streams of one device. What runs in them is joined again before it is used."""
+    """A main stream, one for copies, and a few beside whichever is current. What runs in them is
+    joined again before it is used."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._is_real = device.type == "cuda"
         make: Any = torch.cuda.Stream
         self._streams = [make(device) for _ in range(count)] if self._is_real else []
+        self._main: Any = make(device) if self._is_real else None
+        self._copying: Any = make(device) if self._is_real else None
 
     @contextmanager
-    def side(self, index: int, after: torch.cuda.Event | None = None) -> Iterator[None]:
+    def main(self, after: Event = None) -> Iterator[None]:
+        """Work in the main stream, after an event."""
+        if not self._is_real:
+            yield
+            return
+        if after is not None:
+            self._main.wait_event(after)
+        with torch.cuda.stream(self._main):
+            yield
+
+    @contextmanager
+    def copying(self, after: Event = None) -> Iterator[None]:
+        """Copies to the device beside all other work, after an event."""
+        if not self._is_real:
+            yield
+            return
+        if after is not None:
+            self._copying.wait_event(after)
+        with torch.cuda.stream(self._copying):
+            yield
+
+    @contextmanager
+    def side(self, index: int, after: Event = None) -> Iterator[None]:
         """Work beside the current stream, after an event in it or what is in it by now."""
         if not self._is_real:
             yield
@@ -33,6 +60,14 @@ class Streams:
         if self._is_real:
             torch.cuda.current_stream().wait_stream(self._streams[index])
 
-    def mark(self) -> torch.cuda.Event | None:
-        """This place in the current stream."""
-        return torch.cuda.current_stream().record_event() if self._is_real else None
+    def wait(self, event: Event) -> None:
+        """What follows in the current stream waits for an event."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    def mark(self) -> Event:
+        """This place in the current stream. Who waits for it on the host sleeps."""
+        if not self._is_real:
+            return None
+        make: Any = torch.cuda.Event
+        return torch.cuda.current_stream().record_event(make(blocking=True))

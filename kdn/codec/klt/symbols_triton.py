@@ -258,12 +258,13 @@ def _bytes(values, first: tl.constexpr, shift: tl.constexpr):
 def decode_entering(
     words, places, rows_of, tokens_of, classes, scales, thresholds, bounds, intervals,
     low, high, status, num_rows, num_scales, num_blocks, wide,
-    STEPS: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr,
+    STEPS: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr, KEEP: tl.constexpr = True,
 ):  # fmt: skip
     """Integers of one section per program (group, chunk). `places` [chunk, group, 2] is where a
     section's 16-bit words begin and how many they are; `rows_of` [group, 2] its first row and how
     many; `bounds` [8, tables] holds two bounds a word, `intervals` [16, tables] a symbol's
-    cumulative frequency and frequency. FULL says that no chunk lacks a token."""
+    cumulative frequency and frequency. FULL says that no chunk lacks a token. Without KEEP nothing
+    is written but the status."""
     ROW: tl.constexpr = 32 * max(STEPS // 4, 1)
     group, chunk = tl.program_id(0), tl.program_id(1)
     section = chunk * tl.num_programs(0) + group
@@ -286,13 +287,16 @@ def decode_entering(
     for block in range((rows + 7) // 8):
         sums, activity = _enter_block(sums, sizes, thresholds + block * 8, STEPS)
         sizes = _repeat(zero, STEPS)
-        last_scale = scale
         tables, pairs = _load_tables(scale, shifts, activity, bounds, intervals, STEPS)
+        # Not the last row's scale beside this one's: Triton does not carry a name through a loop
+        # if all that it is given there is another name's value, and both begin as the same.
+        changed = scale < 0
         for row in range(block * 8, tl.minimum(block * 8 + 8, rows)):
-            if scale != last_scale:
+            if changed:
                 tables, pairs = _load_tables(scale, shifts, activity, bounds, intervals, STEPS)
-                last_scale = scale
-            scale = tl.load(scales + tl.minimum(row + 1, rows - 1)).to(tl.int32)
+            following = tl.load(scales + tl.minimum(row + 1, rows - 1)).to(tl.int32)
+            changed = following != scale
+            scale = following
             _prefetch(own + at + AHEAD_WORDS + 2 * lane, ASM)
             new_sizes = ()
             values = ()
@@ -317,8 +321,10 @@ def decode_entering(
                 values = values + (value,)
                 new_sizes = new_sizes + (sizes[j] + tl.minimum(tl.abs(value), 3),)
             sizes = new_sizes
-            is_wide = first + row < wide
-            excess = _store_row(values, low + row * ROW, high + row * ROW, is_wide, excess, STEPS)
+            if KEEP:
+                excess = _store_row(
+                    values, low + row * ROW, high + row * ROW, first + row < wide, excess, STEPS
+                )
     _close(x, at, limit, bad | (excess != 0), rows, status, chunk)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from kdn.places.places import is_url
 
 LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 """That load the files which a model is named after."""
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+FP8 = ("fp8", "fp8_e4m3")
+"""Kinds of KV cache of 8 bit that kdn knows, by vLLM's names: both are e4m3."""
 
 
 def check_config(config: Any, settings: Settings) -> None:
@@ -28,10 +28,12 @@ def check_config(config: Any, settings: Settings) -> None:
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         f"a KV cache of {cache.cache_dtype}": str(cache.cache_dtype).startswith(
             ("fp8", "int", "nv")
-        ),
+        )
+        and not is_fp8(config),
+        "an fp8 cache whose scales are found while it runs (calculate_kv_scales)": is_fp8(config)
+        and bool(getattr(cache, "calculate_kv_scales", False)),
         "a folder shared by several workers (use a node's URL)": several
         and not all(map(is_url, settings.session.where)),
-        "speculative decoding": config.speculative_config is not None,
         "LoRA for some modules only (target_modules)": bool(
             getattr(getattr(config, "lora_config", None), "target_modules", None)
         ),
@@ -69,36 +71,43 @@ def _word(value: Any) -> str:
     return str(getattr(value, "value", value))
 
 
+def is_fp8(config: Any) -> bool:
+    """Whether vLLM's KV cache is of 8 bit. What is computed on top of it has other values than on
+    top of one of 16 bit."""
+    return str(config.cache_config.cache_dtype) in FP8
+
+
 def cache_dtype(config: Any) -> torch.dtype:
-    """The dtype of vLLM's KV cache."""
+    """The dtype of the values in vLLM's KV cache; of one of 8 bit, that of the model."""
     told = str(config.cache_config.cache_dtype)
-    found = config.model_config.dtype if told == "auto" else getattr(torch, told, None)
+    is_models = told == "auto" or is_fp8(config)
+    found = config.model_config.dtype if is_models else getattr(torch, told, None)
     if not isinstance(found, torch.dtype):
         raise UnsupportedError(f"kdn does not support a KV cache of {told}")
     return found
 
 
+def device_of(config: Any) -> torch.device:
+    """Where vLLM's KV cache lies."""
+    kind = str(getattr(config.device_config, "device_type", "cpu"))
+    return torch.device("cuda" if kind == "cuda" else "cpu")
+
+
 def check_blocks(kv_cache_config: Any) -> None:
     """All layers must keep all tokens, in the same blocks."""
-    groups = [type(one.kv_cache_spec).__name__ for one in kv_cache_config.kv_cache_groups]
-    if groups != ["FullAttentionSpec"]:
+    groups = [_kinds(one.kv_cache_spec) for one in kv_cache_config.kv_cache_groups]
+    if groups != [{"FullAttentionSpec"}]:
+        named = [sorted(kinds) for kinds in groups]
         raise UnsupportedError(
-            f"kdn supports models whose layers all keep all tokens; vLLM manages {groups}. "
+            f"kdn supports models whose layers all keep all tokens; vLLM manages {named}. "
             "Where some layers do, --disable-hybrid-kv-cache-manager helps"
         )
 
 
-def layers_in_order(kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """By the number in their names, which must be 0, 1, 2, ..."""
-    numbered: dict[int, torch.Tensor] = {}
-    for name, tensor in kv_caches.items():
-        found = _LAYER.search(name)
-        if found is None or int(found[1]) in numbered or not isinstance(tensor, torch.Tensor):
-            raise UnsupportedError(f"kdn does not know vLLM's cache {name!r}")
-        numbered[int(found[1])] = tensor
-    if sorted(numbered) != list(range(len(numbered))):
-        raise UnsupportedError(f"kdn expects all layers in one worker, found {sorted(numbered)}")
-    return [numbered[number] for number in range(len(numbered))]
+def _kinds(spec: Any) -> set[str]:
+    """Layers of one group may differ in size, as a draft model's do from the model's."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    return {type(one).__name__ for one in (inner.values() if inner else [spec])}
 
 
 def live_weights(layers: list[torch.nn.Module]) -> Weights:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,16 +25,23 @@ from kdn.engines.vllm.checks import (
     check_config,
     check_cpu_layout,
     check_weights,
-    layers_in_order,
+    device_of,
+    is_fp8,
     live_weights,
 )
 from kdn.engines.vllm.identity import Identity, spec_of_model
 from kdn.engines.vllm.layout import Heads, Layout, PagedCache
 from kdn.engines.vllm.messages import LoadReport, Step
+from kdn.engines.vllm.ranks import Ranks, open_ranks
+from kdn.engines.vllm.saver import Saver
 from kdn.engines.vllm.scheduler import SchedulerSide
 from kdn.engines.vllm.settings import Settings
 from kdn.engines.vllm.shared import SharedSession
-from kdn.engines.vllm.stats import KdnPromMetrics, KdnStats, Taken
+from kdn.engines.vllm.staging import Staging
+from kdn.engines.vllm.stats import MEANINGS, OF_EACH_RANK, KdnPromMetrics, KdnStats, Taken
+from kdn.engines.vllm.targets import layers_in_order, scales_of
+from kdn.engines.vllm.warming import apart, warm_up_gpu
+from kdn.engines.vllm.weights import Weights
 from kdn.engines.vllm.worker import WorkerSide
 
 logger = logging.getLogger("vllm.kdn")
@@ -55,11 +63,14 @@ class KdnWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self._num_ranks = ranks = int(parallel.tensor_parallel_size)
+        rank = None if role == KVConnectorRole.SCHEDULER else int(parallel.rank) % ranks
         self._settings = settings = Settings.parse(transfer.kv_connector_extra_config).for_engine(
             consumes=transfer.is_kv_consumer,
             produces=transfer.is_kv_producer,
-            ranks=vllm_config.parallel_config.tensor_parallel_size,
+            ranks=ranks,
+            rank=rank,
         )
         check_config(vllm_config, settings)
         check_weights(vllm_config)
@@ -67,14 +78,22 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # A cache that is away must not fail requests. vLLM reads this after making its connector.
         transfer.kv_load_failure_policy = settings.load_failure
         self._spec = spec = spec_of_model(vllm_config.model_config, vllm_config.load_config)
-        self._shared = SharedSession.acquire(settings.session, spec, cache_dtype(vllm_config))
+        self._shared = SharedSession.acquire(
+            settings.session, spec, cache_dtype(vllm_config), device_of(vllm_config)
+        )
         self._block_tokens = int(vllm_config.cache_config.block_size)
-        self._taken = Taken()
+        self._taken = Taken(OF_EACH_RANK if rank else MEANINGS)
+        self._ranks: Ranks | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            identity = Identity(self._shared.session.namespace)
-            self._scheduler = SchedulerSide(settings, identity, self._look_up, self._block_tokens)
+            identity = Identity(self._shared.session.namespace, is_fp8=is_fp8(vllm_config))
+            self._scheduler = SchedulerSide(
+                settings, identity, self._look_up, self._block_tokens, ranks=ranks
+            )
+        else:
+            engine = str(transfer.engine_id)
+            self._ranks = open_ranks(self._shared.session, engine, rank or 0, ranks)
         told = settings.session
         logger.info("kdn: model %s, %s at %s", spec.fingerprint.hex(), told.codec, told.where)
 
@@ -141,17 +160,52 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # the worker's side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        parallel = self._vllm_config.parallel_config
-        ranks = parallel.tensor_parallel_size
-        heads = Heads.of_rank(self._spec.num_kv_heads, parallel.rank % ranks, ranks)
-        paged = PagedCache(layers_in_order(kv_caches), self._spec, heads, self._block_tokens)
-        if paged.layout is Layout.CPU:
-            check_cpu_layout(self._vllm_config, heads.count, self._spec.head_dim, paged)
-        layers = self._vllm_config.compilation_config.static_forward_context
-        weights = live_weights([layers[name] for name in kv_caches])
-        self._worker = WorkerSide(
-            self._shared, paged, weights.have_changed, self._settings.lookup_s
+        config = self._vllm_config
+        rank = config.parallel_config.rank % self._num_ranks
+        heads = Heads.of_rank(self._spec.num_kv_heads, rank, self._num_ranks)
+        names = layers_in_order(
+            kv_caches, self._spec.num_layers, has_drafts=config.speculative_config is not None
         )
+        layers = [config.compilation_config.static_forward_context[name] for name in names]
+        paged = PagedCache(
+            [kv_caches[name] for name in names], self._spec, heads, self._block_tokens,
+            scales=scales_of(layers) if is_fp8(config) else None, dtype=cache_dtype(config),
+        )  # fmt: skip
+        if paged.layout is Layout.CPU:
+            check_cpu_layout(config, heads.count, self._spec.head_dim, paged)
+        self._worker = apart(paged.device, lambda: self._worker_for(paged, layers))
+
+    def _worker_for(self, paged: PagedCache, layers: list[torch.nn.Module]) -> WorkerSide:
+        weights = live_weights(layers)
+        return WorkerSide(
+            self._shared, paged, weights.have_changed, self._settings.lookup_s,
+            ranks=self._ranks, saver=self._saver_for(paged, weights),
+            device_bytes=self._staging_bytes,
+        )  # fmt: skip
+
+    def _saver_for(
+        self, paged: PagedCache, weights: Weights
+    ) -> Callable[[Counter[str]], Saver] | None:
+        """On a GPU, if it is one that kdn decodes and encodes on."""
+        if paged.rows is None or paged.device.type != "cuda":
+            return None
+        session = self._shared.session
+        warm_up_gpu(session.codec, paged.rows, paged.dtype)
+        ranks = self._ranks
+        if not self._settings.publish or (ranks is not None and not ranks.has_part):
+            return None
+        staging = Staging(paged, self._spec.num_layers, self._staging_bytes)
+        logger.info(
+            "kdn: %.2f GiB of GPU memory for %d chunks that wait to be published",
+            staging.size_bytes / 2**30, len(staging),
+        )  # fmt: skip
+        hand_over = None if ranks is None else ranks.offer
+        return lambda counts: Saver(self._shared, paged, staging, weights.look, counts, hand_over)
+
+    @property
+    def _staging_bytes(self) -> int:
+        """The first of several ranks needs half of it for chunks that it has put together."""
+        return self._settings.staging_bytes // (1 if self._ranks is None else 2)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -203,6 +257,9 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return ()
 
     def shutdown(self) -> None:
+        ranks, self._ranks = getattr(self, "_ranks", None), None
+        if ranks is not None:
+            ranks.close()
         shared, self._shared = getattr(self, "_shared", None), None  # type: ignore[assignment]
         if shared is not None:
             shared.release()

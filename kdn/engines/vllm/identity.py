@@ -15,6 +15,8 @@ from kdn.errors import KdnError, ModelUnavailableError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 
+FP8_CACHE = b"fp8_e4m3"
+
 
 def spec_of_model(model_config: Any, load_config: Any = None) -> ModelSpec:
     """The spec of the model that vLLM loads, from its checkpoint."""
@@ -69,8 +71,9 @@ class Adapter:
 class Identity:
     """Names requests' chunks. Whatever changes a cache's values is in the name."""
 
-    def __init__(self, namespace: Namespace) -> None:
-        self._namespace = namespace
+    def __init__(self, namespace: Namespace, *, is_fp8: bool = False) -> None:
+        """`is_fp8`: every token is computed from a cache of 8 bit, so its values are others."""
+        self._namespace = namespace.with_cache(FP8_CACHE) if is_fp8 else namespace
         self._adapters: dict[int | str, Adapter | None] = {}
         """By id and by name. None: refused for good."""
 

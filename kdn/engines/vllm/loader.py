@@ -1,6 +1,6 @@
 """Loads into vLLM's paged memory, a few at a time, each by its deadline.
 
-What this host holds decoded comes first, the rest from places: they have been asked already, by the
+What this host holds comes first, the rest from places: they have been asked already, by the
 scheduler's side, whose answers come with the order. A load is good up to the first token that did
 not arrive, in whole blocks; vLLM computes what is behind.
 """
@@ -14,13 +14,15 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.delivery.known import Known
 from kdn.engines.vllm.layout import PagedCache
 from kdn.engines.vllm.messages import LoadOrder
-from kdn.engines.vllm.paged_sink import GivenUpError, LoadJob, PagedSink
+from kdn.engines.vllm.paged_sink import GivenUpError, LoadJob, PagedSink, sink_of
+from kdn.engines.vllm.ranks import Ranks
 from kdn.engines.vllm.shared import SharedSession
 from kdn.session.delivered import Delivered, Grade
 from kdn.session.keeper import MAX_CHUNKS
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 LOADS_AT_ONCE = 2
 """Decoding uses all cores; more would only need more memory."""
+GPU_LOADS_AT_ONCE = 4
+"""While one is decoded, others are on their way."""
 GRACE_S = 5.0
 """After its deadline, for a load to be decoded and written. Then it is given up: so long, and not
 longer, slow loads can keep others from their turn."""
@@ -60,22 +64,26 @@ class Loader:
         counts: Counter[str],
         answer_s: float,
         clock: Callable[[], float] = time.monotonic,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`answer_s`: places from which no byte has come after so long do not answer."""
+        """`answer_s`: places from which no byte has come after so long do not answer. `ranks`: the
+        others of this engine, which load the same."""
         self._shared, self._session, self._paged = shared, shared.session, paged
         self._counts, self._answer_s, self._clock = counts, answer_s, clock
         self._jobs: dict[str, LoadJob] = {}
         self._ended: deque[EndedLoad] = deque()  # filled by the event loop, emptied by vLLM's
-        self._turn = asyncio.Semaphore(LOADS_AT_ONCE)
+        on_gpu = paged.device.type == "cuda"
+        self._turn = asyncio.Semaphore(GPU_LOADS_AT_ONCE if on_gpu else LOADS_AT_ONCE)
         self._keeping: Future[None] | None = None
         self._away_until_s = 0.0
+        self._ranks = ranks
 
     def __len__(self) -> int:
         """Loads that have not been taken yet."""
         return len(self._jobs)
 
     def begin(self, order: LoadOrder) -> None:
-        job = LoadJob(order, self._clock() + order.deadline_s)
+        job = LoadJob(order, self._clock() + order.deadline_s, self._paged.mark())
         self._jobs[order.request_id] = job
         job.future = self._shared.submit(lambda: self._load(job))
 
@@ -138,10 +146,13 @@ class Loader:
 
     async def _deliver(self, job: LoadJob) -> Delivered:
         order, session, began_s = job.order, self._session, self._clock()
-        sink = PagedSink(
-            session.codec, self._paged, job, max_kept=0 if session.host is None else MAX_CHUNKS
-        )
-        got = await session.deliver(
+        # Of some heads only, values are of no use to others.
+        max_kept = 0 if session.host is None or self._ranks is not None else MAX_CHUNKS
+        sink = sink_of(session.codec, self._paged, job, max_kept)
+        deliver = session.deliver
+        if self._ranks is not None:
+            deliver = partial(self._ranks.deliver, order.number)
+        got = await deliver(
             order.chunks,
             sink,
             known=Known.of_heads(order.chunks, order.heads, session.codec),
@@ -150,11 +161,15 @@ class Loader:
             deadline_s=0.0 if began_s < self._away_until_s else job.until_s - began_s,
         )
         self._note(order, got, self._clock() - began_s)
-        self._keep(got, sink.decoded)
+        if isinstance(sink, PagedSink):
+            self._keep(got, sink.decoded)
         return got
 
     def _note(self, order: LoadOrder, got: Delivered, took_s: float) -> None:
         self._counts["fetched_bytes"] += got.fetched_bytes
+        if (streams := self._session.streams) is not None:
+            self._counts["faded_levels"] = streams.counts["faded"]
+            self._counts["forgotten_chunks"] = streams.counts["forgotten"]
         for trouble in got.troubles:
             logger.warning("loading request %s: %s", order.request_id, trouble)
         result = got.result

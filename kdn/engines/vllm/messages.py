@@ -26,6 +26,8 @@ class LoadOrder:
     enough_kld: float
     strict: bool = False
     """Whether what is coarser than that is not used, even if nothing better came in time."""
+    number: int = 0
+    """By which the ranks of an engine know the load: each has another."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +76,46 @@ class LoadReport:
     """Of those that failed: tokens from here on did not come, and the model computes them."""
     weights_changed: bool = False
     """The model is not the one any more that chunks are named after."""
+    ranks: dict[str, int] = field(default_factory=dict)
+    """On how many ranks each load has ended, where it is more than one."""
+    unsaved: dict[str, dict[bytes, int]] = field(default_factory=dict)
+    """Chunks of requests that found no room: their keys, and where they start. They may be saved
+    by a later step."""
+
+    def num_ranks(self, request_id: str) -> int:
+        return self.ranks.get(request_id, int(request_id in self.exact_until))
+
+    def take(self, num_ranks: int) -> LoadReport:
+        """The loads that have ended on so many ranks; the others stay."""
+        done = [name for name in self.exact_until if self.num_ranks(name) >= num_ranks]
+        taken = LoadReport()
+        for name in done:
+            taken.exact_until[name] = self.exact_until.pop(name)
+            self.ranks.pop(name, None)
+            if name in self.failed_from:
+                taken.failed_from[name] = self.failed_from.pop(name)
+        return taken
 
     def __bool__(self) -> bool:
-        return bool(self.exact_until) or self.weights_changed
+        return bool(self.exact_until) or self.weights_changed or bool(self.unsaved)
 
     def joined(self, other: LoadReport) -> LoadReport:
         """Of several ranks: exact is what is exact on all, failed what failed on one."""
+        names = self.exact_until.keys() | other.exact_until.keys()
         return LoadReport(
             _least(self.exact_until, other.exact_until),
             _least(self.failed_from, other.failed_from),
             self.weights_changed or other.weights_changed,
+            {name: self.num_ranks(name) + other.num_ranks(name) for name in names},
+            unsaved=_together(self.unsaved, other.unsaved),
         )
 
 
 def _least(mine: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
     return mine | {name: min(end, mine.get(name, end)) for name, end in theirs.items()}
+
+
+def _together(
+    mine: dict[str, dict[bytes, int]], theirs: dict[str, dict[bytes, int]]
+) -> dict[str, dict[bytes, int]]:
+    return {name: mine.get(name, {}) | theirs.get(name, {}) for name in mine.keys() | theirs.keys()}

@@ -36,6 +36,10 @@ class RequestState:
     """Tokens from here on were known, and did not load. None: all that was tried did."""
     saved_until: int = 0
     tail_saved: bool = False
+    unsaved: int = 0
+    """Chunks that found no room when they were to be saved."""
+    save_after_s: float = 0.0
+    """Nothing is saved before: there was no room."""
 
     @property
     def is_waiting(self) -> bool:

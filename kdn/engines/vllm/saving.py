@@ -4,7 +4,7 @@ and that were not computed on top of losses."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kdn.cache.keys import CHUNK_TOKENS, TAIL_MULTIPLE, Chunk, cut
 from kdn.engines.vllm.messages import SaveOrder
@@ -33,7 +33,7 @@ class Saving:
             tail_end = request.num_prompt_tokens // TAIL_MULTIPLE * TAIL_MULTIPLE
             if tail_end % CHUNK_TOKENS:
                 chunks += cut(request.all_token_ids[:tail_end], namespace)[-1:]
-        state.saved_until = end
+        state.saved_until, state.unsaved = end, 0
         wanted = [chunk for chunk in chunks if chunk.start >= start and self._is_new(state, chunk)]
         if not wanted:
             return None
@@ -45,6 +45,16 @@ class Saving:
         """They may be saved again."""
         for chunk in chunks:
             self._saved_keys.pop(chunk.key, None)
+
+    def again(self, state: RequestState, chunks: Mapping[bytes, int]) -> None:
+        """These, by their keys and where they start, found no room: a later step saves them, if the
+        request lives so long."""
+        for key in chunks:
+            self._saved_keys.pop(key, None)
+        first, last = min(chunks.values()), max(chunks.values())
+        state.saved_until = min(state.saved_until, first)
+        state.tail_saved &= last < _full(state.request.num_prompt_tokens)
+        state.unsaved += len(chunks)
 
     def _is_new(self, state: RequestState, chunk: Chunk) -> bool:
         if not may_be_published(chunk, state.exact_until):

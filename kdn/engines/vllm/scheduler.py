@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,11 @@ AWAY_S = 5.0
 PATIENCE = 2
 """A lookup ends by itself; one that does not, on a busy machine, is given up after so many times
 its own limit."""
+NO_ROOM_S = 0.05
+"""So long after chunks found no room they are not tried again."""
+SHORT_S = 0.003
+"""An engine that computes nothing waits so long for a lookup, which may be about to end: to be
+asked again costs a step, and vLLM sleeps for a millisecond then."""
 
 LookUp = Callable[[Sequence[int], Namespace, float, float], "Future[Known]"]
 """Tokens, whose, the divergence that is good enough, and the seconds for places to answer; with
@@ -47,11 +52,23 @@ class SchedulerSide:
         look_up: LookUp,
         block_tokens: int,
         clock: Callable[[], float] = time.monotonic,
+        ranks: int = 1,
     ) -> None:
+        """`ranks`: so many workers report each load, not all at once."""
         self._settings, self._identity, self._look_up = settings, identity, look_up
         self._block_tokens, self._clock = block_tokens, clock
         self.counts = dict.fromkeys(
-            ("asked", "hits", "hit_tokens", "late", "refused", "lossy", "stopped"), 0
+            (
+                "asked",
+                "hits",
+                "hit_tokens",
+                "late",
+                "refused",
+                "lossy",
+                "stopped",
+                "unpublished_chunks",
+            ),
+            0,
         )
         self.states: dict[str, RequestState] = {}
         self.loading: dict[str, LoadOrder] = {}
@@ -59,6 +76,12 @@ class SchedulerSide:
         self._saving = Saving(self.counts)
         self._orders: list[LoadOrder] = []
         self._away_until_s = 0.0
+        self._computing: set[str] = set()
+        """Requests that the last step computed."""
+        self._patience_s = SHORT_S
+        """What is left of it in this step."""
+        self._ranks, self._reported = ranks, LoadReport()
+        self._num_loads = 0
 
     def stop(self) -> None:
         """For good: the names of chunks may not fit the model's weights any more."""
@@ -86,6 +109,8 @@ class SchedulerSide:
     def finished(self, request_id: str) -> None:
         """Loads that are under way go on: the worker reports them."""
         state = self.states.pop(request_id, None)
+        if state is not None:
+            self.counts["unpublished_chunks"] += state.unsaved
         if state is not None and state.lookup is not None:
             state.lookup.cancel()
 
@@ -139,13 +164,24 @@ class SchedulerSide:
         # It may wait in its queue as long as the request waits in vLLM's.
         now_s = self._clock()
         state.until_s = min(state.until_s, now_s + PATIENCE * state.settings.lookup_s)
-        if state.is_waiting and now_s < state.until_s:
+        if self._still_waits(state) and now_s < state.until_s:
             return None, False
         end = min(self._settled(state).end, request.num_tokens - 1)
         end = end // self._block_tokens * self._block_tokens
         if end <= local_tokens or not self._is_named(state):
             return 0, False
         return end - local_tokens, True
+
+    def _still_waits(self, state: RequestState) -> bool:
+        """For its lookup; for a moment it is waited for here, if nothing else has to be done."""
+        lookup = state.lookup
+        if lookup is None or lookup.done():
+            return False
+        if self._patience_s > 0 and self._computing.isdisjoint(self.states):
+            began_s = self._clock()
+            wait([lookup], self._patience_s)
+            self._patience_s -= self._clock() - began_s
+        return state.is_waiting
 
     def _settled(self, state: RequestState) -> Known:
         """What came of its lookup, which is given up if it has not ended."""
@@ -176,10 +212,11 @@ class SchedulerSide:
         state = self.states[request.request_id]
         start, end = state.local_tokens, state.local_tokens + num_tokens
         known, settings = self._settled(state), state.settings
+        self._num_loads += 1
         chunks = tuple(c for c in known.chunks if c.start < end and c.end > start)
         order = LoadOrder(
             request.request_id, chunks, known.heads(chunks), start, end, tuple(block_ids),
-            settings.deadline_s, settings.quality, self._is_strict(state),
+            settings.deadline_s, settings.quality, self._is_strict(state), self._num_loads,
         )  # fmt: skip
         state.tried = request.num_preemptions
         self._orders.append(order)
@@ -194,9 +231,13 @@ class SchedulerSide:
         return not is_alone and state.settings.deadline_s < self._settings.deadline_s
 
     def loaded(self, report: LoadReport) -> None:
-        """What became of loads."""
+        """What became of loads. One that has not ended on all ranks is still under way."""
         if report.weights_changed:
             self.stop()
+        for request_id, chunks in report.unsaved.items():
+            self._unsaved(self.states.get(request_id), chunks)
+        self._reported = self._reported.joined(replace(report, unsaved={}))
+        report = self._reported.take(self._ranks)
         for request_id, exact_until in report.exact_until.items():
             order = self.loading.pop(request_id, None)
             if order is None:
@@ -211,6 +252,13 @@ class SchedulerSide:
         self._saving.forget(chunk for chunk in order.chunks if chunk.end > start)
         if (state := self.states.get(order.request_id)) is not None:
             state.failed_from = start
+
+    def _unsaved(self, state: RequestState | None, chunks: Mapping[bytes, int]) -> None:
+        if state is None:  # its blocks are gone
+            self.counts["unpublished_chunks"] += len(chunks)
+            return
+        self._saving.again(state, chunks)
+        state.save_after_s = self._clock() + NO_ROOM_S
 
     # steps
 
@@ -230,6 +278,7 @@ class SchedulerSide:
                 self.lossy.extended(state, blocks[0])
         saves = [self._save(*item) for item in output.num_scheduled_tokens.items()]
         orders, self._orders = tuple(self._orders), []
+        self._computing, self._patience_s = set(output.num_scheduled_tokens), SHORT_S
         return Step(
             orders,
             tuple(save for save in saves if save is not None),
@@ -241,6 +290,8 @@ class SchedulerSide:
     def _save(self, request_id: str, num_tokens: int) -> SaveOrder | None:
         state = self.states.get(request_id)
         if state is None or state.namespace is None or not state.settings.publish:
+            return None
+        if self._clock() < state.save_after_s:
             return None
         request = state.request
         # Tokens that are sampled in steps still under way have no ids yet.

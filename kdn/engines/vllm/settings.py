@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 REQUEST_KEY = "kdn"
 """Under which `kv_transfer_params` holds the settings of one request."""
 MAX_BYTES = 1 << 50
+STAGING_BYTES = 5 << 28
+"""1.25 GiB: 8,192 tokens of a model with 8 billion weights, and some more."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ class Settings:
     publish: bool = True
     load_failure: str = "recompute"
     """Sets vLLM's `kv_load_failure_policy`; "fail" fails a request whose load failed."""
+    staging_bytes: int = STAGING_BYTES
+    """GPU memory for chunks that wait to be encoded; what does not fit is published later, or not
+    at all."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Settings:
@@ -70,11 +75,15 @@ class Settings:
         )
         return cls(session, **_checked(given, _OWN))
 
-    def for_engine(self, *, consumes: bool, produces: bool, ranks: int) -> Settings:
-        """With what vLLM makes of this engine. One that publishes nothing has no spool: it would
-        take over what others left there."""
-        publish = self.publish and produces and ranks == 1
-        session = self.session if publish else replace(self.session, spool_bytes=0)
+    def for_engine(
+        self, *, consumes: bool, produces: bool, ranks: int = 1, rank: int | None = None
+    ) -> Settings:
+        """With what vLLM makes of this engine, for a rank of it (None: its scheduler). Of several
+        ranks the first publishes for all. Who publishes nothing has no spool: it would take over
+        what others left there."""
+        publish = self.publish and produces
+        has_spool = publish and (ranks == 1 or rank == 0)
+        session = self.session if has_spool else replace(self.session, spool_bytes=0)
         return replace(self, session=session, load=self.load and consumes, publish=publish)
 
     def for_request(self, params: Mapping[str, Any] | None, *, has_salt: bool = False) -> Settings:
@@ -144,6 +153,7 @@ _OWN: Mapping[str, Check] = {
     **_OF_REQUEST,
     "lookup_s": _seconds,
     "allow_coarser": _flag,
+    "staging_bytes": _bytes,
     "load_failure": partial(checked_choice, known=("recompute", "fail")),
 }
 

@@ -9,30 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from kdn.background import fault, watched
-from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
+from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
-from kdn.codec.base import Codec
-from kdn.codec.format import Bitstream
-from kdn.delivery.publish import Values
+from kdn.delivery.publish import Admission, Lent, Source, Values
+from kdn.engines.vllm.warming import warm_up
 from kdn.errors import KdnError, StoreError
 from kdn.session.loop import LoopThread
-from kdn.session.session import Session
+from kdn.session.session import MAIN_MEMORY, Session
 from kdn.session.settings import SessionSettings
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Key = tuple[SessionSettings, bytes, torch.dtype]
+Key = tuple[SessionSettings, bytes, torch.dtype, str]
 
 OPEN_S = 30.0
 CLOSE_S = 10.0
@@ -41,18 +39,30 @@ GRACE_S = 5.0
 """For all else, at the end."""
 
 
+class Offer(NamedTuple):
+    """A chunk for the publisher."""
+
+    chunk: Chunk
+    source: Source
+    exact_until: int | None
+    saved_s: float
+
+
 class SharedSession:
     """`acquire` one; `release` it as often."""
 
     _every: dict[Key, SharedSession] = {}  # noqa: RUF012 (shared on purpose)
     _lock = threading.Lock()  # guards _every and _users
 
-    def __init__(self, settings: SessionSettings, spec: ModelSpec, dtype: torch.dtype) -> None:
-        self.session = Session(settings, spec, dtype)
+    def __init__(
+        self, settings: SessionSettings, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.session = Session(settings, spec, dtype, device=device)
         self.changed = threading.Event()
         """Set when a lookup or a load has ended."""
         self._users = 0
         self._under_way: set[asyncio.Task[Any]] = set()  # the loop's own
+        self._offering: set[asyncio.Task[Any]] = set()  # the loop's own
         self._loop = LoopThread()
         try:
             self._loop.run(self.session.__aenter__(), OPEN_S)
@@ -66,14 +76,19 @@ class SharedSession:
 
     @classmethod
     def acquire(
-        cls, settings: SessionSettings, spec: ModelSpec, dtype: torch.dtype
+        cls,
+        settings: SessionSettings,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device = MAIN_MEMORY,
     ) -> SharedSession:
-        """The one of this process for these settings and this model, whose cache is of `dtype`."""
-        key = (settings, spec.fingerprint, dtype)
+        """The one of this process for these settings and this model, whose cache is of `dtype` and
+        lies on `device`."""
+        key = (settings, spec.fingerprint, dtype, str(device))
         with cls._lock:
             shared = cls._every.get(key)
             if shared is None:
-                shared = cls(settings, spec, dtype)
+                shared = cls(settings, spec, dtype, device)
                 try:
                     warm_up(shared.session.codec)
                 except BaseException:
@@ -105,6 +120,8 @@ class SharedSession:
         for task in (tasks := list(self._under_way)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._offering:
+            await asyncio.wait(self._offering, timeout=GRACE_S)
         await self.session.publisher.close(CLOSE_S)
         await self.session.close()
 
@@ -135,22 +152,32 @@ class SharedSession:
         self, chunk: Chunk, cache: KVCache, exact_until: int | None, saved_s: float
     ) -> None:
         """Later; `cache` must not change any more."""
+        source = Values(cache, final=True)
+        self._loop.call(self._publish, Offer(chunk, source, exact_until, saved_s))
 
-        def publish() -> None:
-            try:
-                source = Values(cache, final=True)
-                self.session.publish(chunk, source, exact_until=exact_until, saved_s=saved_s)
-            except Exception as error:
-                fault("publishing", error)
+    def publish_later(self, offers: Callable[[], Sequence[Offer]]) -> None:
+        """What it gives, which may wait: it is called in a thread."""
+        offering = self._loop.submit(self._offer(offers))
+        offering.add_done_callback(watched("publishing", KdnError))
 
-        self._loop.call(publish)
+    async def _offer(self, offers: Callable[[], Sequence[Offer]]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._offering.add(task)
+        try:
+            for offer in await asyncio.to_thread(offers):
+                self._publish(offer)
+        finally:
+            self._offering.discard(task)
 
-
-def warm_up(codec: Codec) -> None:
-    """Compile what is compiled on first use: a load has a deadline, the start of vLLM has none."""
-    spec = codec.spec
-    tokens = range(CHUNK_TOKENS)
-    [chunk] = cut([token % spec.vocab_size for token in tokens], Namespace(b"", b""))
-    shape = (spec.num_layers, CHUNK_TOKENS, spec.num_kv_heads, spec.head_dim)
-    values = torch.linspace(-1.0, 1.0, math.prod(shape)).view(shape)
-    codec.decode(Bitstream.parse(codec.encode(chunk, KVCache(values, values))), chunk)
+    def _publish(self, offer: Offer) -> None:
+        chunk, source, exact_until, saved_s = offer
+        admission: Admission | None = None
+        try:
+            admission = self.session.publish(
+                chunk, source, exact_until=exact_until, saved_s=saved_s
+            )
+        except Exception as error:
+            fault("publishing", error)
+        if admission is not Admission.QUEUED and isinstance(source, Lent):
+            source.give_back()

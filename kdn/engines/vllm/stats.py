@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
+from collections.abc import Iterable
 from typing import Any
 
 from prometheus_client import Counter
@@ -28,7 +29,12 @@ MEANINGS = {
     "fetched_bytes": "bytes that came from stores",
     "published_chunks": "chunks handed to the publisher",
     "unpublished_chunks": "chunks not published, as too much was waiting",
+    "incomplete_chunks": "chunks not published, as the part of one of several ranks did not come",
+    "faded_levels": "levels of streams that the host's memory let go for want of room",
+    "forgotten_chunks": "chunks that it let go altogether",
 }
+OF_EACH_RANK = ("fetched_bytes",)
+"""Of several ranks, which load the same, the first tells all else."""
 
 
 class KdnStats(KVConnectorStats):  # type: ignore[misc]
@@ -50,11 +56,12 @@ class KdnStats(KVConnectorStats):  # type: ignore[misc]
 class Taken:
     """The growth of counters since it was last taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Iterable[str] = MEANINGS) -> None:
+        self._names = tuple(names)
         self._before: Tally[str] = Tally()
 
     def take(self, counts: dict[str, int] | Tally[str]) -> KdnStats | None:
-        now = Tally({name: counts[name] for name in MEANINGS if name in counts})
+        now = Tally({name: counts[name] for name in self._names if name in counts})
         grown = now - self._before
         self._before = now
         return KdnStats(data=dict(grown)) if grown else None

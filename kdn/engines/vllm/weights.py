@@ -4,15 +4,20 @@ The names of chunks rest on that. vLLM does not tell a connector when weights ar
 running engine, as reinforcement learning does after every step, unless whoever does it resets the
 connector too. So a sample of the live weights, spread over all parameters, is compared bit by bit
 with what it was at start. Small updates in 16 bit leave most elements as they were: the sample is
-large enough to find it if one
-element in ten thousand has changed.
+large enough to find it if one element in ten thousand has changed.
+
+A GPU compares in a stream: `look` queues that behind what the model computes, and whoever needs the
+answer waits for it in another thread. vLLM's own thread, which must not wait for a step under way,
+looks beside it (`have_changed`).
 """
 
 from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,21 +68,40 @@ class Weights:
         self._pointers: list[int] = []
         self._views: list[list[torch.Tensor]] = []
         self._first = self._sample()
+        self._gpu = next((one.device for one in self._first if one.is_cuda), None)
+        make: Any = torch.cuda.Stream
+        self._beside: Any = None if self._gpu is None else make(self._gpu)
 
     @property
     def num_sampled(self) -> int:
         return sum(map(len, self._first))
 
-    def have_changed(self) -> bool:
-        """Waits for the device, if it is not the CPU. What cannot be read any more is not what it
-        was, either."""
+    def have_changed(self, after: torch.cuda.Event | None = None) -> bool:
+        """Of what a GPU computes, this waits for `after` alone."""
+        beside: AbstractContextManager[Any] = nullcontext()
+        if self._beside is not None:
+            beside = torch.cuda.stream(self._beside)
+            if after is not None:
+                self._beside.wait_event(after)
+        with beside:
+            return self.look()()
+
+    def look(self) -> Callable[[], bool]:
+        """Compare, after what is queued in the current stream of a GPU. What this returns waits for
+        the answer: whether they have changed. What cannot be read any more is not what it was."""
         if any(_linear(one) is not function for one, function in self._packed):
-            return True
+            return lambda: True
         try:
             now = self._sample()
         except (KeyError, RuntimeError):
-            return True
-        return len(now) != len(self._first) or not all(map(torch.equal, now, self._first))
+            return lambda: True
+        if [one.shape for one in now] != [one.shape for one in self._first]:
+            return lambda: True
+        if self._gpu is None:
+            changed = not all(map(torch.equal, now, self._first))
+            return lambda: changed
+        pairs = zip(now, self._first, strict=True)
+        return _awaited([(a != b).any().to(self._gpu) for a, b in pairs])
 
     def _sample(self) -> list[torch.Tensor]:
         """One tensor for each kind of element and device. Parameters that have moved are looked at
@@ -87,6 +111,22 @@ class Weights:
         if pointers != self._pointers:
             self._pointers, self._views = pointers, _spread(live)
         return [torch.cat(views) for views in self._views]
+
+
+def _awaited(on_gpu: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """Whether one of these is true, without waiting for it yet."""
+    any_true = torch.stack(list(on_gpu)).any()
+    answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+    answer.copy_(any_true, non_blocking=True)
+    make: Any = torch.cuda.Event
+    there = make(blocking=True)
+    there.record()
+
+    def wait() -> bool:
+        there.synchronize()
+        return bool(answer)
+
+    return wait
 
 
 def _linear(module: nn.Module) -> object:

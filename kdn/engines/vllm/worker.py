@@ -1,7 +1,7 @@
 """The worker's side: loads into vLLM's paged memory and copies out of it what is to be published.
 
 Blocks of a load that did not arrive are reported, and vLLM computes them. Copies out are made
-between two steps, when nothing writes.
+between two steps, when nothing writes; on a GPU they are queued there (`saver.py`).
 
 Chunks are named after the weights of the checkpoint. Before anything is published, and before vLLM
 may use what was loaded, the weights must be those that it started with; otherwise all ends there.
@@ -14,9 +14,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+import torch
+
+from kdn.cache.keys import Chunk
+from kdn.cache.tensors import KVCache
 from kdn.engines.vllm.layout import PagedCache
 from kdn.engines.vllm.loader import EndedLoad, Loader, nothing_of
 from kdn.engines.vllm.messages import LoadReport, SaveOrder, Step
+from kdn.engines.vllm.ranks import Ranks
+from kdn.engines.vllm.saver import Saver
 from kdn.engines.vllm.shared import SharedSession
 from kdn.errors import KdnError
 from kdn.session.delivered import Grade
@@ -36,24 +42,42 @@ class WorkerSide:
         self,
         shared: SharedSession,
         paged: PagedCache,
-        weights_changed: Callable[[], bool],
+        weights_changed: Callable[[torch.cuda.Event | None], bool],
         answer_s: float,
         clock: Callable[[], float] = time.monotonic,
+        ranks: Ranks | None = None,
+        saver: Callable[[Counter[str]], Saver] | None = None,
+        device_bytes: int = 0,
     ) -> None:
+        """`weights_changed` may wait for the event that it is given, but for no later work of the
+        device. `ranks`: the others of this engine, if there are any. `saver`: copies out, where
+        this is not done by vLLM's thread. `device_bytes`: for chunks that ranks put together."""
         self.counts: Counter[str] = Counter()
-        self.loader = Loader(shared, paged, self.counts, answer_s, clock)
+        self.loader = Loader(shared, paged, self.counts, answer_s, clock, ranks)
+        self._ranks = ranks
+        if ranks is not None:
+            ranks.publish_with(self._publish, self.counts, device_bytes)
         self._shared, self._paged, self._clock = shared, paged, clock
         self._weights_changed = weights_changed
+        self._saver = saver(self.counts) if saver else None
         self._is_over = False  # the weights have changed, or may have: once and for all
         self._ended: list[EndedLoad] = []  # without having begun
         self._failed_blocks: set[int] = set()
         self._report = LoadReport()
         self._step = Step()
         self._began_s = 0.0
+        self._before: torch.cuda.Event | None = None
+        """What was queued on the device before this step, new weights among it."""
+        self._has_told = False
+        """In the last step, of loads: vLLM is about to go on with them."""
 
     def begin(self, step: Step) -> None:
         self._step, self._began_s = step, self._clock()
         self._is_over |= step.stopped
+        if self.loader or step.loads or step.saves:
+            self._before = self._paged.mark()
+        if self._saver is not None and step.saves:
+            self._saver.begin()
 
     def start_loads(self) -> None:
         for order in self._step.loads:
@@ -63,7 +87,12 @@ class WorkerSide:
                 self.loader.begin(order)
 
     def save(self) -> None:
-        if self._step.saves and self._has_other_weights():
+        if not self._step.saves:
+            return
+        if self._saver is not None:
+            self._save_queued(self._saver)
+            return
+        if self._has_other_weights():
             return
         for order in self._step.saves:
             try:
@@ -74,11 +103,23 @@ class WorkerSide:
     def take_finished(self) -> set[str]:
         """Requests whose loads have ended, well or not."""
         self._rest()
+        if self._saver is not None and self._saver.has_other_weights:
+            self._end()
         every, self._ended = self._ended + self.loader.take_ended(), []
         is_over = bool(every) and self._has_other_weights()
         for ended in every:
             self._settle(nothing_of(ended.order) if is_over else ended)
+        self._has_told = bool(every)
         return {ended.order.request_id for ended in every}
+
+    def _save_queued(self, saver: Saver) -> None:
+        if self._is_over or (self._ranks is not None and not self._ranks.has_part):
+            return
+        try:
+            for request_id, chunks in saver.save(self._step).items():
+                self._report.unsaved.setdefault(request_id, {}).update(chunks)
+        except (KdnError, RuntimeError):
+            logger.exception("what this step has computed is not published")
 
     def take_failed_blocks(self) -> set[int]:
         blocks, self._failed_blocks = self._failed_blocks, set()
@@ -91,19 +132,27 @@ class WorkerSide:
     def _has_other_weights(self) -> bool:
         """Than at start. Then nothing is loaded or published any more, here and, as soon as it is
         reported, by the scheduler's side."""
-        if not self._is_over and self._weights_changed():
-            self._is_over = self._report.weights_changed = True
-            self._weights_changed = lambda: True  # and let go of the old ones
-            logger.error(
-                "kdn: the model has other weights than at start; "
-                "from now on this engine neither loads nor publishes"
-            )
+        if not self._is_over and self._weights_changed(self._before):
+            self._end()
         return self._is_over
 
+    def _end(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = self._report.weights_changed = True
+        self._weights_changed = lambda _: True  # and let go of the old ones
+        self._saver = None
+        logger.error(
+            "kdn: the model has other weights than at start; "
+            "from now on this engine neither loads nor publishes"
+        )
+
     def _rest(self) -> None:
-        """Without anything to compute, vLLM would spin and take the time from decoding."""
+        """Without anything to compute, vLLM would spin and take the time from decoding. But if a
+        load has just been told of, vLLM has something to compute as soon as it hears that, and it
+        may hear it only after another step."""
         is_waiting = len(self.loader) or self._step.waiting
-        if is_waiting and not self._step.num_tokens and not self._ended:
+        if is_waiting and not self._step.num_tokens and not self._ended and not self._has_told:
             self.loader.wait(IDLE_S)
 
     def _settle(self, ended: EndedLoad) -> None:
@@ -117,6 +166,8 @@ class WorkerSide:
         self.counts["failed_tokens"] += order.end - ended.good_until
 
     def _save(self, order: SaveOrder) -> None:
+        if self._ranks is not None and not self._ranks.has_part:
+            return
         took_s = self._clock() - self._began_s
         for chunk in order.chunks:
             if not self._shared.has_room():
@@ -124,6 +175,15 @@ class WorkerSide:
                 continue
             cache = self._paged.read(chunk.start, chunk.end, order.block_ids)
             saved_s = took_s * chunk.num_tokens / max(self._step.num_tokens, chunk.num_tokens)
-            self._shared.publish(chunk, cache, order.exact_until, saved_s)
-            self._shared.session.keep(chunk, cache, OWN)
-            self.counts["published_chunks"] += 1
+            if self._ranks is None:
+                self._publish(chunk, cache, order.exact_until, saved_s)
+            elif not self._ranks.offer(chunk, cache, order.exact_until, saved_s):
+                self.counts["unpublished_chunks"] += 1
+
+    def _publish(
+        self, chunk: Chunk, cache: KVCache, exact_until: int | None, saved_s: float
+    ) -> None:
+        """All heads of a chunk. From any thread."""
+        self._shared.publish(chunk, cache, exact_until, saved_s)
+        self._shared.session.keep(chunk, cache, OWN)
+        self.counts["published_chunks"] += 1

@@ -1,0 +1,191 @@
+"""From chunks to launches: slab after slab goes to a GPU, and the host waits once, at the end.
+
+While a slab is decoded, the next one's streams are already read and copied. Slabs run in the
+decoder's main stream, for which no stream of an engine waits; who has launched them waits on an
+event, without the GIL. A decoder belongs to one thread at a time until its slabs are launched (see
+`device.py`); waiting for them needs no turn.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kdn.cache.keys import Chunk
+from kdn.cache.rows import TokenRows
+from kdn.codec.format import Bitstream
+from kdn.codec.klt.gpu_input import Job, Slab, SlabMaker, split_slabs
+from kdn.codec.klt.gpu_memory import InputBuffer, InputRing, Scratch, size_of
+from kdn.codec.klt.gpu_tables import Tensor
+from kdn.codec.klt.gpu_target import Target
+from kdn.codec.klt.streams import Event, Streams
+from kdn.errors import KdnError
+
+MAX_TARGETS = 8
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How many chunks are decoded at a time, and how many groups; where their integers are."""
+
+    num_chunks: int
+    num_groups: int
+    planes: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A slab of some of the jobs under way; `unread` are those whose streams could not be read."""
+
+    jobs: range
+    status: Tensor
+    done: Event
+    unread: Sequence[int]
+
+    def failed(self) -> list[int]:
+        """Waits until it is decoded, while others run; says which jobs are not written."""
+        if self.done is not None:
+            self.done.synchronize()
+        found = {*np.flatnonzero(self.status.numpy()).tolist(), *self.unread}
+        return [self.jobs[i] for i in sorted(found)]
+
+
+class DecoderMemory(NamedTuple):
+    """Bytes that a decoder takes: tables made from the profile, scratch and buffers on the device;
+    pinned in main memory."""
+
+    tables: int
+    scratch: int
+    buffers: int
+    pinned: int
+
+
+class Launcher(ABC):
+    """What a decoder does around its kernels."""
+
+    def __init__(self, device: torch.device, maker: SlabMaker, streams: Streams) -> None:
+        self.device, self._maker, self._streams = device, maker, streams
+        self._scratch, self._ring = Scratch(device), InputRing(device)
+        self._targets: dict[tuple[object, ...], Target] = {}
+
+    @abstractmethod
+    def plan(self, num_chunks: int, target: Target) -> Batching:
+        """The most at a time that the memory allows."""
+
+    @abstractmethod
+    def run(
+        self,
+        slab: Slab,
+        target: Target,
+        levels: int,
+        plan: Batching,
+        stage: Callable[[str], None] = lambda _: None,
+    ) -> Tensor:
+        """Decodes a slab in the current stream; the result says of each chunk whether it failed."""
+
+    def memory(self) -> DecoderMemory:
+        """What it takes by now: scratch and buffers are taken when they are first needed."""
+        own = {"_scratch", "_ring"}
+        tables = [value for name, value in vars(self).items() if name not in own]
+        return DecoderMemory(size_of(*tables), self._scratch.size_bytes, *self._ring.memory_bytes())
+
+    def target(self, rows: TokenRows) -> Target:
+        """An engine's memory as kernels see it. Its table goes to the device in the main stream, so
+        that nobody waits for the engine's own."""
+        sides = (rows.keys, rows.values)
+        pointers = tuple(one.data_ptr() for side in sides for one in side)
+        strides = tuple(side[0].stride() for side in sides)
+        key = (pointers, strides, rows.dtype, tuple(rows.key_scales), tuple(rows.value_scales))
+        if key not in self._targets:
+            if len(self._targets) == MAX_TARGETS:
+                self._targets.clear()
+            with self._streams.main():
+                self._targets[key] = Target.of_rows(rows)
+        return self._targets[key]
+
+    def job(
+        self, stream: Bitstream, chunk: Chunk, levels: int, slots: npt.NDArray[np.int64]
+    ) -> Job:
+        """A chunk to be decoded, each token into its slot (-1: nowhere); KdnError where its stream
+        is not as the profile says."""
+        return self._maker.job(stream, chunk, levels, slots)
+
+    def decode(
+        self,
+        streams: Sequence[Bitstream],
+        chunks: Sequence[Chunk],
+        levels: int,
+        target: Target,
+        slots: Sequence[npt.NDArray[np.int64]],
+    ) -> list[int]:
+        """Decodes chunks into a target, after all that is in the current stream; returns which of
+        them could not be done here."""
+        jobs, left = {}, []
+        for index, (stream, chunk, own) in enumerate(zip(streams, chunks, slots, strict=True)):
+            try:
+                jobs[index] = self.job(stream, chunk, levels, own)
+            except KdnError:
+                left.append(index)
+        launched = self.launch(list(jobs.values()), levels, target, self._streams.mark())
+        failed = [list(jobs)[i] for one in launched for i in one.failed()]
+        return sorted(left + failed)
+
+    def launch(
+        self, jobs: Sequence[Job], levels: int, target: Target, after: Event = None
+    ) -> list[Launched]:
+        """Decoding of all jobs, after an event, to be waited for."""
+        if not jobs:
+            return []
+        plan, found = self.plan(len(jobs), target), []
+        runs = split_slabs(jobs, plan.num_chunks, self._ring.size_bytes)
+        if len(runs) > 1 and plan.planes is not None:
+            return self.launch(jobs, levels, replace(target, whole=None), after)
+        with self._streams.main(after):
+            try:
+                for run in runs:
+                    found.append(self._launch(run, jobs, levels, target, plan))
+            except BaseException:
+                # The caller's memory is the caller's again, whatever was launched by now.
+                if (event := self._streams.mark()) is not None:
+                    event.synchronize()
+                raise
+        return found
+
+    def _launch(
+        self, run: range, jobs: Sequence[Job], levels: int, target: Target, plan: Batching
+    ) -> Launched:
+        def take(host_bytes: int, device_bytes: int) -> InputBuffer:
+            return self._ring.take(host_bytes, device_bytes, self._streams)
+
+        own = jobs[run.start : run.stop]
+        slab, buffer, unread = self._maker.make(own, levels, take, self._streams)
+        status = self.run(slab, target, levels, plan)
+        found = torch.empty(status.shape, dtype=status.dtype, pin_memory=status.is_cuda)
+        found.copy_(status, non_blocking=True)
+        buffer.used = self._streams.mark()
+        return Launched(run, found, buffer.used, unread)
+
+    def slab(
+        self,
+        streams: Sequence[Bitstream],
+        chunks: Sequence[Chunk],
+        levels: int,
+        slots: Sequence[npt.NDArray[np.int64]],
+    ) -> Slab:
+        """Chunks on the device, in memory of their own: see `gpu_input.py`."""
+        every = zip(streams, chunks, slots, strict=True)
+        jobs = [self.job(stream, chunk, levels, own) for stream, chunk, own in every]
+
+        def take(host_bytes: int, device_bytes: int) -> InputBuffer:
+            return InputBuffer.of(self.device, host_bytes, device_bytes, self._streams)
+
+        slab, buffer, _ = self._maker.make(jobs, levels, take, self._streams)
+        if buffer.copied is not None:
+            buffer.copied.synchronize()  # before its host half is let go
+        return slab

@@ -1,0 +1,88 @@
+"""While vLLM starts: kdn takes what it needs of a GPU, and compiles what is compiled on first use.
+A load has a deadline, the start of vLLM has none."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
+from kdn.cache.rows import NOWHERE, TokenRows
+from kdn.cache.tensors import KVCache
+from kdn.codec.base import Codec, Coded
+from kdn.codec.format import Bitstream
+from kdn.delivery.sink import GPU_BATCH_CHUNKS
+from kdn.errors import KdnError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def apart(device: torch.device, work: Callable[[], T]) -> T:
+    """Do it in a thread of its own, and wait for it. While vLLM makes its cache, GPU memory for its
+    thread may come from a pool that it empties when it sleeps."""
+    if device.type != "cuda":
+        return work()
+
+    def on_device() -> T:
+        with torch.cuda.device(device):
+            done = work()
+            torch.cuda.synchronize()
+            return done
+
+    with ThreadPoolExecutor(1, "kdn-start") as thread:
+        return thread.submit(on_device).result()
+
+
+def warm_up(codec: Codec) -> None:
+    """What decodes and encodes in main memory."""
+    chunk = _chunks(codec, 1)[0]
+    codec.decode(Bitstream.parse(codec.encode(chunk, _values(codec, chunk))), chunk)
+
+
+def warm_up_gpu(codec: Codec, rows: TokenRows, dtype: torch.dtype) -> None:
+    """What decodes into this memory, at every number of levels, and what encodes values of `dtype`
+    on its device, if the codec does that there. Nothing is written. What does not work says so when
+    it is needed, too."""
+    if not codec.decodes_on(rows.device):
+        return
+    began_s = time.monotonic()
+    chunks = _chunks(codec, 2)  # the first tokens of a context are coded in another way
+    try:
+        caches = [_values(codec, chunk, rows.device, dtype) for chunk in chunks]
+        streams = codec.encode_batch(list(zip(chunks, caches, strict=True)))
+        nowhere = np.full(CHUNK_TOKENS, NOWHERE, dtype=np.int64)
+        for chunk, data in zip(chunks, streams, strict=True):
+            if isinstance(data, KdnError):
+                raise data
+            for levels in range(1, codec.num_levels + 1):
+                one = Coded(Bitstream.parse(data), chunk, levels, nowhere)
+                for batch in ([one], [one] * GPU_BATCH_CHUNKS):
+                    codec.decode_rows(batch, rows)
+    except (KdnError, RuntimeError) as error:
+        logger.warning("kdn: the codec %s did not warm up: %r", codec.name, error)
+    logger.info("kdn: compiled for %s in %.1f s", rows.device, time.monotonic() - began_s)
+
+
+def _chunks(codec: Codec, count: int) -> list[Chunk]:
+    tokens = [token % codec.spec.vocab_size for token in range(count * CHUNK_TOKENS)]
+    return cut(tokens, Namespace(b"", b""))
+
+
+def _values(
+    codec: Codec,
+    chunk: Chunk,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> KVCache:
+    spec = codec.spec
+    shape = (spec.num_layers, chunk.num_tokens, spec.num_kv_heads, spec.head_dim)
+    values = torch.linspace(-1.0, 1.0, math.prod(shape), device=device).view(shape).to(dtype)
+    return KVCache(values, values, chunk.start)
