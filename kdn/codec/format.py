@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
+from kdn.codec.copies_numba import NO_FILE, Copy
 from kdn.codec.directory import SectionEntry
 from kdn.codec.header import (
     KIND_KEYS,
@@ -79,6 +80,10 @@ class LevelSource(Mapping[int, memoryview]):
     @abstractmethod
     def read_into(self, buffer: memoryview, first: int, last: int) -> None:
         """The bytes of levels [first, last), one after the other, which fill `buffer`."""
+
+    def copies(self, levels: int) -> list[Copy] | None:
+        """See Bitstream; None if only `read_into` can tell whether they are right."""
+        return None
 
 
 class Bitstream:
@@ -190,6 +195,17 @@ class Bitstream:
                 header.check_level(level, part)
                 if not isinstance(self._levels, LevelSource):
                     self._verified.add(level)
+
+    def copies(self, levels: int) -> list[Copy] | None:
+        """Where the bytes of the first levels lie, for those who copy many streams' at once; None
+        if they have to be verified first, or are not all at hand. Good as long as this is."""
+        for level in range(levels):
+            if level not in self._levels or level not in self._verified:
+                return None
+        if isinstance(self._levels, LevelSource):
+            return self._levels.copies(levels)
+        views = [self._levels[level] for level in range(levels)]
+        return [Copy(NO_FILE, _array(view).ctypes.data, len(view)) for view in views]
 
     def _verified_level(self, level: int) -> memoryview:
         if level not in self._levels:

@@ -99,6 +99,9 @@ class Wish:
     """Which streams it can use."""
     is_held: Callable[[Chunk], bool] = lambda chunk: False
     """What need not be asked for."""
+    reads_tails: bool = False
+    """Whether its model reads a tail sooner than places would answer: then nobody is asked where
+    all full chunks are held."""
 
     def tails(self, after: Chunk | None) -> list[Chunk]:
         """The longest first."""
@@ -120,6 +123,9 @@ async def longest_known(
     held = list(takewhile(wish.is_held, full))
     search = _Search(wish, question, endpoints, until_s)
     rest = full[len(held) :]
+    if wish.reads_tails and held and not rest:
+        tail = [one for one in wish.tails(held[-1]) if wish.is_held(one)][:1]
+        return Known((*held, *tail))
     first = len(held) if len(rest) + TAILS * (len(rest) + 1) <= MAX_KEYS else len(full)
     ends = [full[number - 1] if number else None for number in range(first, len(full) + 1)]
     at_ends = [wish.tails(after) for after in ends]

@@ -21,8 +21,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,11 +60,13 @@ class _Seen(NamedTuple):
     header: Header
     front: Front
     levels: int
+    checked: list[int]
+    """One number: so many of its levels were checked by this process."""
 
     @classmethod
     def of(cls, about: os.stat_result, header: Header, front: Front) -> _Seen:
-        size = about.st_size
-        return cls(about.st_ino, about.st_mtime_ns, size, header, front, front.levels_in(size))
+        inode, written_ns, size = about.st_ino, about.st_mtime_ns, about.st_size
+        return cls(inode, written_ns, size, header, front, front.levels_in(size), [0])
 
     def is_same(self, about: os.stat_result) -> bool:
         return (self.inode, self.written_ns, self.size_bytes) == (
@@ -139,21 +139,23 @@ class HostStreams:
         read until this is left."""
         with ExitStack() as stack:
             here = self._entered(stack)
-            yield [] if here is None else list(self._open(here, chunks, levels))
+            yield [] if here is None else list(self._open(here, chunks, levels, stack))
 
     def _open(
-        self, here: Here, chunks: Sequence[Chunk], levels: Sequence[int]
+        self, here: Here, chunks: Sequence[Chunk], levels: Sequence[int], stack: ExitStack
     ) -> Iterator[Bitstream]:
         for chunk, wanted in zip(chunks, levels, strict=True):
             seen = self._look(here, chunk)
             if seen is None or seen.levels < wanted:
                 return
-            same = partial(_same_file, here, _name(chunk), seen.inode)
-            yield Bitstream(
-                seen.header,
-                HeldLevels(seen.header, seen.front, seen.levels, same),
-                verified=range(seen.levels),
-            )
+            try:
+                file = stack.enter_context(here.open(_name(chunk)))
+                if os.fstat(file).st_ino != seen.inode:
+                    return  # it was replaced just now
+            except (OSError, FormatError):
+                return
+            held = HeldLevels(seen.header, seen.front, seen.levels, file, seen.checked)
+            yield Bitstream(seen.header, held, verified=range(seen.levels))
 
     def _look(self, here: Here, chunk: Chunk) -> _Seen | None:
         """Its file, if there is one that can be believed and has a level."""
@@ -217,18 +219,19 @@ class HostStreams:
         expected = self._expected_kld
         wanted = levels_wanted(expected, chunks, end, enough_kld)
         grades: list[Grade] = []
-        with self.opened(chunks, wanted) as streams:
-            arrivals = map(Arrival, chunks, streams, wanted, [False] * len(streams))
-            size = BATCHES * (getattr(sink, "batch_chunks", 0) or num_cores())
-            while batch := list(islice(arrivals, size)):
-                failures = sink.decode(batch)
+        size = BATCHES * (getattr(sink, "batch_chunks", 0) or num_cores())
+        for first in range(0, len(chunks), size):
+            own, levels = chunks[first : first + size], wanted[first : first + size]
+            with self.opened(own, levels) as streams:
+                batch = [Arrival(*one, False) for one in zip(own, streams, levels, strict=False)]
+                failures = sink.decode(batch) if batch else []
                 self._drop_damaged(batch, failures)
-                good = next((i for i, one in enumerate(failures) if one is not None), len(batch))
-                klds = [expected[one.levels - 1] for one in batch[:good]]
-                exact = [one.levels == len(expected) for one in batch[:good]]
-                grades += map(Grade, klds, exact)
-                if good < len(batch):
-                    break
+            good = next((i for i, one in enumerate(failures) if one is not None), len(batch))
+            klds = [expected[one.levels - 1] for one in batch[:good]]
+            exact = [one.levels == len(expected) for one in batch[:good]]
+            grades += map(Grade, klds, exact)
+            if good < len(own):
+                break
         return tuple(grades)
 
     def _drop_damaged(self, batch: Sequence[Arrival], failures: Sequence[KdnError | None]) -> None:
@@ -318,11 +321,3 @@ def levels_wanted(
 
 def _name(chunk: Chunk) -> str:
     return f"{chunk.key.hex()}.stream"
-
-
-@contextmanager
-def _same_file(here: Here, name: str, inode: int) -> Iterator[int]:
-    with here.open(name) as file:
-        if os.fstat(file).st_ino != inode:
-            raise TruncatedError("a held stream was replaced meanwhile")
-        yield file

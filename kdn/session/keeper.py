@@ -76,7 +76,7 @@ class StreamKeeper:
     def used(self, chunks: Sequence[Chunk]) -> None:
         """These were of use just now. From any thread."""
         if chunks:
-            self._submit(0, self._streams.used, chunks)
+            self._submit(0, self._used, self._clock() + KEEP_AFTER_S, chunks)
 
     def _submit(self, size_bytes: int, work: Callable[..., object], *given: object) -> None:
         def done(_: object) -> None:
@@ -94,6 +94,10 @@ class StreamKeeper:
     def _put(self, due_s: float, chunk: Chunk, data: Buffer, levels: int) -> None:
         if not self._closed.wait(max(0.0, due_s - self._clock())):
             self._streams.put(chunk, data, levels)
+
+    def _used(self, due_s: float, chunks: Sequence[Chunk]) -> None:
+        if not self._closed.wait(max(0.0, due_s - self._clock())):
+            self._streams.used(chunks)
 
     def close(self) -> None:
         """What is not there yet is not kept."""

@@ -165,8 +165,9 @@ class Session(Opened):
             until_s = self._clock() + limit_s
             with self._looking(enough_kld) as is_held:
                 wish = Wish(
-                    token_ids(tokens), namespace or self.namespace, block_tokens, takes, is_held
-                )
+                    token_ids(tokens), namespace or self.namespace, block_tokens, takes, is_held,
+                    reads_tails=self.device.type == "cuda",
+                )  # fmt: skip
                 return await longest_known(wish, self._question(()), self.places.endpoints, until_s)
 
     def _looking(self, enough_kld: float) -> AbstractContextManager[Callable[[Chunk], bool]]:

@@ -7,21 +7,21 @@ mapped: what is cut off while it is read would kill the reader (SIGBUS). It is r
 the buffer that a decoder has for it, and what is missing by then is a short read, a miss. Files are
 not pinned, either: a decoder's own staging buffers are.
 
-Every level is checked with xxh3 each time it is read, by the thread that reads it: in the
-processor's cache still, that costs a fifth of what reading takes (1.2 MB: 43 us beside 200). The
-header's SHA-256 digests, five to twenty times slower, were checked before the file was written.
+A level is checked with xxh3 when a process first reads it. From then on it is read as it is, for
+as long as the file is the same: it lies in memory, and nobody writes to it. The header's SHA-256
+digests, five to twenty times slower, were checked before the file was written.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
+from kdn.codec.copies_numba import Copy
 from kdn.codec.format import Buffer, LevelSource
 from kdn.codec.header import MAX_HEADER_BYTES, MAX_LEVELS, Header
 from kdn.errors import ChecksumError, FormatError, LimitError, TruncatedError
@@ -121,20 +121,17 @@ def _digest(front: Buffer, header: Buffer) -> int:
 
 
 class HeldLevels(LevelSource):
-    """The first levels of a stream, in a file: read when they are wanted, all that are wanted or
-    none. TruncatedError if they are not there any more, ChecksumError if they are not what was
-    written. For any thread, as long as the folder is open."""
+    """The first levels of a stream, in an open file: read when they are wanted, all that are wanted
+    or none. TruncatedError if they are not there any more, ChecksumError if they are not what was
+    written. For any thread, as long as the file is open."""
 
     def __init__(
-        self,
-        header: Header,
-        front: Front,
-        levels: int,
-        open_file: Callable[[], AbstractContextManager[int]],
+        self, header: Header, front: Front, levels: int, file: int, checked: list[int]
     ) -> None:
-        """`levels`: so many are in the file, as far as is known."""
+        """`levels`: so many are in the file, as far as is known. `checked`: one number, so many of
+        them were checked by this process."""
         self._header, self._front, self._count = header, front, levels
-        self._open_file = open_file
+        self._file, self._checked = file, checked
         self._here: dict[int, memoryview] = {}
 
     def read_into(self, buffer: memoryview, first: int, last: int) -> None:
@@ -147,15 +144,23 @@ class HeldLevels(LevelSource):
             part = buffer[start - starts[0] : end - starts[0]]
             if xxh3_64_intdigest(part) != self._front.sums[level]:
                 raise ChecksumError(f"level {level} of a held stream is damaged")
+        if first <= self._checked[0]:
+            self._checked[0] = max(self._checked[0], last)
+
+    def copies(self, levels: int) -> list[Copy] | None:
+        """Where they lie in the file, if they were checked before."""
+        if levels > min(self._checked[0], self._count):
+            return None
+        first, size = self._header.size_bytes, self._header.level_end(levels - 1)
+        return [Copy(self._file, self._front.stream_at + first, size - first)]
 
     def _read(self, buffer: memoryview, at: int) -> None:
         try:
-            with self._open_file() as file:
-                while buffer:
-                    count = os.preadv(file, [buffer], at)
-                    if not count:
-                        raise TruncatedError("levels of a held stream have gone meanwhile")
-                    buffer, at = buffer[count:], at + count
+            while buffer:
+                count = os.preadv(self._file, [buffer], at)
+                if not count:
+                    raise TruncatedError("levels of a held stream have gone meanwhile")
+                buffer, at = buffer[count:], at + count
         except OSError as error:
             raise TruncatedError(f"a held stream has gone meanwhile: {error}") from error
 

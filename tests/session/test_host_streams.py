@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kdn.cache.keys import Chunk, Namespace, cut
+from kdn.codec.copies_numba import copy_all
 from kdn.codec.format import DType, Header
 from kdn.delivery.sink import Arrival, HostSink
 from kdn.errors import KdnError, TruncatedError, UnsupportedError
@@ -169,17 +171,47 @@ def test_a_stream_that_fades_while_it_is_read_is_a_miss(tier: HostStreams, folde
     assert tier.levels(CHUNKS[2]) == 3  # and what is left of it stays
 
 
-def test_a_stream_that_is_replaced_or_gone_while_it_is_read_is_a_miss(
+def test_a_stream_that_is_replaced_or_gone_while_it_is_read_is_read_as_it_was(
     tier: HostStreams, folder: Path
 ) -> None:
     put(tier, CHUNKS[0], 3)
     better = sink_for(CHUNKS, before=lambda: put(open_tier(folder), CHUNKS[0], 4))
-    assert tier.deliver(CHUNKS[:1], better, 256, 0.1) == ()
+    assert len(tier.deliver(CHUNKS[:1], better, 256, 0.1)) == 1
     assert tier.levels(CHUNKS[0]) == 4
     for go in (lambda: path(folder, CHUNKS[0]).unlink(), lambda: shutil.rmtree(folder)):
         put(tier, CHUNKS[0])
-        assert tier.deliver(CHUNKS[:1], sink_for(CHUNKS, before=go), 256, 0.1) == ()
+        assert len(tier.deliver(CHUNKS[:1], sink_for(CHUNKS, before=go), 256, 0.1)) == 1
         assert tier.levels(CHUNKS[0]) == 0
+        assert tier.deliver(CHUNKS[:1], sink_for(CHUNKS), 256, 0.1) == ()
+
+
+def test_a_level_is_checked_once_and_then_copied_in_bulk(tier: HostStreams) -> None:
+    """Until then only `read_into`, which checks it, may read it."""
+    put(tier, CHUNKS[0])
+    with tier.opened(CHUNKS[:1], [3]) as [stream]:
+        assert stream.copies(3) is None
+        size = HEADER.level_end(2) - HEADER.size_bytes
+        checked, copied = bytearray(size), np.zeros(size, np.uint8)
+        stream.read_into(memoryview(checked), 3)
+        assert stream.copies(4) is None
+        copies = stream.copies(3)
+        assert copies is not None
+        assert copy_all(copies, np.array([copied.ctypes.data], np.uint64)).all()
+    assert copied.tobytes() == checked
+
+
+def test_a_stream_that_is_cut_while_it_is_copied_is_not_whole(
+    tier: HostStreams, folder: Path
+) -> None:
+    put(tier, CHUNKS[0])
+    with tier.opened(CHUNKS[:1], [3]) as [stream]:
+        size = HEADER.level_end(2) - HEADER.size_bytes
+        buffer = np.zeros(size, np.uint8)
+        stream.read_into(buffer.data, 3)
+        os.truncate(path(folder, CHUNKS[0]), 4000)
+        copies = stream.copies(3)
+        assert copies is not None
+        assert not copy_all(copies, np.array([buffer.ctypes.data], np.uint64)).any()
 
 
 def test_a_folder_that_was_removed_comes_back(tier: HostStreams, folder: Path) -> None:
@@ -286,8 +318,8 @@ def test_what_another_could_have_written_is_not_believed(tier: HostStreams, fold
     path(folder, CHUNKS[1]).rename(elsewhere)
     path(folder, CHUNKS[1]).symlink_to(elsewhere)
     assert [tier.levels(chunk) for chunk in CHUNKS] == [0, 0, 4, 4]
-    opening = lambda: path(folder, CHUNKS[2]).chmod(0o666)  # noqa: E731
-    assert tier.deliver(CHUNKS[2:3], sink_for(CHUNKS, opening), 1024, 1.0) == ()
+    path(folder, CHUNKS[2]).chmod(0o666)
+    assert tier.deliver(CHUNKS[2:3], sink_for(CHUNKS), 1024, 1.0) == ()
     folder.chmod(0o777)
     tier.used(CHUNKS)
     assert tier.levels(CHUNKS[3]) == 0

@@ -83,12 +83,21 @@ def test_streams_are_kept_later_and_not_after_the_end(streams: Any) -> None:
     keeper = StreamKeeper(streams)
     streams.go_on.set()
     began_s = time.monotonic()
-    keeper.used([CHUNK, CHUNK])
-    keeper.used([])
-    soon(lambda: streams.used_ones == [2])
     assert keeper.keep(CHUNK, bytes(10), 1)
+    keeper.used([CHUNK, CHUNK])
     keeper.close()
     assert time.monotonic() - began_s < 0.9
     assert keeper.keep(CHUNK, bytes(10), 1)
     keeper.used([CHUNK])
-    assert (streams.put_ones, streams.used_ones) == ([], [2])
+    assert (streams.put_ones, streams.used_ones) == ([], [])
+
+
+def test_streams_count_as_used_when_nobody_waits_any_more(
+    streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "KEEP_AFTER_S", 0.01)
+    keeper = StreamKeeper(streams)
+    keeper.used([CHUNK, CHUNK])
+    keeper.used([])
+    soon(lambda: streams.used_ones == [2])
+    keeper.close()

@@ -40,9 +40,10 @@ from kdn.codec.klt.columns import (
     share_of,
     write_band,
 )
-from kdn.codec.klt.device import GpuDecoding
+from kdn.codec.klt.device import BegunRows, GpuDecoding
 from kdn.codec.klt.duals import Duals
 from kdn.codec.klt.gpu_encoding import BATCH_BYTES, CONTEXT_BYTES, GpuEncoding
+from kdn.codec.klt.gpu_memory import SLAB_CHUNKS
 from kdn.codec.klt.kinds import (
     KIND_CORRECTION,
     KIND_DIGITS,
@@ -263,10 +264,20 @@ class KltCodec(Codec):
         """On the GPU where the memory is on one. What that cannot do is left to the reference."""
         if not self._gpu.suits(rows):
             return super().decode_rows(batch, rows, after=after)
-        found = [self._why_not(one, rows) for one in batch]
-        sound = [i for i, error in enumerate(found) if error is None]
-        left = self._gpu.decode_rows([batch[i] for i in sound], rows, after)
-        rest = [sound[i] for i in left]
+        found: list[KdnError | None] = []
+        begun: list[tuple[list[int], BegunRows]] = []
+        rest: list[int] = []
+        try:
+            # The GPU decodes the first of them while the next are checked and read.
+            for first in range(0, len(batch), SLAB_CHUNKS):
+                errors = [self._why_not(one, rows) for one in batch[first : first + SLAB_CHUNKS]]
+                found += errors
+                sound = [first + i for i, error in enumerate(errors) if error is None]
+                begun.append((sound, self._gpu.begin_rows([batch[i] for i in sound], rows, after)))
+        finally:
+            # Also where something went wrong: the memory is the engine's again.
+            for sound, some in begun:
+                rest += [sound[i] for i in some.left()]
         others = super().decode_rows([batch[i] for i in rest], rows, after=after)
         for i, error in zip(rest, others, strict=True):
             found[i] = error

@@ -27,7 +27,7 @@ from kdn.cache.spec import ModelSpec
 from kdn.codec.klt.correction_triton import Correction, Errors
 from kdn.codec.klt.gpu_input import Slab, SlabMaker
 from kdn.codec.klt.gpu_launch import Batching, Launcher
-from kdn.codec.klt.gpu_memory import ALIGNMENT, Carving, Fresh, aligned
+from kdn.codec.klt.gpu_memory import ALIGNMENT, SLAB_CHUNKS, Carving, Fresh, aligned
 from kdn.codec.klt.gpu_tables import (
     BLOCK_K,
     WIDE_ROWS,
@@ -52,7 +52,6 @@ SCRATCH_BYTES = 256 << 20
 """What slabs may take otherwise: 32 chunks of a model with 8 billion parameters."""
 SLAB_SHARE = 0.8
 """Of that: for integers; the rest is for the matrix of a batch of groups."""
-SLAB_CHUNKS = 32
 MIN_BATCH_BYTES = 64 << 20
 PREDICTED_TOKENS = 4096
 LATENT_TOKENS, TURN_TOKENS = 8, 16

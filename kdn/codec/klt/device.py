@@ -33,6 +33,22 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from kdn.codec.klt.decoder_triton import GpuDecoder
     from kdn.codec.klt.gpu_input import Job
+    from kdn.codec.klt.gpu_launch import Launched
+
+
+class BegunRows:
+    """Chunks that are being decoded into an engine's memory."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.slabs: list[tuple[Launched, list[int]]] = []
+        """Each with the numbers of all jobs that it was launched with."""
+
+    def left(self) -> list[int]:
+        """Waits, and says which are left to do: nothing of them is written."""
+        failed = {numbers[i] for slab, numbers in self.slabs for i in slab.failed()}
+        done = {numbers[i] for slab, numbers in self.slabs for i in slab.jobs}
+        return sorted((set(range(self._count)) - done) | failed)
 
 
 class GpuDecoding:
@@ -76,12 +92,12 @@ class GpuDecoding:
         """Whether an engine's memory is one that kernels write to."""
         return self._suits(rows.keys[0], rows.values[0])
 
-    def decode_rows(
+    def begin_rows(
         self, batch: Sequence[Coded], rows: TokenRows, after: torch.cuda.Event | None = None
-    ) -> list[int]:
-        """Decodes what it can of checked chunks into an engine's memory that suits; returns which
-        are left to do, of which nothing is written."""
-        launched = []
+    ) -> BegunRows:
+        """Launches decoding of what it can of checked chunks into an engine's memory that suits.
+        Until `BegunRows.left` has returned, that memory is not the engine's."""
+        begun = BegunRows(len(batch))
         try:
             # One load launches at a time. Those that wait for theirs have let the lock go.
             with self._lock:
@@ -89,14 +105,13 @@ class GpuDecoding:
                 target, jobs = decoder.target(rows), self._jobs(decoder, batch)
                 for count, own in jobs.items():
                     slabs = decoder.launch([job for _, job in own], count, target, after)
-                    launched += [(slab, own) for slab in slabs]
+                    begun.slabs += [(slab, [i for i, _ in own]) for slab in slabs]
         except torch.OutOfMemoryError:
             log.warning("too little memory on %s to decode there", rows.device)
-        finally:
-            # Also where something went wrong: the memory is the engine's again.
-            failed = [own[i][0] for slab, own in launched for i in slab.failed()]
-        done = {own[i][0] for slab, own in launched for i in slab.jobs}
-        return sorted((set(range(len(batch))) - done) | set(failed))
+        except BaseException:
+            begun.left()
+            raise
+        return begun
 
     def _jobs(
         self, decoder: GpuDecoder, batch: Sequence[Coded]

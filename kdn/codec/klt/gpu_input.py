@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk
+from kdn.codec.copies_numba import Copy, copy_all
 from kdn.codec.directory import section_code
 from kdn.codec.format import Bitstream, Header
 from kdn.codec.klt.gpu_memory import InputBuffer, aligned
@@ -33,6 +34,8 @@ Ids = npt.NDArray[np.int64]
 STREAM_ALIGNMENT = 16
 MAX_READERS = 8
 """Threads that bring streams into a buffer; more hardly read faster."""
+MAX_LENGTHS = 4096
+"""Streams whose sections' lengths are remembered; a kilobyte each."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,7 @@ class SlabMaker:
         self._parts, self._num_groups, self._num_sinks = parts, num_groups, num_sinks
         self._vocab_size, self._spare_words = vocab_size, spare_words
         self._sections: dict[tuple[int, bool], Sections] = {}
+        self._lengths: dict[tuple[bytes, int, bool], npt.NDArray[np.int64]] = {}
 
     def _sections_of(self, levels: int, *, with_sinks: bool) -> Sections:
         key = (levels, with_sinks)
@@ -179,8 +183,16 @@ class SlabMaker:
         """KdnError unless kernels can read nothing but what is there."""
         check_ids(chunk, self._vocab_size)
         with_sinks = chunk.start == 0 and self._num_sinks > 0
-        sections = self._sections_of(levels, with_sinks=with_sinks)
-        return Job(stream, chunk, slots, sections.lengths(stream.header, levels))
+        # The id is a digest of the header. The same streams are decoded over and over.
+        key = (stream.stream_id, levels, with_sinks)
+        lengths = self._lengths.get(key)
+        if lengths is None:
+            sections = self._sections_of(levels, with_sinks=with_sinks)
+            lengths = sections.lengths(stream.header, levels)
+            if len(self._lengths) >= MAX_LENGTHS:
+                self._lengths.clear()
+            self._lengths[key] = lengths
+        return Job(stream, chunk, slots, lengths)
 
     def fields(self, num_chunks: int) -> Fields:
         tokens, groups = num_chunks * CHUNK_TOKENS, self._num_groups
@@ -227,7 +239,7 @@ class SlabMaker:
             return []
 
         places = [
-            (c, job.stream, raw.data[starts[c] : starts[c] + job.size_bytes])
+            (c, job.stream, raw[starts[c] : starts[c] + job.size_bytes])
             for c, job in enumerate(jobs)
         ]
         share = -(-len(jobs) // min(MAX_READERS, num_cores()))
@@ -265,15 +277,26 @@ class SlabMaker:
                 arrays["sink_places"][:] = places[0, sections.sinks]
 
 
-def _read(piece: Sequence[tuple[int, Bitstream, memoryview]], levels: int) -> list[int]:
+def _read(piece: Sequence[tuple[int, Bitstream, npt.NDArray[np.uint8]]], levels: int) -> list[int]:
     """Streams into a buffer; returns which could not be read: the reference says why."""
-    failed = []
+    copies: list[Copy] = []
+    owners, places, failed = [], [], []
     for index, stream, buffer in piece:
-        try:
-            stream.read_into(buffer, levels)
-        except KdnError:
-            failed.append(index)
-    return failed
+        found = stream.copies(levels)
+        if found is None:
+            try:
+                stream.read_into(buffer.data, levels)
+            except KdnError:
+                failed.append(index)
+            continue
+        place = buffer.ctypes.data
+        for one in found:
+            owners.append(index)
+            places.append(place)
+            place += one.num_bytes
+        copies += found
+    done = copy_all(copies, np.array(places, np.uint64))
+    return failed + sorted({owners[i] for i in np.flatnonzero(~done)})
 
 
 def stream_starts(jobs: Sequence[Job], first: int) -> npt.NDArray[np.int64]:

@@ -21,6 +21,7 @@ import torch
 from kdn.codec.klt.streams import Event, Streams
 
 ALIGNMENT = 256
+SLAB_CHUNKS = 32
 INPUT_BYTES = 64 << 20
 """Of each buffer: a batch of chunks of a model with 8 billion parameters has 41 MB in three levels.
 torch takes pinned memory in powers of two."""

@@ -161,16 +161,20 @@ class SchedulerSide:
             return 0, False
         if must_compute(request):  # whether or not this vLLM drops the hit by itself
             return 0, False
+        if self._in_blocks(request.num_tokens - 1) <= local_tokens:
+            return 0, False  # vLLM has all that could be loaded: nothing to wait for
         # It may wait in its queue as long as the request waits in vLLM's.
         now_s = self._clock()
         state.until_s = min(state.until_s, now_s + PATIENCE * state.settings.lookup_s)
         if self._still_waits(state) and now_s < state.until_s:
             return None, False
-        end = min(self._settled(state).end, request.num_tokens - 1)
-        end = end // self._block_tokens * self._block_tokens
+        end = self._in_blocks(min(self._settled(state).end, request.num_tokens - 1))
         if end <= local_tokens or not self._is_named(state):
             return 0, False
         return end - local_tokens, True
+
+    def _in_blocks(self, num_tokens: int) -> int:
+        return num_tokens // self._block_tokens * self._block_tokens
 
     def _still_waits(self, state: RequestState) -> bool:
         """For its lookup; for a moment it is waited for here, if nothing else has to be done."""
