@@ -52,6 +52,7 @@ test-gpu:
 	python3 -m pytest -m gpu tests/codec/test_klt_triton.py \
 		tests/codec/test_klt_triton_encoding.py tests/codec/test_klt_shipped.py
 	python3 -m pytest -m gpu tests/cache/test_fingerprint.py tests/engines/test_unchanged.py tests/client/test_gpu.py
+	python3 -m pytest -m gpu tests/engines/test_gpu_quality.py tests/vllm/test_gpu.py
 
 # Two versions of numba would throw away each other's compiled code.
 test-vllm: $(VLLM_STAMP)

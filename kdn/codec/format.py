@@ -142,6 +142,11 @@ class Bitstream:
         every = self.info.num_levels
         return next((level for level in range(every) if level not in self._levels), every)
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Not so if its levels are read from elsewhere when they are asked for."""
+        return not isinstance(self._levels, LevelSource)
+
     def has_level(self, level: int) -> bool:
         """Whether this level is wholly here, whichever others are."""
         return level in self._levels

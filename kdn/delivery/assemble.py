@@ -9,16 +9,21 @@ If it does not verify, all that was not verified is forgotten and missing again.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
-import numpy as np
-
-from kdn.codec.format import Bitstream, Buffer
+from kdn.codec.format import Bitstream
+from kdn.codec.format import Buffer as Bytes
 from kdn.codec.header import Header
+from kdn.codec.threads import num_cores
+from kdn.delivery.buffers import SHARED, Buffer
 from kdn.errors import ChecksumError, LimitError
 from kdn.protocol.limits import MAX_CHUNK_BYTES
 
 IN_LOOP_BYTES = 32 << 10
-"""A level up to this size is verified (in 30 us) faster than another thread would begin with it."""
+"""Levels up to this size are verified (in 30 us) faster than another thread would begin with it."""
+MAX_THREADS = 8
 
 Interval = tuple[int, int]
 
@@ -32,6 +37,9 @@ class Intervals:
     def add(self, start: int, end: int) -> None:
         if start >= end:
             return
+        if len(self._parts) == 1 and self._parts[0][1] == start:  # the next bytes, as they arrive
+            self._parts[0] = (self._parts[0][0], end)
+            return
         merged, rest = (start, end), []
         for part in self._parts:
             if part[1] < merged[0] or part[0] > merged[1]:
@@ -41,12 +49,22 @@ class Intervals:
         self._parts = sorted([*rest, merged])
 
     def remove(self, start: int, end: int) -> None:
+        if start >= end:
+            return
         self._parts = [
             part for own in self._parts for part in _outside(own, start, end) if part[0] < part[1]
         ]
 
+    @property
+    def first_gap(self) -> int:
+        """The least number that is not in the set."""
+        return self._parts[0][1] if self._parts and self._parts[0][0] == 0 else 0
+
     def missing(self, start: int, end: int) -> list[Interval]:
         """The parts of [start, end) that are not in the set."""
+        if len(self._parts) == 1 and self._parts[0][0] <= start:  # nothing but a beginning
+            start = max(start, self._parts[0][1])
+            return [(start, end)] if start < end else []
         gaps = [(start, end)] if start < end else []
         for lo, hi in self._parts:
             gaps = [part for gap in gaps for part in _outside(gap, lo, hi) if part[0] < part[1]]
@@ -59,7 +77,7 @@ def _outside(interval: Interval, start: int, end: int) -> tuple[Interval, Interv
 
 
 class Assembly:
-    def __init__(self, header: Header, head: Buffer) -> None:
+    def __init__(self, header: Header, head: Bytes) -> None:
         """`head` are the stream's first bytes: at least its header, which `header` is."""
         if header.stream_bytes > MAX_CHUNK_BYTES:
             raise LimitError(
@@ -71,11 +89,11 @@ class Assembly:
         """How many of the first levels are here and verified."""
         self.damages = 0
         """Levels that arrived and did not verify."""
-        # Not a bytearray: pages that are never written to take no memory.
-        self._bytes = np.empty(header.stream_bytes, dtype=np.uint8).data
+        self._first = memoryview(head)[: header.stream_bytes]
+        self._buffer: Buffer | None = None  # of the whole stream, when more than that comes
         self._have = Intervals()
+        self._have.add(0, len(self._first))
         self._checking = False
-        self.add(0, head)
 
     @property
     def stream_id(self) -> bytes:
@@ -84,37 +102,59 @@ class Assembly:
     @property
     def head(self) -> bytes:
         """Its header, as it came."""
-        return bytes(self._bytes[: self.header.size_bytes])
+        return bytes(self._first[: self.header.size_bytes])
 
     @property
     def arrived_bytes(self) -> int:
         """From the first byte on, without a gap."""
-        gaps = self._have.missing(0, len(self._bytes))
-        return gaps[0][0] if gaps else len(self._bytes)
+        return self._have.first_gap
 
     def missing(self, end: int) -> list[Interval]:
         """What is still to be fetched of the first `end` bytes."""
         return self._have.missing(0, end)
 
-    def add(self, start: int, data: Buffer) -> int:
+    def add(self, start: int, data: Bytes) -> int:
         """Take what is new of these bytes; how many that was."""
         view, new_bytes = memoryview(data), 0
-        for lo, hi in self._have.missing(start, min(start + len(view), len(self._bytes))):
-            self._bytes[lo:hi] = view[lo - start : hi - start]
-            self._have.add(lo, hi)
+        for lo, hi in self._have.missing(start, min(start + len(view), self.level_ends[-1])):
+            self._memory()[lo:hi] = view[lo - start : hi - start]
+            self.arrived(lo, hi - lo)
             new_bytes += hi - lo
         return new_bytes
+
+    def room(self, start: int, num_bytes: int) -> tuple[int, memoryview]:
+        """How many of these bytes are here already, from the first on, and memory for those after
+        them that are not: to be filled at once, and told with `arrived`."""
+        gaps = self._have.missing(start, min(start + num_bytes, self.level_ends[-1]))
+        if not gaps:
+            return num_bytes, memoryview(b"")
+        lo, hi = gaps[0]
+        return lo - start, self._memory()[lo:hi]
+
+    def arrived(self, start: int, num_bytes: int) -> None:
+        """So many bytes are in the memory that `room` gave."""
+        assert self._buffer is not None
+        self._buffer.wrote(start + num_bytes)
+        self._have.add(start, start + num_bytes)
 
     def stream(self, levels: int) -> Bitstream:
         """The first `levels` levels, to be decoded."""
         assert 1 <= levels <= self.levels
-        data = self._bytes[: self.level_ends[levels - 1]]
+        data = self._memory()[: self.level_ends[levels - 1]]
         return Bitstream.of(self.header, data, verified=range(levels))
 
     def verified(self) -> memoryview:
         """Header and verified levels, as they came; they do not change any more."""
         end = self.level_ends[self.levels - 1] if self.levels else self.header.size_bytes
-        return self._bytes[:end].toreadonly()
+        return self._memory()[:end].toreadonly()
+
+    def _memory(self) -> memoryview:
+        """Most streams that are looked up are not read on: so it is there when it is needed."""
+        if self._buffer is None:
+            self._buffer = SHARED.take(self.header.stream_bytes)
+            self._buffer.view[: len(self._first)] = self._first
+            self._buffer.wrote(len(self._first))
+        return self._buffer.view
 
     # verifying
 
@@ -126,35 +166,46 @@ class Assembly:
         return self.arrived_bytes >= self.level_ends[self.levels]
 
     async def verify(self) -> None:
-        """Verify the levels that are wholly here, large ones in a thread."""
+        """Verify the levels that are wholly here, in a thread unless they are small."""
         while self.is_ripe:
-            level = self.levels
+            self._memory()  # made here, not in two threads
+            first, end = self.levels, bisect_right(self.level_ends, self.arrived_bytes)
+            size = self.level_ends[end - 1] - self.header.level_start(first)
             self._checking = True
             try:
-                small = len(self._level(level)) <= IN_LOOP_BYTES
                 intact = (
-                    self._is_intact(level)
-                    if small
-                    else await asyncio.to_thread(self._is_intact, level)
+                    self._num_intact(first, end)
+                    if size <= IN_LOOP_BYTES
+                    else await asyncio.get_running_loop().run_in_executor(
+                        _threads(), self._num_intact, first, end
+                    )
                 )
             finally:
                 self._checking = False
-            self._settle(level, intact)
+            self.levels = first + intact
+            if self.levels < end:
+                self._forget(self.levels)
 
-    def _is_intact(self, level: int) -> bool:
-        try:
-            self.header.check_level(level, self._level(level))
-        except ChecksumError:
-            return False
-        return True
+    def _num_intact(self, first: int, end: int) -> int:
+        """How many of these levels are, up to the first that is not."""
+        for level in range(first, end):
+            try:
+                self.header.check_level(level, self._level(level))
+            except ChecksumError:
+                return level - first
+        return end - first
 
     def _level(self, level: int) -> memoryview:
-        return self._bytes[self.header.level_start(level) : self.level_ends[level]]
+        return self._memory()[self.header.level_start(level) : self.level_ends[level]]
 
-    def _settle(self, level: int, intact: bool) -> None:
-        if intact:
-            self.levels = level + 1
-        else:
-            self.damages += 1
-            # And all behind it: nobody knows whether those who brought this brought that.
-            self._have.remove(self.header.level_start(level), len(self._bytes))
+    def _forget(self, level: int) -> None:
+        """And all behind it: nobody knows whether those who brought this brought that."""
+        self.damages += 1
+        self._have.remove(self.header.level_start(level), self.level_ends[-1])
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Digests have threads of their own: whoever else waits for a thread, as decoding does, need
+    not wait for all of them."""
+    return ThreadPoolExecutor(min(MAX_THREADS, num_cores()), "kdn-verify")

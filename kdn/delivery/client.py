@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from random import Random
 
+from kdn.delivery.course import PLAN_S, Course
 from kdn.delivery.decode import Decoder
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.delivery.estimate import Estimator, Gauge
@@ -22,7 +23,7 @@ from kdn.delivery.flight import Limits, ThroughputEstimator
 from kdn.delivery.front import Front
 from kdn.delivery.known import Known
 from kdn.delivery.lookup import HEAD_BYTES, Incoming, Question, look_up, read_local, reject_spoilt
-from kdn.delivery.plan import Fetch, Offer, Plan, Policy, Progress, Reading, Situation
+from kdn.delivery.plan import Fetch, Policy
 from kdn.delivery.planner import default
 from kdn.delivery.refine import Refinement
 from kdn.delivery.request import (
@@ -38,11 +39,6 @@ from kdn.delivery.transfer import Transfer
 from kdn.store.base import Store
 
 TICK_S = 0.02
-PLAN_S = 0.005
-"""Not more often, nor more than a fifth of the time, is spent on planning."""
-REPLAN_S = 0.25
-BREAK = 0.25
-"""An estimate that has moved by this much makes a new plan."""
 HOPELESS_S = 30.0
 """Without a byte for so long, no deadline is worth waiting for."""
 LOOKUP_S = 0.02
@@ -50,6 +46,13 @@ LOOK_SHARE = 0.01
 """Of the time the model would need for all: so long it waits for a lookup, or for a link that may
 prove fast enough."""
 PROGRESS_S = 0.05
+BEAT_S = 0.001
+"""Not more often anything is looked at while bytes are on their way: on a fast link a chunk arrives
+every half of a millisecond."""
+GATHER_S = 0.004
+"""So long a few chunks wait for others that are about to arrive, to be decoded with them."""
+GATHERED = 4
+"""A part of the batch that a sink likes, and enough for it not to wait."""
 
 
 async def deliver(
@@ -64,12 +67,13 @@ async def deliver(
     clock: Callable[[], float] = time.monotonic,
     rng: Random | None = None,
     head_bytes: int = HEAD_BYTES,
+    gauge: Gauge | None = None,
 ) -> Result:
     """The best of these chunks that is to be had by the deadline, written to the sink.
 
     What is known of them is looked up, if nobody tells. The estimator may be shared by deliveries
-    from the same endpoints: what one has learnt of the link helps the next. Endpoints are not
-    closed.
+    from the same endpoints, the gauge by those to sinks of one kind: what one has learnt of the
+    link and of the machine helps the next. Endpoints are not closed.
     """
     if not isinstance(endpoints, Endpoints):
         endpoints = Endpoints(endpoints)
@@ -83,6 +87,7 @@ async def deliver(
         estimator or Estimator(),
         on_progress or (lambda snapshot: None),
         limits or Limits(),
+        gauge or Gauge(request.speeds, request.compute is not None),
     )
     return await delivery.run()
 
@@ -100,13 +105,12 @@ class Delivery:
         estimator: ThroughputEstimator,
         on_progress: OnProgress,
         limits: Limits,
+        gauge: Gauge,
     ) -> None:
         self.request, self.question, self.endpoints = request, question, endpoints
-        self.estimator, self.limits = estimator, limits
+        self.estimator, self.limits, self.gauge = estimator, limits, gauge
         self.began_s = question.clock()
-        self.gauge = Gauge(request.speeds, request.compute is not None)
         self.known: list[Incoming] = []
-        self._weights = request.weights()
         self.lookup_s = 0.0
         self._can_read = request.compute is not None and request.speeds is not None
         self._look_s = LOOKUP_S
@@ -116,15 +120,8 @@ class Delivery:
         self._told = told
         self._policy = policy
         self._on_progress = on_progress
-        self._plan = Plan((), 0, 0.0, 0.0)
-        self._planned_s = -REPLAN_S
-        self._planning_s = 0.0
-        self._planned_rate = 0.0
-        self._is_stale = True  # something has changed since the last plan
-        self._offers: tuple[Offer, ...] = ()
-        self._offered: tuple[bytes, ...] = ()
         self._reported_s = -PROGRESS_S
-        self._wanted_s = 0.0  # since then every plan has wanted the model
+        self._gathering_s: float | None = None  # since when chunks wait for others
 
     def now_s(self) -> float:
         return self.question.clock() - self.began_s
@@ -143,6 +140,10 @@ class Delivery:
         self.front = Front(
             self.request, self.known, self.decoder, self.transfer.changed, lambda: clock() - began_s
         )
+        self.course = Course(
+            self.request, self.known, self.transfer, self.decoder, self.front, self.gauge,
+            self._policy, lambda: clock() - began_s,
+        )  # fmt: skip
         try:
             await self._look_up(until_s)
             if self.known:
@@ -190,40 +191,65 @@ class Delivery:
     # the loop
 
     async def _carry_out(self) -> None:
-        changed = self.transfer.changed
+        changed, course = self.transfer.changed, self.course
         while (left_s := self.request.deadline_s - self.now_s()) > 0:
-            self._is_stale |= changed.is_set()
+            course.is_stale |= changed.is_set()
             changed.clear()
             self._raise_crashes()
             self.transfer.watch()
-            if self._should_plan():
-                self._make_plan()
+            if course.is_due():
+                course.plan_anew()
             self._act(left_s)
             if self._is_done():
-                if not self._is_stale:
+                if not course.is_stale:
                     return
-                self._make_plan()
+                course.plan_anew()
                 continue
-            if self.transfer.quiet_s() > HOPELESS_S and not self._wants_model():
+            if self.transfer.quiet_s() > HOPELESS_S and not course.wants_model:
                 return
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, PLAN_S if self._is_stale else TICK_S)):
-                    await changed.wait()
+            await self._news(left_s)
+
+    async def _news(self, left_s: float) -> None:
+        """Until something has changed that may be worth a look, or it is time for one."""
+        if self.transfer.in_flight_bytes:
+            await asyncio.sleep(min(left_s, BEAT_S))
+        wait_s = min(left_s, PLAN_S if self.course.is_stale else TICK_S)
+        if self._gathering_s is not None:
+            wait_s = min(wait_s, self._gathering_s + GATHER_S - self.now_s())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self.transfer.changed.wait()
 
     def _act(self, left_s: float) -> None:
-        self.transfer.pump(self._plan.fetches)
+        fetches = self.course.plan.fetches
+        self.transfer.pump(fetches)
         if not self.decoder.busy:
-            idle = self._has_fetched() and not self._wants_model()
-            next_ones = self.decoder.pick(self.known, self._plan.fetches, left_s, idle)
-            if next_ones:
+            idle = self._has_fetched() and not self.course.wants_model
+            next_ones = self.decoder.pick(self.known, fetches, left_s, idle)
+            if not next_ones:
+                self._gathering_s = None
+            elif idle or self._is_gathered(next_ones):
+                self._gathering_s = None
                 self.decoder.start(self.known, next_ones)
-        if self._wants_model() and not self.front.is_busy and self._knows_link():
+        if self.course.wants_model and not self.front.is_busy and self._knows_link():
             self.front.start(self._next_end)
         self._report()
 
+    def _is_gathered(self, fetches: Sequence[Fetch]) -> bool:
+        """Whether these are enough for a batch, or others will not be here soon."""
+        if len(fetches) * GATHERED >= self.request.sink.batch_chunks:
+            return True
+        now_s, link = self.now_s(), self.transfer.link()
+        size = self.known[fetches[0].chunk].assembly.level_ends[fetches[0].levels - 1]
+        if link.low_rate * GATHER_S < size or not self.transfer.in_flight_bytes:
+            return True
+        if self._gathering_s is None:
+            self._gathering_s = now_s
+        return now_s - self._gathering_s >= GATHER_S
+
     def _has_fetched(self) -> bool:
         """Whether all bytes that are planned are here."""
-        return not any(self._misses(fetch) for fetch in self._plan.fetches)
+        return not any(self._misses(fetch) for fetch in self.course.plan.fetches)
 
     def _misses(self, fetch: Fetch) -> bool:
         one = self.known[fetch.chunk]
@@ -231,84 +257,29 @@ class Delivery:
 
     def _is_done(self) -> bool:
         """Whether nothing that is planned is left to do."""
-        if self.decoder.busy or self.transfer.is_searching or self._wants_model():
+        if self.decoder.busy or self.transfer.is_searching or self.course.wants_model:
             return False
         idle = self._has_fetched()
-        return idle and not self.decoder.pick(self.known, self._plan.fetches, FAR_S, idle)
+        return idle and not self.decoder.pick(self.known, self.course.plan.fetches, FAR_S, idle)
 
     def _raise_crashes(self) -> None:
         self.transfer.raise_crash()
         self.decoder.raise_crash()
         self.front.raise_crash()
 
-    # planning
-
-    def _should_plan(self) -> bool:
-        since_s = self.now_s() - self._planned_s
-        if since_s < max(PLAN_S, 5 * self._planning_s):
-            return False
-        rate = self.transfer.link().rate
-        broken = abs(rate - self._planned_rate) > BREAK * max(self._planned_rate, 1.0)
-        return self._is_stale or broken or since_s >= REPLAN_S
-
-    def _make_plan(self) -> None:
-        self._planned_s = self.now_s()
-        situation = self._situation()
-        self._plan = self._policy(situation)
-        if not self._wants_model():
-            self._wanted_s = self.now_s()
-        self._planned_rate = situation.link.rate
-        self._planning_s = self.now_s() - self._planned_s
-        self._is_stale = False
-
-    def _situation(self) -> Situation:
-        now_s = self.now_s()
-        return Situation(
-            now_s=now_s,
-            deadline_s=self.request.deadline_s,
-            enough_kld=self.request.enough_kld,
-            offers=self._current_offers(),
-            progress=tuple(map(_progress, self.known)),
-            link=self.transfer.link(),
-            speeds=self.gauge.speeds,
-            reading=self._reading(),
-            shared=self.request.shared,
-        )
-
-    def _reading(self) -> Reading | None:
-        """Of what the model has in hand, the part that could be loaded as well."""
-        reading = self.front.reading
-        if reading is None or self.front.num_read >= len(self.known):
-            return None
-        return Reading(min(reading.end, len(self.known)), reading.began_s)
-
-    def _current_offers(self) -> tuple[Offer, ...]:
-        """The same object as long as nothing has changed: planners keep what they derive of it."""
-        streams = tuple(one.assembly.stream_id for one in self.known)
-        if streams != self._offered:
-            kld = tuple(self.request.expected_kld)
-            self._offered = streams
-            self._offers = tuple(
-                Offer(one.chunk.num_tokens, one.assembly.level_ends, kld, self._weights[one.number])
-                for one in self.known
-            )
-        return self._offers
-
     # the model
-
-    def _wants_model(self) -> bool:
-        return self.request.compute is not None and self.front.num_read < self._plan.recompute
 
     def _knows_link(self) -> bool:
         """A model that would slow the decoder down waits for a good look at the link."""
-        return not self.request.shared or self.now_s() - self._wanted_s >= self._look_s
+        return not self.request.shared or self.now_s() - self.course.wanted_s >= self._look_s
 
     def _next_end(self, done: int) -> int:
         """Up to which chunk to read at once: models read long pieces faster, but a plan may change.
         Half of what is left; all of it if nothing is to be loaded anyway, or on a processor, where
         going on from a cache takes nearly twice as long as reading from the beginning."""
-        left = self._plan.recompute - done
-        at_once = self.request.shared or self._plan.recompute == len(self.known)
+        recompute = self.course.plan.recompute
+        left = recompute - done
+        at_once = self.request.shared or recompute == len(self.known)
         return done + max(0, left if at_once else (left + 1) // 2)
 
     # reports and the end
@@ -324,7 +295,7 @@ class Delivery:
         self._on_progress(
             Snapshot(
                 elapsed_s=now_s,
-                left_s=0.0 if force else max(0.0, self._plan.done_s - now_s),
+                left_s=0.0 if force else max(0.0, self.course.plan.done_s - now_s),
                 levels=tuple(levels),
                 num_levels=self.request.codec.num_levels,
                 fetched_bytes=self.transfer.fetched_bytes,
@@ -336,12 +307,6 @@ class Delivery:
         await self.front.close()
         await self.transfer.close()
         await self.decoder.finish()
-
-
-def _progress(one: Incoming) -> Progress:
-    if one.lost:  # nothing more will come: for a planner it is as good as done
-        return Progress(one.assembly.level_ends[-1], len(one.assembly.level_ends))
-    return Progress(one.assembly.arrived_bytes, one.decoded, one.computed)
 
 
 def _result_of(delivery: Delivery) -> Result:

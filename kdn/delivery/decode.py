@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kdn.background import outwait
-from kdn.codec.threads import num_cores
 from kdn.delivery.assemble import Assembly
 from kdn.delivery.estimate import Gauge
 from kdn.delivery.lookup import Incoming
@@ -49,7 +48,8 @@ class Decoder:
     def pick(
         self, known: Sequence[Incoming], fetches: Sequence[Fetch], left_s: float, idle: bool
     ) -> list[Fetch]:
-        """What to decode next, a chunk for each core. `idle`: there is nothing to wait for."""
+        """What to decode next, as many chunks as the sink likes at a time. `idle`: there is nothing
+        to wait for."""
         empty = [Fetch(one.number, one.assembly.levels) for one in known if _is_empty(one)]
         work_s = sum(self._cost_s(known, fetch) for fetch in empty)
         order = [*fetches, *empty] if idle else fetches
@@ -57,12 +57,14 @@ class Decoder:
             order = [*empty, *fetches]
         picked: dict[int, Fetch] = {}
         for fetch in order:
-            one, cost_s = known[fetch.chunk], self._cost_s(known, fetch)
-            here = is_waiting(one) and one.decoded < fetch.levels <= one.assembly.levels
-            if here and fetch.chunk not in picked and cost_s < left_s:
+            one = known[fetch.chunk]
+            if not one.decoded < fetch.levels <= one.assembly.levels or not is_waiting(one):
+                continue
+            cost_s = self._cost_s(known, fetch)
+            if fetch.chunk not in picked and cost_s < left_s:
                 picked[fetch.chunk] = fetch
                 left_s -= cost_s
-                if len(picked) == num_cores():
+                if len(picked) == self._sink.batch_chunks:
                     break
         return list(picked.values())
 

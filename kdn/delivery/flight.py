@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -11,6 +11,8 @@ from kdn.delivery.assemble import Assembly
 from kdn.delivery.endpoints import Endpoint
 from kdn.delivery.lookup import Incoming
 from kdn.delivery.plan import Link
+
+SKIPPED_BYTES = 64 << 10
 
 
 class ThroughputEstimator(Protocol):
@@ -24,7 +26,7 @@ class ThroughputEstimator(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    max_window_bytes: int = 32 << 20
+    max_window_bytes: int = 64 << 20
     window_s: float = 0.1
     """In flight is what arrives in this time, or in three round trips if that is more: connections
     that begin, or begin again, need some before they are fast."""
@@ -65,6 +67,33 @@ class Flight:
             not part.incoming.lost and _within(part.assembly.missing(part.end), part.start)
             for part in self.parts
         )
+
+
+class Landing:
+    """Where a flight's bytes go: to their streams. What another flight brought is skipped."""
+
+    def __init__(
+        self,
+        flight: Flight,
+        on_bytes: Callable[[Flight, Part, int], None],
+        on_gone: Callable[[Flight, Part], None],
+    ) -> None:
+        self._flight, self._on_bytes, self._on_gone = flight, on_bytes, on_gone
+        self._is_new = True  # what is being received
+
+    def room(self, number: int, start: int, num_bytes: int) -> memoryview:
+        known_bytes, memory = self._flight.parts[number].assembly.room(start, num_bytes)
+        self._is_new = not known_bytes
+        return memory if self._is_new else memoryview(bytearray(min(known_bytes, SKIPPED_BYTES)))
+
+    def taken(self, number: int, start: int, num_bytes: int) -> None:
+        part = self._flight.parts[number]
+        if self._is_new:
+            part.assembly.arrived(start, num_bytes)
+        self._on_bytes(self._flight, part, num_bytes)
+
+    def gone(self, number: int) -> None:
+        self._on_gone(self._flight, self._flight.parts[number])
 
 
 def size_of(parts: Sequence[Part]) -> int:

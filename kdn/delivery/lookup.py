@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from random import Random
 
 from kdn.cache.keys import Chunk
@@ -30,14 +31,16 @@ from kdn.errors import (
     TruncatedError,
 )
 from kdn.store.base import Entry, Store
-from kdn.store.streaming import Ask
+from kdn.store.streaming import Ask, Collected
 
 logger = logging.getLogger(__name__)
 
-HEAD_BYTES = 1024
+HEAD_BYTES = 1280
 """Holds the header of most streams; what is missing of longer ones costs another round trip."""
 MAX_LONG_BYTES = 8 << 20
 """Of all headers of one lookup that are longer."""
+KEPT_HEADERS = 2048
+"""Of streams that were found lately: some 10 MB."""
 ATTEMPT_S = 1.0
 GRACE_S = 0.25
 
@@ -222,12 +225,12 @@ async def _with_whole_headers(store: Store, entries: Sequence[Entry | None]) -> 
             places.append(place)
             room_bytes -= end
     if asks:
-        async with aclosing(store.read_spans(asks)) as pieces:
-            async for piece in pieces:
-                entry = whole[places[piece.number]]
-                if entry is not None and piece.data is not None:
-                    head = entry.head + bytes(piece.data)
-                    whole[places[piece.number]] = replace(entry, head=head)
+        rests = Collected(len(asks))
+        await store.read_into(asks, rests)
+        for place, rest in zip(places, rests.found, strict=True):
+            entry = whole[place]
+            if entry is not None:
+                whole[place] = replace(entry, head=entry.head + rest)
     return whole
 
 
@@ -253,12 +256,18 @@ def _begin(entry: Entry, chunk: Chunk, codec: Codec) -> Assembly:
 def verified_head(head: bytes, chunk: Chunk, codec: Codec) -> Header:
     """The header that a stream begins with, if it is one of this chunk that this codec can decode.
     The seal comes first: of what others wrote, nothing else is read."""
-    header = Header.parse(head, chunk.seal_key)
+    header = _parsed(head[: header_size(head)], chunk.seal_key)
     stream = Bitstream(header, {})
     stream.check_for(chunk, codec.spec, codec.profile_id, codec.codec_id)
     if header.info.num_levels != codec.num_levels:
         raise MismatchError(f"expected {codec.num_levels} levels, found {header.info.num_levels}")
     return header
+
+
+@lru_cache(KEPT_HEADERS)
+def _parsed(head: bytes, seal_key: bytes) -> Header:
+    """The same streams are looked up again and again, and what was looked up is handed over."""
+    return Header.parse(head, seal_key)
 
 
 def reject_spoilt(known: Sequence[Incoming], endpoints: Endpoints, now_s: float) -> None:

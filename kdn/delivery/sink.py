@@ -36,6 +36,11 @@ class Arrival(NamedTuple):
 
 
 class Sink(Protocol):
+    @property
+    def batch_chunks(self) -> int:
+        """How many chunks it likes to decode at a time."""
+        ...
+
     def decode(self, batch: Sequence[Arrival]) -> list[KdnError | None]:
         """Write each chunk as a whole, or say why not."""
         ...
@@ -76,6 +81,11 @@ class HostSink:
                 if position > start:
                     valid_from[layer] = position
         return KVCache(cache.keys, cache.values, cache.start, tuple(valid_from))
+
+    @property
+    def batch_chunks(self) -> int:
+        """One for each core."""
+        return num_cores()
 
     def decode(self, batch: Sequence[Arrival]) -> list[KdnError | None]:
         """On all cores: a chunk for each of them, or all for one chunk."""
@@ -131,9 +141,9 @@ class RowsSink:
 
     def write(self, chunk: Chunk, values: KVCache) -> None:
         """Returns when they are there: `values` may change afterwards. If these are on a GPU, they
-        are what the current stream has computed."""
-        computed = None
-        if values.keys.is_cuda:
+        are ready when they say so, or what the current stream has computed."""
+        computed = values.ready
+        if values.keys.is_cuda and computed is None:
             computed = torch.cuda.current_stream(values.keys.device).record_event()
         with self._rows.writing(self._after, computed):
             self._rows.write(values.slice(chunk.start, chunk.end), self._slots_of(chunk))

@@ -15,16 +15,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 
 from kdn.delivery.assemble import Assembly, Intervals
 from kdn.delivery.endpoints import Endpoint, Endpoints
-from kdn.delivery.flight import Flight, Limits, Part, ThroughputEstimator, size_of
+from kdn.delivery.flight import Flight, Landing, Limits, Part, ThroughputEstimator, size_of
 from kdn.delivery.lookup import Incoming, Question, look_again
 from kdn.delivery.plan import Fetch, Link
 from kdn.errors import KdnError
-from kdn.store.streaming import Ask, Piece
+from kdn.store.streaming import Ask
 
 MAX_RESTARTS = 3
 MAX_DAMAGES = 2
@@ -33,6 +32,9 @@ MAX_TROUBLES = 32
 CLOSE_S = 1.0
 FIRST_BYTE_S = 0.2
 """A first byte that takes longer is no mere latency."""
+VERIFY_SOON_S = 0.005
+"""A level that is here waits for others of its stream that come within this time: all are verified
+in one go."""
 
 
 class Transfer:
@@ -62,6 +64,9 @@ class Transfer:
         self._dropped: set[asyncio.Task[None]] = set()  # cancelled, not yet ended
         self._searches: dict[int, asyncio.Task[None]] = {}
         self._checks: set[asyncio.Task[None]] = set()
+        self._ripening: dict[
+            Assembly, tuple[Incoming, float]
+        ] = {}  # since when it could be verified
         self._damages: Counter[tuple[Endpoint, bytes]] = Counter()
         # Who brought bytes since the last that did not verify were forgotten.
         self._sources: dict[Assembly, set[Endpoint]] = {}
@@ -70,6 +75,7 @@ class Transfer:
         self._heard = False
         self._heard_s = question.clock()
         self._crash: BaseException | None = None
+        self._all_asked: Sequence[Fetch] = ()  # of these nothing is left to ask for
 
     # what the link looks like
 
@@ -102,6 +108,8 @@ class Transfer:
 
     def pump(self, fetches: Sequence[Fetch]) -> None:
         """Ask for what is missing of these, in order, as far as the link has room."""
+        if fetches is self._all_asked:
+            return
         room_bytes, request_bytes = self._room()
         if not room_bytes:
             return
@@ -142,6 +150,7 @@ class Transfer:
     def _wanted(self, fetches: Sequence[Fetch]) -> Iterator[tuple[Endpoint, Part]]:
         asked: dict[int, Intervals] = {}
         tardy: dict[int, set[Endpoint]] = {}
+        skipped = False
         for flight in self._flights:
             for part in flight.parts:
                 if flight.late:
@@ -153,16 +162,24 @@ class Transfer:
             assembly = incoming.assembly
             if assembly.is_ripe:  # its verification was cancelled
                 self._verify(incoming, assembly)
-            if fetch.levels <= assembly.levels or self._num_requests() >= self._limits.requests:
-                continue
-            endpoint = self._choose(incoming, tardy.get(fetch.chunk, set()))
-            if endpoint is None:
+            if fetch.levels <= assembly.levels:
                 continue
             taken = asked.setdefault(id(assembly), Intervals())
-            for gap in assembly.missing(assembly.level_ends[fetch.levels - 1]):
-                for start, end in taken.missing(*gap):
-                    taken.add(start, end)
-                    yield endpoint, Part(incoming, assembly, start, end)
+            missing = assembly.missing(assembly.level_ends[fetch.levels - 1])
+            gaps = [gap for part in missing for gap in taken.missing(*part)]
+            if not gaps:
+                continue
+            endpoint = None
+            if self._num_requests() < self._limits.requests:
+                endpoint = self._choose(incoming, tardy.get(fetch.chunk, set()))
+            if endpoint is None:
+                skipped = True
+                continue
+            for start, end in gaps:
+                taken.add(start, end)
+                yield endpoint, Part(incoming, assembly, start, end)
+        if not skipped:
+            self._all_asked = fetches
 
     def _num_requests(self) -> int:
         return sum(not flight.late for flight in self._flights)
@@ -195,10 +212,8 @@ class Transfer:
             for part in flight.parts
         ]
         try:
-            store = flight.endpoint.store
-            async with aclosing(store.read_spans(asks)) as pieces:
-                async for piece in pieces:
-                    self._take(flight, piece)
+            landing = Landing(flight, self._take, self._miss)
+            await flight.endpoint.store.read_into(asks, landing)
             if flight.left_bytes > 0:
                 self._fail(flight, "fewer bytes than asked for")
         except (KdnError, OSError) as error:
@@ -224,17 +239,22 @@ class Transfer:
         self._estimator.started(began_s)
         self._started_s, self._heard = began_s, False
 
-    def _take(self, flight: Flight, piece: Piece) -> None:
-        part, now_s = flight.parts[piece.number], self._clock()
-        if flight.heard_s == flight.began_s and piece.data is not None:
+    def _hear(self, flight: Flight) -> float:
+        now_s = self._clock()
+        if flight.heard_s == flight.began_s:
             self._latency_s = min(self._latency_s, now_s - flight.began_s)
             flight.endpoint.rest.worked()
         flight.heard_s = self._heard_s = now_s
-        if piece.data is None:
-            flight.left_bytes -= part.end - part.start
-            self._is_gone(part.incoming, part.assembly, flight.endpoint)
-            return
-        num_bytes = len(piece.data)
+        return now_s
+
+    def _miss(self, flight: Flight, part: Part) -> None:
+        flight.heard_s = self._heard_s = self._clock()
+        flight.left_bytes -= part.end - part.start
+        self._is_gone(part.incoming, part.assembly, flight.endpoint)
+
+    def _take(self, flight: Flight, part: Part, num_bytes: int) -> None:
+        """Bytes have arrived, and are in their place."""
+        now_s, assembly = self._hear(flight), part.assembly
         flight.left_bytes -= num_bytes
         self.fetched_bytes += num_bytes
         if self.first_byte_s is None:
@@ -242,15 +262,24 @@ class Transfer:
         if not flight.endpoint.local:
             self._heard = True
             self._estimator.add(num_bytes, now_s)
-        self._add(part, piece.start, piece.data, flight.endpoint)
+        self._sources.setdefault(assembly, set()).add(flight.endpoint)
+        if assembly.is_ripe:
+            left_bytes = part.end - assembly.arrived_bytes
+            if 0 < left_bytes < VERIFY_SOON_S * self._estimator.link().rate:
+                self._ripening.setdefault(assembly, (part.incoming, now_s))
+            else:
+                self._verify(part.incoming, assembly)
 
-    def _add(self, part: Part, start: int, data: bytes | memoryview, endpoint: Endpoint) -> None:
-        part.assembly.add(start, data)
-        self._sources.setdefault(part.assembly, set()).add(endpoint)
-        if part.assembly.is_ripe:
-            self._verify(part.incoming, part.assembly)
+    def _verify_ripe(self, now_s: float) -> None:
+        """What did not come as soon as was expected is not waited for."""
+        for assembly, (incoming, since_s) in list(self._ripening.items()):
+            if not assembly.is_ripe:
+                del self._ripening[assembly]
+            elif now_s - since_s >= VERIFY_SOON_S:
+                self._verify(incoming, assembly)
 
     def _verify(self, incoming: Incoming, assembly: Assembly) -> None:
+        self._ripening.pop(assembly, None)
         task = asyncio.create_task(self._verified(incoming, assembly))
         self._checks.add(task)
         task.add_done_callback(self._checks.discard)
@@ -269,6 +298,7 @@ class Transfer:
         """Whoever brought a damaged level, if it was one alone. Of several it may have been any:
         then it is to come from one."""
         incoming.alone = True
+        self._all_asked = ()
         for endpoint in sources:
             self._trouble(endpoint, f"chunk {incoming.number} arrived damaged")
         if len(sources) == 1:
@@ -283,6 +313,7 @@ class Transfer:
     def watch(self) -> None:
         """Give up dead connections and what nobody needs any more; ask elsewhere what is late."""
         now_s, link = self._clock(), self.link()
+        self._verify_ripe(now_s)
         overdue = now_s - self._started_s > max(4 * link.latency_s, FIRST_BYTE_S)
         if self._is_link_busy() and (self._heard or overdue):
             self._estimator.add(0, now_s)
@@ -323,6 +354,7 @@ class Transfer:
         self._trouble(flight.endpoint, why)
 
     def _trouble(self, endpoint: Endpoint, what: str) -> None:
+        self._all_asked = ()
         if len(self.troubles) < MAX_TROUBLES:
             self.troubles.append(f"{endpoint.name}: {what}"[:300])
 
@@ -330,6 +362,7 @@ class Transfer:
         """This endpoint has not (or no longer) this stream. If none has, look for another one."""
         if assembly is not incoming.assembly:
             return
+        self._all_asked = ()
         incoming.lacking.add(endpoint)
         nobody = all(e in incoming.lacking for e in self._endpoints)
         if nobody and incoming.number not in self._searches and not incoming.lost:
@@ -350,6 +383,7 @@ class Transfer:
             else:
                 incoming.restart(found)
         finally:
+            self._all_asked = ()
             del self._searches[incoming.number]
             self.changed.set()
 

@@ -28,7 +28,7 @@ from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.header import StreamInfo
 from kdn.delivery.client import deliver
-from kdn.delivery.estimate import Estimator, Told
+from kdn.delivery.estimate import Estimator, Gauge, Told
 from kdn.delivery.known import Known, Wish, longest_known
 from kdn.delivery.lookup import Question, Stream, Streams, ask
 from kdn.delivery.plan import Speeds
@@ -80,6 +80,7 @@ class Session(Opened):
         """`dtype`: of the cache that the engine computes with, `device`: where that lies."""
         self.settings, self.spec, self.dtype, self.device = settings, spec, dtype, device
         self.estimator = Estimator()
+        self._gauge = Gauge(None, can_compute=False)
         self.host: HostMemory | None = None
         """Decoded values, where those are what this host holds: engines `keep` them."""
         self.streams: HostStreams | None = None
@@ -230,8 +231,9 @@ class Session(Opened):
         )  # fmt: skip
         told = known if known is not None and known.are_found(rest) else None
         result = await deliver(
-            request, self.places.endpoints, told, estimator=self.estimator, on_progress=on_progress
-        )
+            request, self.places.endpoints, told, estimator=self.estimator, on_progress=on_progress,
+            gauge=self._gauge if speeds is None else None,
+        )  # fmt: skip
         self._keep_arrived(result)
         return Delivered(tuple(chunks), held, result, self.codec.expected_kld)
 

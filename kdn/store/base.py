@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
 from kdn.errors import ChecksumError, LimitError
 from kdn.protocol.frames import MAX_ETAG_BYTES
-from kdn.store.streaming import Ask, Piece
+from kdn.store.streaming import Ask, Piece, Receiver, hand_over
 from kdn.store.tally import Usage
 
 MAX_KEY_BYTES = 64
@@ -133,6 +134,15 @@ class Store(ABC):
         for number, ask in enumerate(asks):
             span = await self.get(ask.key, ask.start, ask.end, etag=ask.etag)
             yield Piece(number, ask.start, None if span is None else span.data)
+
+    async def read_into(self, asks: Sequence[Ask], receiver: Receiver) -> None:
+        """The same, put where the reader wants it."""
+        async with aclosing(self.read_spans(asks)) as pieces:
+            async for number, start, data in pieces:
+                if data is None:
+                    receiver.gone(number)
+                else:
+                    hand_over(receiver, number, start, data)
 
     @abstractmethod
     async def delete(self, key: bytes) -> bool:

@@ -32,7 +32,7 @@ from kdn.protocol.limits import (
 from kdn.store.base import Entry, Span, Stats, Store, check_put
 from kdn.store.http_answers import Reply, entry_of, join, member, told_entry
 from kdn.store.node_client import NodeClient
-from kdn.store.streaming import Ask, FrameSplitter, Piece
+from kdn.store.streaming import Ask, FrameReader, Receiver
 
 _MAX_FRAME_HEAD_BYTES = FIXED_BYTES + 2 * MAX_KEY_BYTES + MAX_ETAG_BYTES
 _MIN_FRAME_BYTES = 16 << 10
@@ -111,19 +111,14 @@ class HttpStore(Store):
             self._counts.corruptions += 1
             return None
 
-    async def read_spans(self, asks: Sequence[Ask]) -> AsyncGenerator[Piece]:
-        """In one request, and as they arrive."""
+    async def read_into(self, asks: Sequence[Ask], receiver: Receiver) -> None:
+        """In one request, straight from the socket."""
         spans = [
             {"key": ask.key.hex(), "start": ask.start, "end": ask.end, "etag": ask.etag.hex()}
             for ask in asks
         ]
         question = {"collection": self._collection, "spans": spans}
-        splitter = FrameSplitter(asks)
-        async with self._node.stream("/v1/read", question) as body:
-            async for data in body.iter_any():
-                for piece in splitter.feed(data):
-                    yield piece
-        splitter.finish()
+        await self._node.read("/v1/read", question, FrameReader(asks, receiver))
 
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
         head = min(head_bytes, MAX_HEAD_BYTES)

@@ -23,6 +23,8 @@ from kdn.checked import checked_url
 from kdn.errors import LimitError, StoreError
 from kdn.protocol.limits import MAX_JSON_BYTES, MAX_LISTED
 from kdn.store.http_answers import Reply, member
+from kdn.store.read_connections import ReadConnections, ReadLimits
+from kdn.store.streaming import FrameReader
 from kdn.store.tls import explain
 
 
@@ -31,6 +33,7 @@ class HttpLimits:
     """Seconds, connections and bytes that a node may cost."""
 
     connections: int = 32
+    """For batch reads, and as many for all else."""
     connect_s: float = 3.0
     """Including the wait for one of the connections."""
     silence_s: float = 10.0
@@ -64,6 +67,7 @@ class NodeClient:
         if client:
             self._headers["Kdn-Client"] = client
         self._session: aiohttp.ClientSession | None = None
+        self._reads: ReadConnections | None = None
 
     async def ask(
         self,
@@ -103,15 +107,20 @@ class NodeClient:
                 )
             return Reply(answer.status, await answer.read(), answer.headers)
 
-    @asynccontextmanager
-    async def stream(self, path: str, question: Any) -> AsyncIterator[aiohttp.StreamReader]:
-        """The body of the answer to a question in JSON, as it arrives."""
-        headers = {"Content-Type": "application/json"}
-        async with self._sent("POST", path, json.dumps(question).encode(), headers) as answer:
-            if answer.status != 200:
-                said = await answer.content.read(MAX_JSON_BYTES)
-                raise Reply(answer.status, said, answer.headers).error(self.url)
-            yield answer.content
+    async def read(self, path: str, question: Any, reader: FrameReader) -> None:
+        """The frames that answer a question in JSON, each as it arrives."""
+        if self._reads is None:
+            limits = self.limits
+            self._reads = ReadConnections(
+                self.url, self._headers, self._tls,
+                ReadLimits(
+                    limits.connections, limits.connect_s, limits.silence_s, limits.deadline_s
+                ),
+            )  # fmt: skip
+        try:
+            await self._reads.read(path, json.dumps(question).encode(), reader)
+        except (OSError, TimeoutError) as error:
+            raise StoreError(f"{self.url}: POST failed: {explain(error)}") from error
 
     async def list(self, path: str, kind: str, prefix: str) -> AsyncIterator[Any]:
         """Everything in a list (member `kind` of its pages) that begins with `prefix`."""
@@ -131,6 +140,9 @@ class NodeClient:
         if self._session is not None:
             await self._session.close()
             self._session = None
+        if self._reads is not None:
+            await self._reads.close()
+            self._reads = None
 
     @asynccontextmanager
     async def _sent(

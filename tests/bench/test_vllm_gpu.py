@@ -133,7 +133,11 @@ for line in sys.stdin:
         asked += 1
         context = len(told["tokens"]) - 16
         held = context if asked > 3 else 0
-        counts = {"host_tokens": held, "fetched_bytes": 0 if held else 1000 * told["repeats"]}
+        extra = (settings["transfer"] or {}).get("kv_connector_extra_config", {})
+        folder = extra.get("host_folder")
+        if folder and held:
+            open(f"{folder}/{context}", "wb").write(bytes(1000))
+        counts = {"host_tokens": held}
         one = {"ttft_s": 0.5, "hit_tokens": context, "token": 1, "counts": counts}
         answer = {"answers": [one] * told["repeats"]}
     elif do == "beside":
@@ -143,7 +147,7 @@ for line in sys.stdin:
     elif do == "flush":
         answer = {"flush_s": 0.1}
     elif do == "memory":
-        answer = {"used_bytes": 5, "kdn_bytes": 3}
+        answer = {"used_bytes": 5, "kdn_bytes": 3, "pinned_bytes": 1}
     else:
         answer = {"error": "what?"}
     print(json.dumps(answer), flush=True)

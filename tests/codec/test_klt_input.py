@@ -203,6 +203,9 @@ def test_slabs_begin_where_contexts_do_and_end_with_their_memory(context: Contex
     assert split_slabs([*jobs[:2], *jobs], 4, 1 << 30) == [range(2), range(2, 5)]
     assert split_slabs(jobs, 9, sizes[0] + sizes[1]) == [range(2), range(2, 3)]
     assert split_slabs(jobs, 9, 1) == [range(1), range(1, 2), range(2, 3)]
+    slab, _ = slab_of(context, jobs, 1)
+    beside = context.maker.overhead_bytes(3) + 2 * SPARE_WORDS
+    assert slab.size_bytes <= sum(sizes) + beside < slab.size_bytes + 100
 
 
 def test_buffers_come_in_turn_and_grow() -> None:

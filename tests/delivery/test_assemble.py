@@ -29,6 +29,7 @@ def test_intervals_hold_what_a_set_would() -> None:
             model -= set(range(start, end))
         missing = [i for lo, hi in intervals.missing(5, 65) for i in range(lo, hi)]
         assert missing == [i for i in range(5, 65) if i not in model]
+        assert intervals.first_gap == min(set(range(75)) - model)
 
 
 @pytest.fixture
@@ -105,13 +106,13 @@ def test_large_levels_are_verified_beside_the_event_loop(monkeypatch: pytest.Mon
     stream = chunk_stream(key_of(1), 6 * IN_LOOP_BYTES)
     assembly = begun(stream)
     threads = set()
-    is_intact = Assembly._is_intact
+    check_level = Header.check_level
 
-    def seen(self: Assembly, level: int) -> bool:
+    def seen(self: Header, level: int, data: memoryview) -> None:
         threads.add(threading.current_thread())
-        return is_intact(self, level)
+        check_level(self, level, data)
 
-    monkeypatch.setattr(Assembly, "_is_intact", seen)
+    monkeypatch.setattr(Header, "check_level", seen)
     add(assembly, 0, stream)
     assert assembly.levels == 3
     assert threading.current_thread() not in threads

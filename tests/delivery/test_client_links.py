@@ -12,6 +12,7 @@ import pytest
 from kdn.delivery.client import deliver
 from kdn.delivery.endpoints import Endpoints
 from kdn.delivery.flight import Limits
+from kdn.delivery.lookup import HEAD_BYTES
 from kdn.delivery.plan import Plan, Situation
 from kdn.delivery.planner import default
 from kdn.store.base import Entry, Store
@@ -44,7 +45,7 @@ def test_cuts_resume_at_the_byte(world: World, seed: int) -> None:
     assert result.levels == world.all_levels
     assert result.failures == stores[0].seen["cut"] > 0
     # Nothing that arrived is asked for again: what was fetched is what there is.
-    heads = sum(min(1024, len(stream)) for stream in world.streams)
+    heads = sum(min(HEAD_BYTES, len(stream)) for stream in world.streams)
     assert result.fetched_bytes == sum(map(len, world.streams)) - heads
 
 

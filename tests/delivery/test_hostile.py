@@ -19,13 +19,14 @@ from kdn.delivery.assemble import Assembly
 from kdn.delivery.client import deliver
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.delivery.estimate import Estimator
-from kdn.delivery.flight import Part
+from kdn.delivery.flight import Flight, Landing, Part
 from kdn.delivery.lookup import Incoming, Question
 from kdn.delivery.transfer import Transfer
 from kdn.errors import MismatchError
 from kdn.store.base import Span
 from kdn.store.evict import open_policy
 from kdn.store.memory import MemoryStore
+from kdn.store.streaming import hand_over
 from tests.delivery.checked import QUICK
 from tests.delivery.world import Proxy, World, level_major, make_world, put_stream, run
 
@@ -74,18 +75,23 @@ def test_bytes_of_several_endpoints_are_blamed_on_none_of_them(world: World) -> 
         one = Incoming(0, world.chunks[0], assembly)
         places = Endpoints([hostile, honest])
         transfer = Transfer([one], question, places, Estimator(), QUICK, time.monotonic() + 5)
+        start, end = header.level_start(0), header.level_end(0)
+
+        def bring(first: int, data: bytes, endpoint: Endpoint) -> None:
+            parts = [Part(one, assembly, start, end)]
+            flight = Flight(endpoint, parts, 0.0, 0.0, end - start, 1.0)
+            hand_over(Landing(flight, transfer._take, transfer._miss), 0, first, data)
+
         for _ in range(3):
-            start, end = header.level_start(0), header.level_end(0)
-            part = Part(one, assembly, start, end)
-            transfer._add(part, start, bytes(4), hostile)
-            transfer._add(part, start + 4, world.streams[0][start + 4 : end], honest)
+            bring(start, bytes(4), hostile)
+            bring(start + 4, world.streams[0][start + 4 : end], honest)
             while transfer._checks:
                 await asyncio.sleep(0.001)
         assert (assembly.levels, assembly.damages, one.alone) == (0, 3, True)
         assert not honest.rejected(one.chunk.key)
         assert transfer._choose(one, set()) is hostile  # alone now: if it tampers again, it shows
         for _ in range(2):
-            transfer._add(part, start, bytes(end - start), hostile)
+            bring(start, bytes(end - start), hostile)
             while transfer._checks:
                 await asyncio.sleep(0.001)
         assert hostile.rejected(one.chunk.key) == header.stream_id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 
 from kdn.cache.keys import cut
 from kdn.cache.tensors import KVCache
-from kdn.codec.format import Bitstream
+from kdn.codec.format import Bitstream, LevelSource
+from kdn.delivery.sink import Arrival
 from kdn.engines.vllm import rank_streams
 from kdn.engines.vllm.one_fetch import stream_of
 from kdn.engines.vllm.rank_streams import Record, StreamsOut
@@ -173,6 +175,55 @@ def test_what_the_first_rank_found_on_the_host_meanwhile(tmp_path: Path) -> None
         out.end()
         assert ended(ranks[1:])[0] == set()
         assert fits(ranks[1], cache, 576)
+
+
+class _Elsewhere(LevelSource):
+    """A held stream, whose file is closed by now."""
+
+    def __getitem__(self, level: int) -> memoryview:
+        raise AssertionError("read too late")
+
+    def read_into(self, buffer: memoryview, first: int, last: int) -> None:
+        raise AssertionError("read too late")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1))
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_streams_that_the_host_holds_are_not_handed_on(
+    shared: SharedSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank has them from there."""
+    codec, cache = shared.session.codec, computed()
+    streams = [
+        Bitstream.parse(codec.encode(chunk, cache.slice(chunk.start, chunk.end)))
+        for chunk in CHUNKS
+    ]
+    streams[0] = Bitstream(streams[0].header, _Elsewhere())
+    handed = []
+
+    async def deliver(chunks: Any, sink: Any, **_: Any) -> Any:
+        given = zip(chunks, streams, strict=True)
+        sink.decode([Arrival(chunk, stream, 1, False) for chunk, stream in given])
+
+    class Ignoring:
+        batch_chunks = 1
+
+        def decode(self, batch: Sequence[Arrival]) -> list[None]:
+            return [None] * len(batch)
+
+    put = StreamsOut.put
+    monkeypatch.setattr(StreamsOut, "put", lambda *given: handed.append(given[1]) or put(*given))
+    monkeypatch.setattr(shared.session, "deliver", deliver)
+    with ranks_of(shared, tmp_path / "host") as ranks:
+        first = ranks[0].ranks
+        shared.submit(
+            lambda: first.deliver(1, CHUNKS, Ignoring(), deadline_s=1.0)  # type: ignore[arg-type]
+        ).result(10)
+        wait_for(lambda: handed == [1, 2])
 
 
 def test_no_room_in_the_hosts_memory(

@@ -12,11 +12,25 @@ import torch
 from kdn.cache.keys import cut
 from kdn.cache.spec import ModelSpec
 from kdn.engines.vllm import gathering
+from kdn.engines.vllm.layout import Layout, PagedCache
+from kdn.engines.vllm.messages import SaveOrder, Step
 from kdn.engines.vllm.rank_parts import HEADER_BYTES, Share, pack, unpack
+from kdn.engines.vllm.saver import Saver
 from kdn.engines.vllm.shared import SharedSession
+from kdn.engines.vllm.staging import Staging
 from kdn.errors import FormatError, MismatchError
 from tests.engines.vllm_ranks import computed, ranks_of, wait_for
-from tests.engines.vllm_working import SPACE, SPEC, TOKENS, load, make_worker
+from tests.engines.vllm_working import (
+    BLOCK,
+    BLOCKS,
+    DIM,
+    LAYERS,
+    SPACE,
+    SPEC,
+    TOKENS,
+    load,
+    make_worker,
+)
 
 CHUNKS = cut(TOKENS, SPACE)
 
@@ -70,6 +84,62 @@ def test_parts_that_nobody_takes(
         ranks[1].save(computed())
         wait_for(lambda: len(parts()) == 2 and min(parts()) > before)
         assert ranks[1].worker.counts["unpublished_chunks"] == 2
+
+
+def test_parts_that_are_copied_by_another_thread(shared: SharedSession, tmp_path: Path) -> None:
+    """As on a GPU, on a CPU in its place: copies are queued, and given when they are there."""
+    cache, blocks = computed(), tuple(range(40, 60))
+    with ranks_of(shared, tmp_path / "host") as ranks:
+        savers = []
+        for one in ranks:
+            layers = [torch.zeros(BLOCKS, 1, BLOCK, 2 * DIM) for _ in range(LAYERS)]
+            paged = PagedCache(layers, SPEC, one.paged.heads, BLOCK, Layout.HEADS_FIRST)
+            paged.write(cache.of_heads(one.heads), 0, 608, blocks)
+            staging = Staging(paged, LAYERS, 1 << 20)
+            counts, give = one.worker.counts, one.ranks.offer
+            savers.append(Saver(shared, paged, staging, lambda: lambda: False, counts, give))
+        for saver in savers:
+            saver.begin()
+            order = SaveOrder("r", tuple(CHUNKS), blocks)
+            assert saver.save(Step(saves=(order,), num_tokens=600)) == {}
+        wait_for(lambda: shared.session.publisher.counts.published == 3)
+        assert all(saver.staging.num_free == len(saver.staging) for saver in savers)
+    worker, paged = make_worker(shared)
+    assert load(worker, 0, 576) == (set(), 576)
+    assert torch.equal(paged.read(0, 576, range(30)).values, cache.values[:, :576])
+
+
+def test_no_more_is_put_together_than_there_is_room_for(
+    shared: SharedSession, tmp_path: Path
+) -> None:
+    """Parts wait meanwhile, each in its rank's own room."""
+    with ranks_of(shared, tmp_path / "host") as ranks:
+        gathering = ranks[0].ranks._gathering
+        assert gathering is not None
+        asked: list[int] = []
+        gathering._takes = lambda size: asked.append(size) or False  # type: ignore[func-returns-value]
+        for one in ranks:
+            one.save(computed())
+        wait_for(lambda: len(asked) > 6)
+        assert asked[0] == computed().slice(0, 256).size_bytes
+        assert ranks[0].worker.counts["published_chunks"] == 0
+        gathering._takes = lambda size: True
+        wait_for(lambda: shared.session.publisher.counts.published == 3)
+
+
+def test_a_chunk_that_is_offered_again_is_published_once(
+    shared: SharedSession, tmp_path: Path
+) -> None:
+    """A rank had no room for its part: the scheduler orders the chunk again, of all ranks."""
+    with ranks_of(shared, tmp_path / "host") as ranks:
+        for one in (ranks[0], ranks[0], ranks[1]):
+            one.save(computed())
+        wait_for(lambda: shared.session.publisher.counts.published == 3)
+        assert ranks[0].worker.counts["published_chunks"] == 3
+        gathering = ranks[0].ranks._gathering
+        assert gathering is not None
+        wait_for(lambda: gathering._bytes == 0 and not gathering._waiting)
+        assert ranks[0].worker.counts["incomplete_chunks"] == 0
 
 
 def test_ranks_on_several_hosts_publish_nothing(

@@ -178,6 +178,12 @@ class Server:
         every = {one: told.logprob for one, told in told.outputs[0].logprobs[0].items()}
         return float(max(every.values()) - every.get(token, -1e9))
 
+    def drafts(self) -> tuple[int, int]:
+        """Tokens that were drafted, and those of them that were accepted."""
+        names = ("num_draft_tokens", "num_accepted_tokens")
+        drafted, accepted = (self._metric(f"vllm:spec_decode_{name}") for name in names)
+        return drafted, accepted
+
     def _metric(self, name: str) -> int:
         return sum(int(m.value) for m in self.llm.get_metrics() if m.name == name)
 

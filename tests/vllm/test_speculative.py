@@ -14,7 +14,7 @@ from tests.vllm.harness import Engine, Node, connector, tiny_model
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
           "prompt_lookup_min": 1}  # fmt: skip
-SETTINGS = {"max_model_len": 1024, "block_size": 16, "skip_tokenizer_init": True}
+SETTINGS = {"max_model_len": 1024, "block_size": 32, "skip_tokenizer_init": True}
 OPTIONS = {"max_tokens": 160, "detokenize": False}
 
 
@@ -39,8 +39,7 @@ def test_answers_with_drafts_are_loaded_as_they_are(node: Node, logs: Path, mode
     ) as drafting:  # fmt: skip
         assert drafting.generate(prompts=prompts(), **OPTIONS)["tokens"] == truth
         assert drafting.flush()["published"] >= 6  # of 360 tokens and some of the answers
-        accepted = drafting._metric(name="vllm:spec_decode_num_accepted_tokens")
-        drafted = drafting._metric(name="vllm:spec_decode_num_draft_tokens")
+        drafted, accepted = drafting.drafts()
         assert 0 < accepted < drafted
     with Engine(
         logs / "loading", model=model, kv_transfer_config=connector(node.url, codec="exact"),

@@ -135,6 +135,7 @@ class KdnBench:
         self._port = free_port()
         self._stored: dict[tuple[int, int], int] = {}
         """Bytes at the node by length and number of the prompt."""
+        self._host: Path | None = None  # the host's memory, while there is one
 
     @contextmanager
     def node(self, link: str = LOOPBACK) -> Iterator[None]:
@@ -201,7 +202,8 @@ class KdnBench:
         ):
             contexts = self._task.contexts
             self.fill(dict.fromkeys(contexts, self._task.levels))
-            system = kdn(HOST, self.url, self._drawn, Path(host))
+            self._host = Path(host)
+            system = kdn(HOST, self.url, self._drawn, self._host)
             with engine_of(self._task, system, self._folder) as engine:
                 yield engine
 
@@ -210,23 +212,28 @@ class KdnBench:
         for levels in self._task.levels:
             for context in self._task.contexts:
                 prompt = self._task.prompt(context, levels)
-                moved = self.kept(engine, prompt, context, levels)
+                before = self._held_bytes()
+                self.kept(engine, prompt, context, levels)
+                held = self._held_bytes() - before
                 answers = ask(engine, prompt, self._task.repeats, levels)
                 row = GpuRow(
-                    HOST, context, answers, self._rate, LOOPBACK, levels, moved, told(engine)
+                    HOST, context, answers, self._rate, LOOPBACK, levels, held, told(engine)
                 )
                 tell(self._console, row)
                 yield row
 
-    def kept(self, engine: EngineProcess, prompt: Sequence[int], context: int, levels: int) -> int:
-        """Ask until all of it comes from the host's memory; what it moved over the link before."""
-        moved: int = ask(engine, prompt, 1, levels)[0]["counts"].get("fetched_bytes", 0)
+    def _held_bytes(self) -> int:
+        """Of all files in the host's memory."""
+        assert self._host is not None
+        return sum(path.stat().st_size for path in self._host.rglob("*") if path.is_file())
+
+    def kept(self, engine: EngineProcess, prompt: Sequence[int], context: int, levels: int) -> None:
+        """Ask until all of it comes from the host's memory."""
+        ask(engine, prompt, 1, levels)  # the very first compiles what it needs
         until_s = time.monotonic() + KEPT_S
         while time.monotonic() < until_s:
             [answer] = ask(engine, prompt, 1, levels)
-            moved = max(moved, answer["counts"].get("fetched_bytes", 0))
             if answer["counts"].get("host_tokens", 0) >= context:
-                return moved
+                return
             time.sleep(0.3)
         self._console.print(f"{context} tokens are not in the host's memory after {KEPT_S:.0f} s")
-        return moved

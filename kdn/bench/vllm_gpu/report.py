@@ -38,8 +38,8 @@ NOTES = (
     "a node process cannot send any faster, no limit makes faster.",
     "kdn's streams: a few chunks drawn and encoded (`kdn bench gpu`), under the names of all "
     "chunks of the prompts. Bits a value of the rates are below; the bars are for grouped.",
-    "Bytes: of kdn what came over the link for one prompt, which is also what the host's memory "
-    "keeps of it; of the others the blocks that they copy. GPU: memory in use beyond that of no "
+    "Moved: what came over the link for one prompt. Contexts held: by the files in the host's "
+    "memory; of the others by the blocks that they copy. GPU: memory in use beyond that of no "
     "cache, and what kdn says it holds (tables, scratch, staging).",
 )
 
@@ -93,7 +93,7 @@ def summary(row: GpuRow, plain_s: float | None, base_bytes: int) -> dict[str, An
         "load_ms": median(one.get("load_ms", 0) for one in counts),
         "stored_bytes": row.stored_bytes,
         "gpu_bytes": used - base_bytes if used and base_bytes else None,
-        "kdn_bytes": engine.get("kdn_bytes"),
+        "kdn_bytes": engine.get("kdn_bytes"), "pinned_bytes": engine.get("pinned_bytes"),
     }  # fmt: skip
 
 

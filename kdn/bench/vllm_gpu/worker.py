@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 SETTLE_S = 30.0
+MAX_ENDS = 32
+"""Of the last steps before a first token: when each ended is told, to see what was waited for."""
 
 
 def main() -> None:
@@ -98,13 +100,17 @@ class Engine:
     ) -> dict[str, Any]:
         started_s = time.perf_counter()
         name = self._add(tokens, max_tokens, kdn)
+        ends_ms = [1000 * (time.perf_counter() - started_s)]
         while self._engine.has_unfinished_requests():
-            for told in self._engine.step():
+            outputs = self._engine.step()
+            ends_ms.append(round(1000 * (time.perf_counter() - started_s), 2))
+            for told in outputs:
                 if told.request_id == name and told.outputs and told.outputs[0].token_ids:
                     return {
                         "ttft_s": time.perf_counter() - started_s,
                         "hit_tokens": int(told.num_cached_tokens or 0),
                         "token": int(told.outputs[0].token_ids[0]),
+                        "ends_ms": ends_ms[-MAX_ENDS:],
                     }
         raise RuntimeError("no token came back")
 
@@ -211,7 +217,7 @@ class Engine:
 
     def memory(self) -> dict[str, Any]:
         """Bytes on the GPU: what it has taken since this engine began, what of that PyTorch holds,
-        and what kdn says it holds."""
+        and what kdn says it holds; and what kdn says it has pinned in main memory."""
         import torch
 
         told: dict[str, Any] = {}
@@ -223,8 +229,7 @@ class Engine:
             }
         if self._kdn_sides():
             codec = self._scheduler.connector._shared.session.codec
-            tell = getattr(codec, "gpu_memory_bytes", None)
-            told["kdn_bytes"] = int(tell() if callable(tell) else tell or 0)
+            told["kdn_bytes"], told["pinned_bytes"] = codec.gpu_memory_bytes()
         return told
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ says what is wrong.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,7 +25,10 @@ from kdn.codec.base import Coded, output_cache
 from kdn.codec.format import Bitstream
 from kdn.codec.klt.gpu_tables import MAX_SINKS
 from kdn.codec.klt.profile import Profile
+from kdn.codec.klt.streams import apart
 from kdn.errors import KdnError
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from kdn.codec.klt.decoder_triton import GpuDecoder
@@ -77,19 +81,22 @@ class GpuDecoding:
     ) -> list[int]:
         """Decodes what it can of checked chunks into an engine's memory that suits; returns which
         are left to do, of which nothing is written."""
-        left, launched = [], []
+        launched = []
         try:
             # One load launches at a time. Those that wait for theirs have let the lock go.
             with self._lock:
                 decoder = self._decoder(rows.device, rows.heads)
                 target, jobs = decoder.target(rows), self._jobs(decoder, batch)
-                left = sorted(set(range(len(batch))) - {i for own in jobs.values() for i, _ in own})
                 for count, own in jobs.items():
                     slabs = decoder.launch([job for _, job in own], count, target, after)
                     launched += [(slab, own) for slab in slabs]
+        except torch.OutOfMemoryError:
+            log.warning("too little memory on %s to decode there", rows.device)
         finally:
+            # Also where something went wrong: the memory is the engine's again.
             failed = [own[i][0] for slab, own in launched for i in slab.failed()]
-        return sorted(left + failed)
+        done = {own[i][0] for slab, own in launched for i in slab.jobs}
+        return sorted((set(range(len(batch))) - done) | set(failed))
 
     def _jobs(
         self, decoder: GpuDecoder, batch: Sequence[Coded]
@@ -118,7 +125,8 @@ class GpuDecoding:
 
         key = (device, heads)
         if key not in self._decoders:
-            self._decoders[key] = GpuDecoder(self._spec, self._profile, device, heads)
+            with apart(device):  # its tables: no stream of an engine waits for them
+                self._decoders[key] = GpuDecoder(self._spec, self._profile, device, heads)
         return self._decoders[key]
 
     @staticmethod

@@ -197,6 +197,10 @@ class SlabMaker:
         fields.add("classes", (tokens,), np.uint8)
         return fields
 
+    def overhead_bytes(self, num_chunks: int) -> int:
+        """What a slab takes beside its streams."""
+        return self.fields(num_chunks).size_bytes + num_chunks * STREAM_ALIGNMENT
+
     def make(
         self,
         jobs: Sequence[Job],

@@ -70,6 +70,9 @@ class Launcher(ABC):
     """What a decoder does around its kernels."""
 
     def __init__(self, device: torch.device, maker: SlabMaker, streams: Streams) -> None:
+        """Decoding waits for what is in the current stream by now: the decoder's tables."""
+        with streams.main(streams.mark()):
+            pass
         self.device, self._maker, self._streams = device, maker, streams
         self._scratch, self._ring = Scratch(device), InputRing(device)
         self._targets: dict[tuple[object, ...], Target] = {}
@@ -143,7 +146,8 @@ class Launcher(ABC):
         if not jobs:
             return []
         plan, found = self.plan(len(jobs), target), []
-        runs = split_slabs(jobs, plan.num_chunks, self._ring.size_bytes)
+        room = self._ring.size_bytes - self._maker.overhead_bytes(plan.num_chunks)
+        runs = split_slabs(jobs, plan.num_chunks, room)
         if len(runs) > 1 and plan.planes is not None:
             return self.launch(jobs, levels, replace(target, whole=None), after)
         with self._streams.main(after):

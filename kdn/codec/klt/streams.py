@@ -11,6 +11,17 @@ import torch
 Event = Any  # torch.cuda.Event or None: its methods have no types
 
 
+@contextmanager
+def apart(device: torch.device) -> Iterator[None]:
+    """Work in a new stream, for which nobody else's waits."""
+    if device.type != "cuda":
+        yield
+        return
+    make: Any = torch.cuda.Stream
+    with torch.cuda.stream(make(device)):
+        yield
+
+
 class Streams:
     """A main stream, one for copies, and a few beside whichever is current. What runs in them is
     joined again before it is used."""

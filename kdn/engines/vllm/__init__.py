@@ -17,7 +17,8 @@
 - On a GPU: `saver.py` copies out what is to be published, by `gather.py` or `gather_triton.py`,
   into the memory of `staging.py`; `warming.py` compiles ahead.
 - `ranks.py`: several ranks, which meet in a folder (`rank_folder.py`): `one_fetch.py` loads for all
-  of a host, with `rank_streams.py`; `gathering.py` publishes for all, with `rank_parts.py`.
+  of a host, with `rank_streams.py`; `gathering.py` publishes for all, with `rank_parts.py` and
+  `rank_copies.py`.
 - `messages.py`: what the sides tell each other; `shared.py`: the session that they share.
 - `identity.py`: which model, and whose keys; `settings.py`.
 """

@@ -40,7 +40,7 @@ from kdn.engines.vllm.shared import SharedSession
 from kdn.engines.vllm.staging import Staging
 from kdn.engines.vllm.stats import MEANINGS, OF_EACH_RANK, KdnPromMetrics, KdnStats, Taken
 from kdn.engines.vllm.targets import layers_in_order, scales_of
-from kdn.engines.vllm.warming import warm_up_gpu
+from kdn.engines.vllm.warming import apart, warm_up_gpu
 from kdn.engines.vllm.weights import Weights
 from kdn.engines.vllm.worker import WorkerSide
 
@@ -173,10 +173,14 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )  # fmt: skip
         if paged.layout is Layout.CPU:
             check_cpu_layout(config, heads.count, self._spec.head_dim, paged)
+        self._worker = apart(paged.device, lambda: self._worker_for(paged, layers))
+
+    def _worker_for(self, paged: PagedCache, layers: list[torch.nn.Module]) -> WorkerSide:
         weights = live_weights(layers)
-        self._worker = WorkerSide(
+        return WorkerSide(
             self._shared, paged, weights.have_changed, self._settings.lookup_s,
             ranks=self._ranks, saver=self._saver_for(paged, weights),
+            device_bytes=self._staging_bytes,
         )  # fmt: skip
 
     def _saver_for(
@@ -187,15 +191,21 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return None
         session = self._shared.session
         warm_up_gpu(session.codec, paged.rows, paged.dtype)
-        if not self._settings.publish:
+        ranks = self._ranks
+        if not self._settings.publish or (ranks is not None and not ranks.has_part):
             return None
-        staging = Staging(paged, self._spec.num_layers, self._settings.staging_bytes)
+        staging = Staging(paged, self._spec.num_layers, self._staging_bytes)
         logger.info(
             "kdn: %.2f GiB of GPU memory for %d chunks that wait to be published",
             staging.size_bytes / 2**30, len(staging),
         )  # fmt: skip
-        hand_over = None if self._ranks is None else self._ranks.offer
+        hand_over = None if ranks is None else ranks.offer
         return lambda counts: Saver(self._shared, paged, staging, weights.look, counts, hand_over)
+
+    @property
+    def _staging_bytes(self) -> int:
+        """The first of several ranks needs half of it for chunks that it has put together."""
+        return self._settings.staging_bytes // (1 if self._ranks is None else 2)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

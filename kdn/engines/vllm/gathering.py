@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,8 +24,9 @@ from kdn.background import fault, watched
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.engines.vllm.layout import Heads
+from kdn.engines.vllm.rank_copies import Copies
 from kdn.engines.vllm.rank_folder import RankFolder, part_name
-from kdn.engines.vllm.rank_parts import HEADER_BYTES, Share, on_device, on_host, pack, unpack
+from kdn.engines.vllm.rank_parts import HEADER_BYTES, Share, pack, unpack
 from kdn.errors import FormatError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class _Given:
 
 
 class Giving:
-    """Parts of a rank that is not the first. Its methods are called by vLLM's thread."""
+    """Parts of a rank that is not the first. Used by any thread."""
 
     def __init__(
         self, folder: RankFolder, share: Share, max_bytes: int, clock: Clock = time.monotonic
@@ -56,18 +57,20 @@ class Giving:
         self._folder, self._share, self._clock = folder, share, clock
         self._room = folder.room_bytes(max_bytes) // share.ranks
         self._given: dict[str, _Given] = {}
+        self._lock = threading.Lock()  # guards _given
         self._thread = ThreadPoolExecutor(1, "kdn-rank-parts")
 
     def offer(self, chunk: Chunk, cache: KVCache) -> bool:
-        """False if there is no room for it, or nobody who would take it. `cache` must not change
-        any more."""
-        self._forget_taken()
-        size = HEADER_BYTES + cache.size_bytes
-        waiting = sum(one.size for one in self._given.values())
-        if waiting + size > self._room or not self._folder.is_alive(0):
-            return False
+        """False if there is no room for it, or nobody who would take it. `cache`, in main memory,
+        must not change any more."""
         name = part_name(chunk.key, self._share.rank)
-        given = self._given[name] = _Given(size, self._clock())
+        given = _Given(HEADER_BYTES + cache.size_bytes, self._clock())
+        with self._lock:
+            self._forget_taken()
+            waiting = sum(one.size for one in self._given.values())
+            if waiting + given.size > self._room or not self._folder.is_alive(0):
+                return False
+            self._given[name] = given
         self._thread.submit(self._write, name, given, chunk, cache).add_done_callback(
             watched("handing a part to the first rank", OSError)
         )
@@ -84,7 +87,7 @@ class Giving:
 
     def _write(self, name: str, given: _Given, chunk: Chunk, cache: KVCache) -> None:
         try:
-            self._folder.write(name, pack(self._share, chunk, on_host(cache)))
+            self._folder.write(name, pack(self._share, chunk, cache))
         finally:
             given.is_written = True
 
@@ -102,7 +105,7 @@ class _Waiting:
 
 
 class Gathering:
-    """The first rank's side. `offer` is called by vLLM's thread; another one waits and joins."""
+    """The first rank's side. `offer` is for any thread; another one waits and joins."""
 
     def __init__(
         self,
@@ -111,12 +114,16 @@ class Gathering:
         publish: Publish,
         counts: Counter[str],
         max_bytes: int,
+        copies: Copies,
+        takes: Callable[[int], bool] = lambda size: True,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._folder, self._share, self._publish = folder, share, publish
+        """`takes`: whether there is room for so many bytes where chunks are encoded."""
+        self._folder, self._share, self._publish, self._copies = folder, share, publish, copies
         self._counts, self._max_bytes, self._clock = counts, max_bytes, clock
+        self._takes = takes
         self._others = share.writers[1:]
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: dict[bytes, _Waiting] = {}  # by keys of chunks
         self._bytes = 0
         self._closes_s: float | None = None  # by when all is to be settled
         self._changed = threading.Condition()  # guards these three
@@ -124,13 +131,15 @@ class Gathering:
         self._thread.start()
 
     def offer(self, chunk: Chunk, cache: KVCache, exact_until: int | None, saved_s: float) -> bool:
-        """This rank's own part; False if too many wait. `cache` must not change any more."""
+        """This rank's own part; False if too many wait. `cache`, in main memory, must not change
+        any more."""
         until_s = self._clock() + PART_S
         with self._changed:
             if self._bytes + cache.size_bytes > self._max_bytes // self._share.ranks:
                 return False
-            self._bytes += cache.size_bytes
-            self._waiting.append(_Waiting(chunk, cache, exact_until, saved_s, until_s))
+            if chunk.key not in self._waiting:
+                self._bytes += cache.size_bytes
+            self._waiting[chunk.key] = _Waiting(chunk, cache, exact_until, saved_s, until_s)
             self._changed.notify()
         return True
 
@@ -150,11 +159,11 @@ class Gathering:
                     self._changed.wait()
                 if not self._waiting:
                     return
-                every = list(self._waiting)
+                every = list(self._waiting.values())
             done = [one for one in every if self._is_settled(one)]
             with self._changed:
                 for one in done:
-                    self._waiting.remove(one)
+                    del self._waiting[one.chunk.key]
                     self._bytes -= one.own.size_bytes
             if not done:
                 time.sleep(POLL_S)
@@ -164,18 +173,21 @@ class Gathering:
         until_s = one.until_s if self._closes_s is None else min(one.until_s, self._closes_s)
         names = [part_name(one.chunk.key, rank) for rank in self._others]
         try:
-            if all(map(self._folder.has, names)):
+            if all(map(self._folder.has, names)) and self._takes(self._whole_bytes(one)):
                 self._publish(one.chunk, self._joined(one), one.exact_until, one.saved_s)
                 return True
             if self._clock() < until_s:
                 return False
-            raise FormatError("not all ranks gave their part in time")
+            raise FormatError("not all ranks gave their part in time, or too many are waiting")
         except (FormatError, OSError) as error:
             self._drop(names, error)
         except Exception as error:
             fault("gathering a chunk", error)
             self._drop(names, error)
         return True
+
+    def _whole_bytes(self, one: _Waiting) -> int:
+        return one.own.size_bytes * self._share.spec.num_kv_heads // one.own.num_kv_heads
 
     def _drop(self, names: list[str], why: Exception) -> None:
         self._folder.remove(names)
@@ -185,8 +197,8 @@ class Gathering:
             logger.warning("%d chunks not published: %s", count, why)
 
     def _joined(self, one: _Waiting) -> KVCache:
-        """All heads, where the first rank has its own: if that is a GPU, it may encode them."""
-        own, share = on_host(one.own), self._share
+        """All heads, on the first rank's GPU if it has one, which may encode them."""
+        own, share = one.own, self._share
         keys = torch.empty(share.whole_shape(one.chunk), dtype=own.dtype)
         whole = KVCache(keys, torch.empty_like(keys), one.chunk.start)
         _place(whole, share.heads(share.rank), own.keys, own.values)
@@ -194,7 +206,7 @@ class Gathering:
             data = self._read(part_name(one.chunk.key, rank))
             parts = unpack(share, one.chunk, rank, own.dtype, data)
             _place(whole, share.heads(rank), *parts)
-        return on_device(whole, one.own.keys.device)
+        return self._copies.to_device(whole)
 
     def _read(self, name: str) -> mmap.mmap:
         fd = self._folder.fetch(name)

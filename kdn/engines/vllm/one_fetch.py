@@ -82,8 +82,7 @@ class OneFetch:
 
         def hand_on(batch: Sequence[Arrival]) -> None:
             for one in batch:
-                # One that the host's shared memory holds is of a kind of its own.
-                if type(one.stream) is Bitstream:
+                if one.stream.is_in_memory:  # else the host's holds it, for all ranks
                     out.put(numbers[one.chunk.key], one.levels, one.stream.parts(one.levels))
 
         try:

@@ -103,27 +103,3 @@ def _digest(header: dict[str, Any], *values: npt.NDArray[np.uint8]) -> str:
 
 def _bytes_of(values: torch.Tensor) -> npt.NDArray[np.uint8]:
     return values.contiguous().view(torch.uint8).numpy().reshape(-1)
-
-
-def on_host(cache: KVCache) -> KVCache:
-    """In main memory; from a GPU by a stream of its own, for which no other waits."""
-    if not cache.keys.is_cuda:
-        return cache
-    cuda: Any = torch.cuda
-    stream = cuda.Stream(cache.keys.device)
-    if (ready := getattr(cache, "ready", None)) is not None:
-        stream.wait_event(ready)
-    with cuda.stream(stream):
-        return KVCache(cache.keys.cpu(), cache.values.cpu(), cache.start, cache.valid_from)
-
-
-def on_device(cache: KVCache, device: torch.device) -> KVCache:
-    """The way back: its values are there when this returns."""
-    if device.type != "cuda":
-        return cache
-    cuda: Any = torch.cuda
-    stream = cuda.Stream(device)
-    with cuda.stream(stream):
-        keys, values = cache.keys.to(device), cache.values.to(device)
-    stream.synchronize()
-    return KVCache(keys, values, cache.start, cache.valid_from)

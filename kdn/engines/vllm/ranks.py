@@ -18,6 +18,7 @@ from kdn.cache.tensors import KVCache
 from kdn.delivery.sink import Sink
 from kdn.engines.vllm.gathering import Gathering, Giving, Publish
 from kdn.engines.vllm.one_fetch import OneFetch
+from kdn.engines.vllm.rank_copies import Copies
 from kdn.engines.vllm.rank_folder import RankFolder
 from kdn.engines.vllm.rank_parts import Share
 from kdn.errors import KdnError
@@ -34,6 +35,7 @@ class Ranks:
         self._session, self._folder = session, folder
         self.share = Share(session.spec, rank, count)
         self._fetch = OneFetch(session, folder) if folder else None
+        self._copies = Copies(session.device)
         self._giving: Giving | None = None
         self._gathering: Gathering | None = None
         self._may_publish: bool | None = None  # not known before the first chunk
@@ -51,21 +53,30 @@ class Ranks:
         """Not so where another rank has the same heads and gives them."""
         return self.share.rank in self.share.writers
 
-    def publish_with(self, publish: Publish, counts: Counter[str]) -> None:
-        """From now on the first rank publishes so what all of them `offer`."""
+    def publish_with(self, publish: Publish, counts: Counter[str], device_bytes: int = 0) -> None:
+        """From now on the first rank publishes so what all of them `offer`; with a GPU, so much of
+        it at a time is there."""
         if self._folder is None:
             return
         most = self._session.settings.queue_bytes
+
+        def takes(size: int) -> bool:
+            queued = self._session.publisher.queued_bytes
+            return not self._copies.are_needed or not queued or queued + size <= device_bytes
+
         if self.share.rank:
             self._giving = Giving(self._folder, self.share, most)
         else:
-            self._gathering = Gathering(self._folder, self.share, publish, counts, most)
+            self._gathering = Gathering(
+                self._folder, self.share, publish, counts, most, self._copies, takes
+            )
 
     def offer(self, chunk: Chunk, cache: KVCache, exact_until: int | None, saved_s: float) -> bool:
-        """This rank's heads of a chunk; False if it is not going to be published. `cache` must not
-        change any more."""
+        """This rank's heads of a chunk; False if it is not going to be published. From a GPU they
+        are copied before this returns; else `cache` must not change any more. From any thread."""
         if not self._meet():
             return False
+        cache = self._copies.to_host(cache)
         if self._gathering is not None:
             return self._gathering.offer(chunk, cache, exact_until, saved_s)
         return self._giving is not None and self._giving.offer(chunk, cache)

@@ -25,7 +25,6 @@ from kdn.cache.tensors import KVCache
 from kdn.engines.vllm.gather import gather
 from kdn.engines.vllm.layout import PagedCache
 from kdn.engines.vllm.messages import SaveOrder, Step
-from kdn.engines.vllm.rank_parts import on_host
 from kdn.engines.vllm.shared import Offer, SharedSession
 from kdn.engines.vllm.staging import Loan, Staging
 
@@ -55,7 +54,8 @@ class Saver:
     look: Look
     counts: Counter[str]
     hand_over: HandOver | None = None
-    """Takes values in main memory, where several ranks have a part of each chunk."""
+    """Where several ranks have a part of each chunk: it takes values, and has copied them from a
+    GPU when it returns."""
     has_other_weights: bool = False
     """Than at start: found by the thread that waits."""
     _began: Any = None
@@ -147,14 +147,13 @@ class Saver:
 
     def _hand_over(self, to: HandOver, loan: Loan, offer: Offer) -> None:
         try:
-            staged = loan.read(offer.chunk)
-            values = on_host(staged)
-            if values is staged:
-                values = KVCache(staged.keys.clone(), staged.values.clone(), staged.start)
+            values = loan.read(offer.chunk)
+            if not values.keys.is_cuda:  # from there it is copied anyway
+                values = KVCache(values.keys.clone(), values.values.clone(), values.start)
+            if not to(offer.chunk, values, offer.exact_until, offer.saved_s):
+                self.counts["unpublished_chunks"] += 1
         finally:
             loan.give_back()
-        if not to(offer.chunk, values, offer.exact_until, offer.saved_s):
-            self.counts["unpublished_chunks"] += 1
 
     def _mark(self) -> Any:
         """This place in vLLM's stream, with the time when it passes it."""

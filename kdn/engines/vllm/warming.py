@@ -1,15 +1,19 @@
-"""Compiling what is compiled on first use: a load has a deadline, the start of vLLM has none."""
+"""While vLLM starts: kdn takes what it needs of a GPU, and compiles what is compiled on first use.
+A load has a deadline, the start of vLLM has none."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
+from kdn.cache.keys import CHUNK_TOKENS, TAIL_MULTIPLE, Chunk, Namespace, cut
 from kdn.cache.rows import NOWHERE, TokenRows
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec, Coded
@@ -18,6 +22,23 @@ from kdn.delivery.sink import GPU_BATCH_CHUNKS
 from kdn.errors import KdnError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def apart(device: torch.device, work: Callable[[], T]) -> T:
+    """Do it in a thread of its own, and wait for it. While vLLM makes its cache, GPU memory for its
+    thread may come from a pool that it empties when it sleeps."""
+    if device.type != "cuda":
+        return work()
+
+    def on_device() -> T:
+        with torch.cuda.device(device):
+            done = work()
+            torch.cuda.synchronize()
+            return done
+
+    with ThreadPoolExecutor(1, "kdn-start") as thread:
+        return thread.submit(on_device).result()
 
 
 def warm_up(codec: Codec) -> None:
@@ -28,14 +49,18 @@ def warm_up(codec: Codec) -> None:
 
 def warm_up_gpu(codec: Codec, rows: TokenRows, dtype: torch.dtype) -> None:
     """What decodes into this memory, at every number of levels, and what encodes values of `dtype`
-    on its device. Nothing is written. What does not work says so again when it is needed."""
+    on its device, if the codec does that there. Nothing is written. What does not work says so when
+    it is needed, too."""
+    if not codec.decodes_on(rows.device):
+        return
     began_s = time.monotonic()
-    chunks = _chunks(codec, 2)  # the first tokens of a context are coded in another way
+    # The first tokens of a context are coded in another way, and last chunks are shorter.
+    chunks = _chunks(codec, 2, TAIL_MULTIPLE)
     try:
         caches = [_values(codec, chunk, rows.device, dtype) for chunk in chunks]
         streams = codec.encode_batch(list(zip(chunks, caches, strict=True)))
-        nowhere = np.full(CHUNK_TOKENS, NOWHERE, dtype=np.int64)
         for chunk, data in zip(chunks, streams, strict=True):
+            nowhere = np.full(chunk.num_tokens, NOWHERE, dtype=np.int64)
             if isinstance(data, KdnError):
                 raise data
             for levels in range(1, codec.num_levels + 1):
@@ -47,8 +72,8 @@ def warm_up_gpu(codec: Codec, rows: TokenRows, dtype: torch.dtype) -> None:
     logger.info("kdn: compiled for %s in %.1f s", rows.device, time.monotonic() - began_s)
 
 
-def _chunks(codec: Codec, count: int) -> list[Chunk]:
-    tokens = [token % codec.spec.vocab_size for token in range(count * CHUNK_TOKENS)]
+def _chunks(codec: Codec, count: int, more: int = 0) -> list[Chunk]:
+    tokens = [token % codec.spec.vocab_size for token in range(count * CHUNK_TOKENS + more)]
     return cut(tokens, Namespace(b"", b""))
 
 

@@ -47,15 +47,16 @@ class WorkerSide:
         clock: Callable[[], float] = time.monotonic,
         ranks: Ranks | None = None,
         saver: Callable[[Counter[str]], Saver] | None = None,
+        device_bytes: int = 0,
     ) -> None:
         """`weights_changed` may wait for the event that it is given, but for no later work of the
         device. `ranks`: the others of this engine, if there are any. `saver`: copies out, where
-        this is not done by vLLM's thread."""
+        this is not done by vLLM's thread. `device_bytes`: for chunks that ranks put together."""
         self.counts: Counter[str] = Counter()
         self.loader = Loader(shared, paged, self.counts, answer_s, clock, ranks)
         self._ranks = ranks
         if ranks is not None:
-            ranks.publish_with(self._publish, self.counts)
+            ranks.publish_with(self._publish, self.counts, device_bytes)
         self._shared, self._paged, self._clock = shared, paged, clock
         self._weights_changed = weights_changed
         self._saver = saver(self.counts) if saver else None
