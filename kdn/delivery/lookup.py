@@ -39,7 +39,7 @@ HEAD_BYTES = 1280
 """Holds the header of most streams; what is missing of longer ones costs another round trip."""
 MAX_LONG_BYTES = 8 << 20
 """Of all headers of one lookup that are longer."""
-KEPT_HEADERS = 4096
+KEPT_HEADERS = 2048
 """Of streams that were found lately: some 10 MB."""
 ATTEMPT_S = 1.0
 GRACE_S = 0.25

@@ -8,9 +8,9 @@ after every arrival must cost far less than the arrival itself.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,28 +46,36 @@ class Table:
     @classmethod
     def of(cls, offers: tuple[Offer, ...], speeds: Speeds) -> Table:
         width = max(len(offer.level_ends) for offer in offers)
-        decode_s = cache(speeds.decode_s)  # most chunks are alike
-        borders = list(accumulate((offer.num_tokens for offer in offers), initial=0))
         return cls(
             weights=np.array(shares(offers)),
             levels=np.array([len(offer.level_ends) for offer in offers], np.int64),
             ends=np.array([_padded(offer.level_ends, width) for offer in offers], np.float64),
             kld=np.array([_padded(offer.expected_kld, width) for offer in offers], np.float64),
-            decode_s=np.array(
-                [
-                    [
-                        decode_s(offer.num_tokens, min(level, len(offer.level_ends)))
-                        for level in range(1, width + 1)
-                    ]
-                    for offer in offers
-                ]
-            ),
-            prefill_s=np.array([speeds.prefill_s(0, border) for border in borders]),
             fetches=tuple(
                 tuple(Fetch(chunk, level) for level in range(1, len(offer.level_ends) + 1))
                 for chunk, offer in enumerate(offers)
             ),
+            **_times(offers, width, speeds),
         )
+
+    def on(self, offers: tuple[Offer, ...], speeds: Speeds) -> Table:
+        """The same on a machine of another speed."""
+        return replace(self, **_times(offers, self.ends.shape[1], speeds))
+
+
+def _times(offers: tuple[Offer, ...], width: int, speeds: Speeds) -> dict[str, Any]:
+    borders = accumulate((offer.num_tokens for offer in offers), initial=0)
+    kinds = [(offer.num_tokens, len(offer.level_ends)) for offer in offers]
+    rows = {  # most chunks are alike
+        (tokens, levels): [
+            speeds.decode_s(tokens, min(level, levels)) for level in range(1, width + 1)
+        ]
+        for tokens, levels in set(kinds)
+    }
+    return {
+        "decode_s": np.array([rows[kind] for kind in kinds]),
+        "prefill_s": np.array([speeds.prefill_s(0, border) for border in borders]),
+    }
 
 
 def _padded(values: tuple[float, ...], width: int) -> tuple[float, ...]:
@@ -82,7 +90,9 @@ def table_of(offers: tuple[Offer, ...], speeds: Speeds) -> Table:
     name = (id(offers), id(speeds))
     kept = _tables.get(name)
     if kept is None or kept[0] is not offers or kept[1] is not speeds:
-        kept = (offers, speeds, Table.of(offers, speeds))
+        before = next((table for own, _, table in _tables.values() if own is offers), None)
+        table = Table.of(offers, speeds) if before is None else before.on(offers, speeds)
+        kept = (offers, speeds, table)
         _tables[name] = kept
         while len(_tables) > _KEPT_TABLES:
             _tables.popitem(last=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Offer:
 def shares(offers: Sequence[Offer]) -> list[float]:
     """What part of a mean over the context each chunk has; together 1."""
     parts = [offer.num_tokens * offer.weight for offer in offers]
-    return [part / sum(parts) for part in parts]
+    total = sum(parts)
+    return [part / total for part in parts]
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,7 @@ class Situation:
     """Whether decoder and model take turns on the same processor."""
 
 
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(NamedTuple):
     """Fetch what is missing of a chunk's first `levels` levels."""
 
     chunk: int

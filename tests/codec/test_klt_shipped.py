@@ -19,6 +19,7 @@ from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec, Profile
 from kdn.codec.profiles import SHIPPED
 from tests.codec import klt_reference
+from tests.codec.klt_planes import Planes
 
 PATHS = [path for path in SHIPPED.glob("*.safetensors") if path.is_file()]
 pytestmark = [
@@ -66,27 +67,66 @@ def drawn(codec: KltCodec, chunks: list[Chunk]) -> KVCache:
     return KVCache(keys, values)
 
 
-def test_the_shipped_profile_on_the_gpu() -> None:
-    """Values of every level within 1e-3 of float64, and streams no larger than the reference's."""
-    profile = Profile.load(PATHS[0])
-    codec = KltCodec(spec_of(dict(profile.meta)), profile)
-    ids = np.random.default_rng(1).integers(0, codec.spec.vocab_size, NUM_TOKENS)
-    chunks = cut(ids, Namespace(codec.spec.fingerprint, codec.profile_id))
-    cache = drawn(codec, chunks)
-    data = codec.encode_all(chunks, cache)
-    streams = [Bitstream.parse(one) for one in data]
-    for levels in (1, 2, 3):
-        nothing = torch.full_like(cache.keys, 7e4, device="cuda")
-        found = KVCache(nothing, nothing.clone())
-        assert codec._gpu.decode(streams, chunks, [levels] * len(chunks), found) == []
-        parts = [klt_reference.decode(codec, s, c, levels)
-                 for s, c in zip(streams, chunks, strict=True)]  # fmt: skip
-        wrong, size = 0.0, 0.0
-        for name in ("keys", "values"):
-            exact = torch.cat([getattr(part, name) for part in parts], 1)
-            wrong += float((getattr(found, name).cpu().double() - exact).square().sum())
-            size += float(exact.square().sum())
-        assert (wrong / size) ** 0.5 < 1e-3
+class Shipped:
+    """A context drawn from what the profile describes, and its streams."""
+
+    def __init__(self) -> None:
+        profile = Profile.load(PATHS[0])
+        self.codec = KltCodec(spec_of(dict(profile.meta)), profile)
+        spec = self.codec.spec
+        ids = np.random.default_rng(1).integers(0, spec.vocab_size, NUM_TOKENS)
+        self.chunks = cut(ids, Namespace(spec.fingerprint, self.codec.profile_id))
+        self.cache = drawn(self.codec, self.chunks)
+        self.data = self.codec.encode_all(self.chunks, self.cache)
+        self.streams = [Bitstream.parse(one) for one in self.data]
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Shipped:
+    return Shipped()
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3, 4])
+def test_the_shipped_profile_decodes_on_the_gpu(
+    shipped: Shipped, levels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Integers of every level bit by bit, values within 1e-3 of float64."""
+    from kdn.codec.klt.decoder_triton import GpuDecoder, Target
+
+    codec, chunks, streams = shipped.codec, shipped.chunks, shipped.streams
+    nothing = torch.full_like(shipped.cache.keys, 7e4, device="cuda")
+    found = KVCache(nothing, nothing.clone())
+    assert codec._gpu.decode(streams, chunks, [levels] * len(chunks), found) == []
+    parts = [klt_reference.decode(codec, s, c, levels)
+             for s, c in zip(streams, chunks, strict=True)]  # fmt: skip
+    wrong, size = 0.0, 0.0
+    for name in ("keys", "values"):
+        exact = torch.cat([getattr(part, name) for part in parts], 1)
+        wrong += float((getattr(found, name).cpu().double() - exact).square().sum())
+        size += float(exact.square().sum())
+    assert (wrong / size) ** 0.5 < 1e-3
+    decoder = GpuDecoder(codec.spec, codec.profile, found.keys.device)
+    planes = Planes(decoder, monkeypatch)
+    slots = [np.arange(chunk.start, chunk.end) for chunk in chunks]
+    target = Target.of_cache(found, chunks)
+    assert decoder.decode(streams, chunks, levels, target, slots) == []
+    planes.check(codec, streams, chunks, levels)
+
+
+def test_the_shipped_profile_encodes_on_the_gpu(shipped: Shipped) -> None:
+    """Streams no larger than the reference's, and no further from the cache."""
+    codec, cache = shipped.codec, shipped.cache
     on_gpu = KVCache(cache.keys.cuda(), cache.values.cuda())
-    again = codec.encode_all(chunks, on_gpu)
-    assert 0.98 * sum(map(len, data)) < sum(map(len, again)) < 1.02 * sum(map(len, data))
+    items = [(chunk, on_gpu.slice(chunk.start, chunk.end)) for chunk in shipped.chunks]
+    again = codec.encode_batch(items)
+    for chunk, ours, theirs in zip(shipped.chunks, again, shipped.data, strict=True):
+        assert isinstance(ours, bytes)
+        assert 0.98 * len(theirs) < len(ours) < 1.02 * len(theirs)
+        own = cache.slice(chunk.start, chunk.end)
+        for levels in range(1, codec.num_levels + 1):
+            errors = []
+            for data in (ours, theirs):
+                found = codec.decode(Bitstream.parse(data), chunk, levels=levels)
+                both = ((found.keys, own.keys), (found.values, own.values))
+                errors.append(sum(float((a - b).square().sum()) for a, b in both) ** 0.5)
+            assert errors[0] < 1.03 * errors[1]

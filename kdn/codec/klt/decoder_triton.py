@@ -11,7 +11,7 @@ caller, by number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -219,25 +219,32 @@ class GpuDecoder(Launcher):
         sinks, turns = self._decode_symbols(slab, packed, planes, levels, target.dtype, memory)
         stage("symbols")
         product = TensorDescriptor.from_tensor(packed, [BLOCK_TOKENS, BLOCK_K])
-        parts, size, largest = min(levels, self.profile.num_levels - 1), plan.num_groups, None
+        parts, largest = min(levels, self.profile.num_levels - 1), None
         if levels > parts:
-            size = min(size, self._correction.groups_at_once(slab.num_chunks))
             largest = self._correction.largest(
                 slab, planes, self.synthesis.row_factor, slab.classes
             )
             self._correction.check(slab, slab.status)
-        if size < groups:
+        if plan.num_groups < groups:
             self._pack((0, groups), slab, *planes, parts, packed, check=True)
-        for first in range(0, groups, size):
-            batch, errors = (first, min(first + size, groups)), None
+        for first in range(0, groups, plan.num_groups):
+            batch = first, min(first + plan.num_groups, groups)
             self._pack(batch, slab, *planes, parts, packed, largest)
             stage("components")
-            if levels > parts:
-                errors = self._correction.decode(slab, batch, slab.classes, slab.status)
-                stage("correction")
-            self._restore(batch, product, slab, sinks, turns, target, parts, errors)
+            # Integers may lie where this batch's values go: from here on they are not needed.
+            for own, errors in self._errors(slab, batch) if levels > parts else [(batch, None)]:
+                self._restore(first, own, product, slab, sinks, turns, target, parts, errors)
             stage("transform")
         return slab.status
+
+    def _errors(
+        self, slab: Slab, batch: tuple[int, int]
+    ) -> Iterator[tuple[tuple[int, int], Errors]]:
+        """What the last level adds to groups, so many at a time as its memory allows."""
+        size = self._correction.groups_at_once(slab.num_chunks)
+        for first in range(*batch, size):
+            own = first, min(first + size, batch[1])
+            yield own, self._correction.decode(slab, own, slab.classes, slab.status)
 
     def _memory(self, num_chunks: int, plan: Batching) -> Carving:
         if plan.planes is not None:
@@ -368,9 +375,11 @@ class GpuDecoder(Launcher):
         return WIDE_ROWS if largest < MAX_COMPONENT else self.coding.num_rows
 
     def _restore(
-        self, batch: tuple[int, int], packed: TensorDescriptor, slab: Slab, sinks: Tensor | None,
-        turns: tuple[Tensor, Tensor], target: Target, levels: int, errors: Errors | None,
+        self, packed_first: int, batch: tuple[int, int], packed: TensorDescriptor, slab: Slab,
+        sinks: Tensor | None, turns: tuple[Tensor, Tensor], target: Target, levels: int,
+        errors: Errors | None,
     ) -> None:  # fmt: skip
+        """Values of some of the groups in A, of which `packed_first` is the first."""
         synthesis, (first, last) = self.synthesis, batch
         nothing = synthesis.bias
         no_errors = (nothing, nothing, nothing, nothing, nothing, 0, 0)
@@ -379,14 +388,14 @@ class GpuDecoder(Launcher):
         tiling, channels = self.tiling, self._channels
         restore[(min((end - begin) * token_tiles, tiling.programs),)](
             packed, self._matrix, synthesis.tiles, begin, end - begin, self._blocks[levels - 1],
-            synthesis.num_latents, self.coding.num_rows, first, synthesis.scale, synthesis.bias,
-            *channels.of(target.head_strides), channels.frequency, *turns,
+            synthesis.num_latents, self.coding.num_rows, packed_first, synthesis.scale,
+            synthesis.bias, *channels.of(target.head_strides), channels.frequency, *turns,
             synthesis.pairs.num_frequencies, slab.slots, target.pointers, target.key_stride,
             target.value_stride, nothing if sinks is None else sinks,
             0 if sinks is None else len(synthesis.source), token_tiles, channels.num_pairs,
             channels.num_layers * channels.num_pairs, slab.status,
             nothing if target.inverse_scales is None else target.inverse_scales,
-            *(no_errors if errors is None else errors.arguments), BM=BLOCK_TOKENS,
+            *(no_errors if errors is None else errors.arguments), first, BM=BLOCK_TOKENS,
             BN=synthesis.block_columns, BK=BLOCK_K,
             EXACT=synthesis.pairs.contiguous and target.is_aligned, DTYPE=_DTYPES[target.dtype],
             HALVES=tiling.halves, FLATTEN=tiling.flatten, ERRORS=errors is not None,

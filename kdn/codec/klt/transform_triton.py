@@ -181,7 +181,8 @@ def _write(
 # Numbers that change from batch to batch: to compile anew for some of them would take seconds.
 @triton.jit(
     do_not_specialize=[
-        "first_tile", "num_tiles", "first_group", "sink_width", "num_token_tiles", "error_groups"
+        "first_tile", "num_tiles", "first_group", "sink_width", "num_token_tiles", "error_groups",
+        "first_error_group",
     ]
 )  # fmt: skip
 def restore(
@@ -189,7 +190,7 @@ def restore(
     column_scale, bias, first_channel, second_channel, frequency, cos, sin, num_frequencies,
     slots, pointers, key_stride, value_stride, sinks, sink_width, num_token_tiles, num_pairs,
     value_channels, status, inverse_scales, error_low, error_high, error_row_of, error_column_step,
-    error_token_step, error_groups, error_columns,
+    error_token_step, error_groups, error_columns, first_error_group,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
     DTYPE: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr, ERRORS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
@@ -202,8 +203,8 @@ def restore(
     says that pairs come in whole runs of eight neighbours, all of them turned, in memory where
     every run begins at a whole vector. With HAS_SCALES values are multiplied by `inverse_scales`
     [layers, 2]. With ERRORS the last level is added, before the turn: 16-bit integers in two planes
-    [chunk, group, row, spot] as `symbols_triton.py` writes them, whose row is `error_row_of`
-    [columns], in steps of a column and of a token."""
+    [chunk, group, row, spot] as `symbols_triton.py` writes them, of groups from `first_error_group`
+    on, whose row is `error_row_of` [columns], in steps of a column and of a token."""
     latent_blocks = latents // BK
     for item in tl.range(tl.program_id(0), num_tiles * num_token_tiles, tl.num_programs(0),
                          flatten=FLATTEN):  # fmt: skip
@@ -237,7 +238,7 @@ def restore(
         own_sinks = tl.where(token_tile == 0, sink_width, 0)
         errors = ()
         if ERRORS:
-            section = (chunk * error_groups + group - first_group).to(tl.int64)
+            section = (chunk * error_groups + group - first_error_group).to(tl.int64)
             plane = section * error_columns * ROW
             errors = (error_low + plane, error_high + plane, error_row_of, error_column_step,
                       error_token_step)  # fmt: skip
