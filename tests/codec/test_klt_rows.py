@@ -20,6 +20,7 @@ from kdn.cache.rows import TokenRows
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Coded
 from kdn.codec.format import Bitstream
+from kdn.codec.klt.gpu_input import Slab
 from kdn.codec.klt.gpu_target import Target
 from kdn.errors import ChecksumError, MismatchError
 from tests.codec import test_klt_triton
@@ -39,14 +40,21 @@ class Decoded:
     decoder: Any
     calls: list[tuple[Any, ...]]
 
+    @property
+    def slab(self) -> Slab:
+        found: Slab = next(one for one in self.calls[0] if isinstance(one, Slab))
+        return found
+
     def write(self, rows: TokenRows, slots: np.ndarray, decoder: Any = None) -> Target:
         """The last kernel again, into other memory; another decoder has no sinks."""
         target = Target.of_rows(rows)
-        for batch, packed, slab, sinks, turns, _, levels, errors in self.calls:
-            slab.slots[: len(slots)] = torch.from_numpy(slots)
-            own = sinks if decoder is None else None
-            used = decoder or self.decoder
-            used._restore(batch, packed, slab, own, turns, target, levels, errors)
+        for args in self.calls:
+            self.slab.slots[: len(slots)] = torch.from_numpy(slots)
+            own = [target if isinstance(one, Target) else one for one in args]
+            if decoder is not None:
+                sinks = next(i for i, one in enumerate(own) if one is self.slab) + 1
+                own[sinks] = None
+            (decoder or self.decoder)._restore(*own)
         return target
 
 
@@ -157,10 +165,10 @@ def test_a_share_of_heads_is_that_part_of_all(decoded: Decoded) -> None:
 
 
 def test_of_a_chunk_that_failed_nothing_is_written(decoded: Decoded) -> None:
-    rows, slab = side_by_side(), decoded.calls[0][2]
-    slab.status[0] = 1
+    rows = side_by_side()
+    decoded.slab.status[0] = 1
     decoded.write(rows, np.arange(TOKENS))
-    slab.status[0] = 0
+    decoded.slab.status[0] = 0
     assert all(torch.all(one == 7) for one in (*rows.keys, *rows.values))
 
 

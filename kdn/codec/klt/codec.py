@@ -169,13 +169,9 @@ class KltCodec(Codec):
     ) -> list[bytes | KdnError]:
         """Of caches on one GPU, which suit; it may take so much memory there."""
 
-        def finish(
-            job: tuple[tuple[Chunk, KVCache], Sequence[Section] | KdnError],
-        ) -> bytes | KdnError:
-            (chunk, cache), sections = job
-            return (
-                sections if isinstance(sections, KdnError) else self._write(chunk, cache, sections)
-            )
+        def finish(job: tuple[tuple[Chunk, KVCache], list[Section] | KdnError]) -> bytes | KdnError:
+            item, sections = job
+            return sections if isinstance(sections, KdnError) else self._write(*item, sections)
 
         coded = self._gpu_encoding.encode(items, memory_bytes)
         return parallel_map(finish, zip(items, coded, strict=True))

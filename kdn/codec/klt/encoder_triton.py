@@ -26,8 +26,8 @@ from kdn.codec.klt import symbols
 from kdn.codec.klt.columns_triton import subtract_prediction, take_columns
 from kdn.codec.klt.encoder_tables import EncoderTables, product
 from kdn.codec.klt.gpu_input import Ids, token_rows
-from kdn.codec.klt.gpu_output import Filled, Room, Sheet
-from kdn.codec.klt.gpu_tables import SectionTables, Tensor, put
+from kdn.codec.klt.gpu_output import Filled, Room, Sheet, send
+from kdn.codec.klt.gpu_tables import SectionTables, Tensor
 from kdn.codec.klt.kinds import KIND_SINKS, KIND_TOKENS
 from kdn.codec.klt.latents import Latents
 from kdn.codec.klt.profile import NUM_CLASSES, Profile
@@ -78,7 +78,7 @@ class Encoded:
         out = torch.empty(max(filled.num_words, 1), dtype=torch.int16, device=self.words.device)
         count = filled.places.shape[1]
         if count:
-            places = put(filled.places, self.words.device)
+            places = send(filled.places, self.words.device)
             gather[(count, 8)](self.words, places, out, count, BLOCK=1024)
         return out
 
@@ -151,8 +151,8 @@ class GpuEncoder:
         for index, (chunk, cache) in enumerate(items):
             absent = np.array(cache.valid_from) - chunk.start
             cleared[index] = np.maximum(absent, sinks[index])
-        tokens_of = put(np.array(counts, np.int32), self.device)
-        return Batch(items, tokens_of, sinks, put(cleared, self.device))
+        tokens_of = send(np.array(counts, np.int32), self.device)
+        return Batch(items, tokens_of, sinks, send(cleared, self.device))
 
     def _rooms(self, batch: Batch) -> tuple[Sheet, list[tuple[SectionTables, Room]], Room, Room]:
         sheet, every = Sheet(), range(len(batch.items))
@@ -178,7 +178,7 @@ class GpuEncoder:
         """[tokens, columns] in float32, RoPE undone."""
         spec, tables = self.spec, self.tables
         starts = np.array([chunk.start for chunk, _ in batch.items])
-        positions = put((starts[:, None] + np.arange(CHUNK_TOKENS)).ravel(), self.device)
+        positions = send((starts[:, None] + np.arange(CHUNK_TOKENS)).ravel(), self.device)
         turns = tables.angles(positions)
         pairs = tables.pairs.first.shape[1]
         grid = (CHUNK_TOKENS // COLUMN_TOKENS, spec.num_layers, -(-pairs // COLUMN_PAIRS))
@@ -204,11 +204,12 @@ class GpuEncoder:
         chosen, tables, most = batch.with_sinks, self.tables.sinks, max(batch.num_sinks)
         if not chosen:
             return None, largest
-        rows = columns.view(len(batch.items), CHUNK_TOKENS, -1)[chosen, :most]
-        counts = put(np.array(batch.num_sinks)[chosen], self.device)
+        numbers = send(np.array(chosen), self.device)
+        counts = send(np.array(batch.num_sinks)[chosen], self.device)
+        rows = columns.view(len(batch.items), CHUNK_TOKENS, -1)[:, :most].index_select(0, numbers)
         own = torch.arange(most, device=self.device) < counts[:, None]
         steps = torch.where(own[:, :, None], (rows - tables.mean[:most]) / tables.step, 0.0)
-        largest[chosen] = steps.abs().amax(dim=(1, 2))
+        largest.index_copy_(0, numbers, steps.abs().amax(dim=(1, 2)))
         whole = steps.clamp_(-symbols.MAX_BASE, symbols.MAX_BASE).round_().to(torch.int16)
         shape = (len(chosen), len(self._widths), max(self._widths), SINK_LANES)
         out = torch.zeros(shape, dtype=torch.int16, device=self.device)
@@ -233,7 +234,7 @@ class GpuEncoder:
         ids = [_padded(token_rows(chunk, self.spec.vocab_size), self.spec.vocab_size)
                for chunk, _ in batch.items]  # fmt: skip
         latents = self.tables.prediction.prepare(
-            self._latents(put(np.concatenate(ids), self.device))
+            self._latents(send(np.concatenate(ids), self.device))
         )
         for index in range(groups):
             self._code_group(index, batch, columns, latents, classes, planes, errors, largest)
@@ -322,7 +323,7 @@ class GpuEncoder:
         counts = np.array(batch.num_sinks, np.int32)[batch.with_sinks]
         activity = self._activity(part, sinks).zero_()
         job = Pushing(part, room, sinks, sinks, scales, 0)
-        self._push(job, activity, classes, put(counts, self.device), words, begins)
+        self._push(job, activity, classes, send(counts, self.device), words, begins)
 
     def _push_classes(
         self, batch: Batch, classes: Tensor, room: Room, words: Tensor, begins: Tensor

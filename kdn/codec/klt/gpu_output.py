@@ -8,11 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kdn.codec.directory import section_code
 from kdn.codec.format import Section
 
 Longs = npt.NDArray[np.int64]
+
+
+def send(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """To the device in the current stream, without waiting for what is in it."""
+    found = torch.from_numpy(np.ascontiguousarray(array))
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 @dataclass(frozen=True)
