@@ -108,6 +108,10 @@ class Chunk:
     def end(self) -> int:
         return self.start + len(self.tokens)
 
+    def with_seal_key(self, seal_key: bytes) -> Chunk:
+        """The same, sealed with another key."""
+        return Chunk(self.key, self.parent, self.start, self.tokens, self.history, seal_key)
+
 
 def cut(tokens: Tokens, namespace: Namespace) -> list[Chunk]:
     """Cut a context into named chunks. A last partial chunk is kept as far as it is a multiple of

@@ -251,7 +251,9 @@ class SlabMaker:
         buffer.send(int(starts[-1]), on)
         words = buffer.device[fields.size_bytes : int(starts[-1]) + spare].view(torch.int16)
         is_full = all(chunk.num_tokens == CHUNK_TOKENS for chunk in chunks)
-        known = fields.on_device(buffer.device)
+        known = buffer.fields.get(len(jobs))
+        if known is None:
+            known = buffer.fields[len(jobs)] = fields.on_device(buffer.device)
         slab = Slab(words, **known, num_chunks=len(chunks), num_sinks=sinks, is_full=is_full,
                     size_bytes=int(starts[-1]) + spare)  # fmt: skip
         return slab, buffer, failed

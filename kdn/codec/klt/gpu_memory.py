@@ -10,7 +10,7 @@ is `used`. On a CPU, where Triton is interpreted, there are no streams and nothi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -75,6 +75,8 @@ class InputBuffer:
     device: torch.Tensor
     copied: Event = None
     used: Event = None
+    fields: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """What its device half begins with, by the number of chunks that it holds."""
 
     @classmethod
     def of(

@@ -60,7 +60,7 @@ class Step:
         with; the worker, who knows the secret, puts it back."""
 
         def keyed(one: T) -> T:
-            return replace(one, chunks=tuple(replace(c, seal_key=seal_key) for c in one.chunks))
+            return replace(one, chunks=tuple(c.with_seal_key(seal_key) for c in one.chunks))
 
         return replace(
             self, loads=tuple(map(keyed, self.loads)), saves=tuple(map(keyed, self.saves))
