@@ -9,6 +9,7 @@ If it does not verify, all that was not verified is forgotten and missing again.
 from __future__ import annotations
 
 import asyncio
+import os
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -209,3 +210,7 @@ def _threads() -> ThreadPoolExecutor:
     """Digests have threads of their own: whoever else waits for a thread, as decoding does, need
     not wait for all of them."""
     return ThreadPoolExecutor(min(MAX_THREADS, num_cores()), "kdn-verify")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # it has none of these threads

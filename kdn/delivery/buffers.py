@@ -8,6 +8,7 @@ delivery writes.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -63,6 +64,10 @@ class Buffers:
         weakref.finalize(buffer._array, self._give_back, memory).atexit = False
         return buffer
 
+    def unlock(self) -> None:
+        """In a forked child: another thread of its parent may have held the lock."""
+        self._lock = threading.Lock()
+
     def _give_back(self, memory: _Memory) -> None:
         """Called wherever the last view goes, even within `take`: it must not wait."""
         if not self._lock.acquire(blocking=False):
@@ -83,3 +88,6 @@ def _size_of(num_bytes: int) -> int:
 
 SHARED = Buffers()
 """Of all deliveries of this process."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=SHARED.unlock)

@@ -39,6 +39,8 @@ HEAD_BYTES = 1280
 """Holds the header of most streams; what is missing of longer ones costs another round trip."""
 MAX_LONG_BYTES = 8 << 20
 """Of all headers of one lookup that are longer."""
+KEPT_HEADER_BYTES = 8192
+"""Longer ones, which no codec of ours makes, are parsed each time."""
 KEPT_HEADERS = 2048
 """Of streams that were found lately: some 10 MB."""
 ATTEMPT_S = 1.0
@@ -256,7 +258,9 @@ def _begin(entry: Entry, chunk: Chunk, codec: Codec) -> Assembly:
 def verified_head(head: bytes, chunk: Chunk, codec: Codec) -> Header:
     """The header that a stream begins with, if it is one of this chunk that this codec can decode.
     The seal comes first: of what others wrote, nothing else is read."""
-    header = _parsed(head[: header_size(head)], chunk.seal_key)
+    own = head[: header_size(head)]
+    parse = _parsed if len(own) <= KEPT_HEADER_BYTES else Header.parse
+    header = parse(own, chunk.seal_key)
     stream = Bitstream(header, {})
     stream.check_for(chunk, codec.spec, codec.profile_id, codec.codec_id)
     if header.info.num_levels != codec.num_levels:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
+
+from aiohappyeyeballs import start_connection
 
 from kdn.errors import LimitError, StoreError
 from kdn.protocol.limits import MAX_JSON_BYTES
@@ -24,6 +27,8 @@ from kdn.store.streaming import FrameReader
 
 MAX_HEAD_BYTES = 16 << 10
 CLOSE_S = 1.0
+NEXT_ADDRESS_S = 0.25
+"""After so long without an answer, the next address of a name is tried beside it."""
 _STATUS = re.compile(rb"HTTP/1\.1 ([2-5]\d\d)(?: [^\r\n]*)?")
 _SINGLE = ("content-length", "transfer-encoding", "connection")
 _LENGTH = re.compile(r"\d{1,18}")
@@ -98,8 +103,14 @@ class ReadConnections:
         host, port = self._address
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._limits.connect_s):
+            # A name may have an address that nobody answers at: the next is tried soon.
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            sock = await start_connection(found, happy_eyeballs_delay=NEXT_ADDRESS_S, interleave=1)
             _, connection = await loop.create_connection(
-                lambda: ReadConnection(self._lost), host, port, ssl=self._tls
+                lambda: ReadConnection(self._lost),
+                sock=sock,
+                ssl=self._tls,
+                server_hostname=host if self._tls else None,
             )
         self._open.add(connection)
         return connection

@@ -149,6 +149,11 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler.finished(request.request_id)
         return False, None
 
+    def has_pending_push_work(self) -> bool:
+        """vLLM goes on with its steps until loads have ended, also those of requests that are gone:
+        before it sleeps, their blocks must not be written any more. Deadlines bound that."""
+        return self._scheduler is not None and bool(self._scheduler.loading)
+
     def reset_cache(self) -> bool | None:
         """vLLM wants nothing known any more, perhaps because the weights are others now: that they
         are those of the checkpoint is what the names of chunks rest on."""
