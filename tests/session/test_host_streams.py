@@ -148,7 +148,7 @@ def test_what_is_held_is_delivered_up_to_the_first_gap(tier: HostStreams) -> Non
 def test_a_sink_gets_some_batches_at_once(
     tier: HostStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Counted, "batch_chunks", 1, raising=False)
+    monkeypatch.setattr(Counted, "batch_chunks", 1)
     chunks = prompt(6)
     for chunk in chunks:
         put(tier, chunk)
