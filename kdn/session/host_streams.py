@@ -226,9 +226,7 @@ class HostStreams:
                 failures = sink.decode(batch) if batch else []
                 self._drop_damaged(batch, failures)
             good = next((i for i, one in enumerate(failures) if one is not None), len(batch))
-            klds = [expected[one.levels - 1] for one in batch[:good]]
-            exact = [one.levels == len(expected) for one in batch[:good]]
-            grades += map(Grade, klds, exact)
+            grades += [Grade.of_levels(one.levels, expected) for one in batch[:good]]
             if good < len(own):
                 break
         return tuple(grades)

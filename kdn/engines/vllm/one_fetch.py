@@ -177,7 +177,7 @@ class _Follower:
         for levels in self._levels[first:]:
             if not levels:
                 break
-            found.append(Grade(kld[levels - 1], levels == len(kld)))
+            found.append(Grade.of_levels(levels, kld))
         return found
 
     async def _follow(self, first: int, until_s: float, num_held: int) -> bool:
