@@ -47,12 +47,14 @@ $(VLLM_STAMP): pyproject.toml
 		torch==2.13.0 pytest
 	touch $@
 
-# Installs nothing: PyTorch, Triton, Numba and transformers of a GPU machine are enough.
+# Installs nothing: PyTorch, Triton, Numba and transformers of a GPU machine are enough. The last
+# line needs aiohttp and uvloop too.
 test-gpu:
-	python3 -m pytest -m gpu tests/codec/test_klt_triton.py \
+	python3 -m pytest -m gpu tests/codec/test_klt_triton.py tests/codec/test_klt_rows.py \
 		tests/codec/test_klt_triton_encoding.py tests/codec/test_klt_shipped.py
 	python3 -m pytest -m gpu tests/cache/test_fingerprint.py tests/engines/test_unchanged.py tests/client/test_gpu.py
 	python3 -m pytest -m gpu tests/engines/test_gpu_quality.py tests/vllm/test_gpu.py
+	python3 -m pytest -m gpu tests/engines/test_vllm_gpu.py tests/engines/test_vllm_gather.py
 
 # Two versions of numba would throw away each other's compiled code.
 test-vllm: $(VLLM_STAMP)

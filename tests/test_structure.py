@@ -96,3 +96,18 @@ def test_a_heavy_library_stays_at_home(library: str) -> None:
     users = {path for path, _, imported in IMPORTS if imported.split(".")[0] == library}
     assert users, f"expected somebody to import {library}"
     assert not [path for path in users if not matches(path, HOMES[library])]
+
+
+def test_every_test_for_a_gpu_is_run_on_one() -> None:
+    """`make test-gpu` names its files: it must not collect the others, which import more than a
+    GPU machine has."""
+    root = ROOT.parent
+    recipe = (root / "Makefile").read_text().split("\ntest-gpu:")[1].split("\n\n")[0]
+    marks = ("pytest.mark.gpu", "test_klt_triton.pytestmark", "    pytestmark,\n")
+    marked = [
+        path.relative_to(root)
+        for path in (root / "tests").rglob("test_*.py")
+        if path != Path(__file__) and any(mark in path.read_text() for mark in marks)
+    ]
+    assert marked
+    assert not [str(path) for path in marked if str(path) not in recipe.split()]

@@ -72,9 +72,9 @@ def layered_bytes(codec: KltCodec, sample: Quantised, last: int) -> int:
     """Components of all groups in the levels up to `last`, with the profile's own tables."""
     total = 0
     for group, values in enumerate(sample.levels):
-        for level, kind, _ in codec.parts(group):
+        for level, kind, _ in codec.coder.parts(group):
             if level <= last:
-                section = codec.encode_part(level, kind, group, values, sample.classes)
+                section = codec.coder.encode_part(level, kind, group, values, sample.classes)
                 total += len(section.data)
     return total
 
@@ -88,7 +88,7 @@ def single_level_bytes(
         rows = slice(0, count)
 
         def models(samples: Sequence[Quantised], **parts: Any) -> list[Any]:
-            base = [codec.table_model(KIND_ENTERING, group, rows, s.classes) for s in samples]  # noqa: B023
+            base = [codec.coder.table_model(KIND_ENTERING, group, rows, s.classes) for s in samples]  # noqa: B023
             return [replace(m, **parts) for m in base]
 
         values = [s.levels[group][level][rows] for s in learnt]

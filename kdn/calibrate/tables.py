@@ -18,7 +18,8 @@ import torch
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.codec.klt import symbols, symbols_numba
-from kdn.codec.klt.codec import Analysis, KltCodec
+from kdn.codec.klt.analysis import Analysis
+from kdn.codec.klt.codec import KltCodec
 from kdn.codec.klt.kinds import KIND_CORRECTION, KIND_ENTERING
 from kdn.codec.klt.profile import NUM_CLASSES, Profile
 from kdn.codec.klt.symbols import Ints, Model
@@ -48,8 +49,8 @@ class Quantised:
 
 
 def quantise(codec: KltCodec, chunk: Chunk, cache: KVCache) -> Quantised:
-    analysis = codec.analyse(chunk, cache)
-    rounded = [codec.round(part.exact) for part in analysis.groups]
+    analysis = codec.analyser.analyse(chunk, cache)
+    rounded = [codec.analyser.round(part.exact) for part in analysis.groups]
     levels = [symbols.split_levels(part, codec.num_levels - 1) for part in rounded]
     return Quantised(chunk, analysis, levels)
 
@@ -57,7 +58,7 @@ def quantise(codec: KltCodec, chunk: Chunk, cache: KVCache) -> Quantised:
 def with_correction(codec: KltCodec, sample: Quantised) -> Quantised:
     """The same chunk with its last level, which needs the counted centroids of the others."""
     levels = [
-        [*levels, codec.correction(index, group, levels[-1], sample.classes)]
+        [*levels, codec.analyser.correction(index, group, levels[-1], sample.classes)]
         for index, (levels, group) in enumerate(
             zip(sample.levels, sample.analysis.groups, strict=True)
         )
@@ -116,7 +117,7 @@ def _count_part(
         coarse = [s.levels[group][level - 1][rows] for s in samples] if digits else None
         cuts = thresholds(values)
         tensors[f"{key}.g{group}.thresholds"] = cuts
-        models = [codec.table_model(kind, group, rows, s.classes) for s in samples]
+        models = [codec.coder.table_model(kind, group, rows, s.classes) for s in samples]
         counts += count_symbols([replace(m, thresholds=cuts) for m in models], values, coarse)
     return tensors | {f"{key}.freqs": frequencies(counts)}
 

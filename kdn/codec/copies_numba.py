@@ -9,22 +9,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-NO_FILE = -1
-
-
-class Copy(NamedTuple):
-    """Where some bytes lie: at an offset of an open file, or at an address (NO_FILE)."""
-
-    file: int
-    source: int
-    num_bytes: int
-
+from kdn.codec.format import Copy
 
 _libc = ctypes.CDLL(None)
 # 64-bit offsets have a name of their own where they are not the only ones.

@@ -11,13 +11,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
-from kdn.codec.copies_numba import NO_FILE, Copy
 from kdn.codec.directory import SectionEntry
 from kdn.codec.header import (
     KIND_KEYS,
@@ -38,12 +38,14 @@ from kdn.errors import FormatError, MismatchError, TruncatedError
 __all__ = [
     "KIND_KEYS",
     "KIND_VALUES",
+    "NO_FILE",
     "NO_PROFILE",
     "PREFIX_COMPUTED",
     "PROBE_BYTES",
     "Bitstream",
     "Buffer",
     "CodecId",
+    "Copy",
     "DType",
     "Header",
     "LevelSource",
@@ -70,6 +72,17 @@ def write(info: StreamInfo, sections: Iterable[Section], seal_key: bytes) -> byt
     ordered = sorted(sections, key=lambda s: (s.level, s.group, s.kind))
     parts = [(s.level, s.kind, s.group, _bytes_of(s.data)) for s in ordered]
     return b"".join([build_header(info, parts, seal_key), *(s.data for s in ordered)])
+
+
+NO_FILE = -1
+
+
+class Copy(NamedTuple):
+    """Where some bytes lie: at an offset of an open file, or at an address (NO_FILE)."""
+
+    file: int
+    source: int
+    num_bytes: int
 
 
 class LevelSource(Mapping[int, memoryview]):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kdn.cache.keys import Chunk
-from kdn.delivery.request import Result, worst_kld
+from kdn.delivery.request import Result, enough_levels, worst_kld
 
 
 class Grade(NamedTuple):
@@ -18,13 +18,31 @@ class Grade(NamedTuple):
     is_exact: bool
     """Whether the model computed them, or every level of them was loaded, which of `klt` is as good
     as lossless: what is computed on top of them may be published."""
+    levels: int
+    """How many levels were loaded; none if the model computed them for this sink."""
+
+    @classmethod
+    def of_levels(cls, levels: int, expected_kld: Sequence[float]) -> Grade:
+        """Of the first levels of a stream; `expected_kld`: what the codec says of each."""
+        return cls(expected_kld[levels - 1], levels == len(expected_kld), levels)
+
+    @classmethod
+    def of_values(cls, kld: float, is_exact: bool, expected_kld: Sequence[float]) -> Grade:
+        """Of values that somebody else loaded, or computed, which counts as all levels."""
+        every = len(expected_kld)
+        return cls(kld, is_exact, every if is_exact else enough_levels(expected_kld, kld))
+
+
+COMPUTED = Grade(0.0, True, 0)
+"""By the model, for this sink."""
 
 
 @dataclass(frozen=True)
 class Delivered:
     chunks: tuple[Chunk, ...]
     held: tuple[Grade, ...]
-    """Grades of the first chunks, which this host held decoded."""
+    """Grades of the first chunks, which this host held: decoded, or, for an engine on a GPU, as
+    streams."""
     result: Result | None
     """The result for the chunks that were fetched; None if none were."""
     expected_kld: Sequence[float]
@@ -39,10 +57,8 @@ class Delivered:
 
     def _grade(self, levels: int, computed: bool) -> Grade | None:
         if computed:
-            return Grade(0.0, True)
-        if not levels:
-            return None
-        return Grade(self.expected_kld[levels - 1], levels == len(self.expected_kld))
+            return COMPUTED
+        return Grade.of_levels(levels, self.expected_kld) if levels else None
 
     @property
     def num_ready(self) -> int:
@@ -74,9 +90,8 @@ class Delivered:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Of each chunk; 0 where the model read it, or has to. What this host held counts as all
-        levels."""
-        held = (len(self.expected_kld),) * len(self.held)
+        """Of each chunk; 0 where the model read it, or has to."""
+        held = tuple(grade.levels for grade in self.held)
         rest = (0,) * (len(self.chunks) - len(held))
         return held + (self.result.levels if self.result else rest)
 

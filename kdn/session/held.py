@@ -43,10 +43,11 @@ class Held(Protocol):
 
 
 def open_values(
-    settings: SessionSettings, spec: ModelSpec, dtype: torch.dtype
+    settings: SessionSettings, spec: ModelSpec, codec: Codec, dtype: torch.dtype
 ) -> HostMemory | None:
     """Decoded values of this host."""
-    return _opened(settings, lambda place: HostMemory(place, spec, dtype, settings.host_bytes))
+    kld = codec.expected_kld
+    return _opened(settings, lambda place: HostMemory(place, spec, dtype, settings.host_bytes, kld))
 
 
 def open_streams(settings: SessionSettings, codec: Codec, dtype: torch.dtype) -> HostStreams | None:

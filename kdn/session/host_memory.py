@@ -70,14 +70,17 @@ class HostMemory:
         spec: ModelSpec,
         dtype: torch.dtype,
         max_bytes: int,
+        expected_kld: Sequence[float],
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """`dtype`: the engine's; values that one of another dtype has rounded are not its own."""
+        """`dtype`: the engine's; values that one of another dtype has rounded are not its own.
+        `expected_kld`: what the codec says of each level, to tell how many were decoded."""
         if dtype not in DTYPES:
             raise UnsupportedError(f"decoded chunks of {dtype}")
         self._folder = HostFolder(place, _NAME)
         self._spec, self._dtype = spec, dtype
         self._max_bytes, self._clock_ns = max_bytes, clock_ns
+        self._expected_kld = expected_kld
 
     def has(self, chunk: Chunk, worst_kld: float) -> bool:
         """Whether it is held well enough; `get` may still find it gone or damaged."""
@@ -122,7 +125,7 @@ class HostMemory:
             if held is None:
                 break
             sink.write(chunk, held.cache)
-            written.append(Grade(held.kld, held.exact))
+            written.append(Grade.of_values(held.kld, held.exact, self._expected_kld))
         self.used(chunks[: len(written)])
         return tuple(written)
 

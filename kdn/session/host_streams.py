@@ -30,7 +30,6 @@ from kdn.cache.keys import Chunk
 from kdn.codec.base import Codec
 from kdn.codec.format import Bitstream, Buffer
 from kdn.codec.header import Header, header_size
-from kdn.codec.threads import num_cores
 from kdn.delivery.lookup import verified_head
 from kdn.delivery.request import BODY_KLD, enough_levels, worst_kld
 from kdn.delivery.sink import Arrival, Sink
@@ -219,7 +218,7 @@ class HostStreams:
         expected = self._expected_kld
         wanted = levels_wanted(expected, chunks, end, enough_kld)
         grades: list[Grade] = []
-        size = BATCHES * (getattr(sink, "batch_chunks", 0) or num_cores())
+        size = BATCHES * sink.batch_chunks
         for first in range(0, len(chunks), size):
             own, levels = chunks[first : first + size], wanted[first : first + size]
             with self.opened(own, levels) as streams:
@@ -227,9 +226,7 @@ class HostStreams:
                 failures = sink.decode(batch) if batch else []
                 self._drop_damaged(batch, failures)
             good = next((i for i, one in enumerate(failures) if one is not None), len(batch))
-            klds = [expected[one.levels - 1] for one in batch[:good]]
-            exact = [one.levels == len(expected) for one in batch[:good]]
-            grades += map(Grade, klds, exact)
+            grades += [Grade.of_levels(one.levels, expected) for one in batch[:good]]
             if good < len(own):
                 break
         return tuple(grades)

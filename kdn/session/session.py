@@ -122,7 +122,7 @@ class Session(Opened):
         if self.codec.decodes_on(self.device):
             self.streams = open_streams(self.settings, self.codec, self.dtype)
         else:
-            self.host = open_values(self.settings, self.spec, self.dtype)
+            self.host = open_values(self.settings, self.spec, self.codec, self.dtype)
         if self.host is not None:
             self._keeper = Keeper(self.host)
             self._parts.callback(self._keeper.close)

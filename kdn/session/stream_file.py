@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from kdn.codec.copies_numba import Copy
-from kdn.codec.format import Buffer, LevelSource
+from kdn.codec.format import Buffer, Copy, LevelSource
 from kdn.codec.header import MAX_HEADER_BYTES, MAX_LEVELS, Header
 from kdn.errors import ChecksumError, FormatError, LimitError, TruncatedError
 

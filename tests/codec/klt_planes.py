@@ -53,11 +53,11 @@ class Planes:
                 self._check_errors(codec, stream, chunk, index)
 
     def _check_errors(self, codec: KltCodec, stream: Bitstream, chunk: Chunk, index: int) -> None:
-        classes = codec._decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
+        classes = codec.coder.decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
         done = 0
         for first, errors in self._errors:
             for g in range(first, first + errors.low.shape[1]):
-                _, wanted = codec._decode_levels(stream, g, codec.num_levels, classes)
+                _, wanted = codec.coder.decode(stream, g, codec.num_levels, classes)
                 assert wanted is not None
                 own = index, g - first
                 found = _joined(errors.low[own], errors.high[own])

@@ -20,12 +20,12 @@ Ints = npt.NDArray[np.int32]
 
 def integers(codec: KltCodec, stream: Bitstream, chunk: Chunk, group: int, levels: int) -> Ints:
     """A group's components after so many levels."""
-    classes = codec._decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
+    classes = codec.coder.decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
     values = np.zeros((0, chunk.num_tokens), np.int32)
-    for level, kind, _ in codec.parts(group):
+    for level, kind, _ in codec.coder.parts(group):
         if level >= levels or kind not in (KIND_DIGITS, KIND_ENTERING):
             break
-        model = codec.model(level, kind, group, classes)
+        model = codec.coder.model(level, kind, group, classes)
         data = stream.section(level, group, kind)
         if kind == KIND_DIGITS:
             values = symbols_numba.decode(model, data, values)
@@ -39,7 +39,7 @@ def decode(codec: KltCodec, stream: Bitstream, chunk: Chunk, levels: int) -> KVC
     part of the format."""
     spec, profile = codec.spec, codec.profile
     t = profile.tensors
-    classes = codec._decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
+    classes = codec.coder.decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
     latent = codec._predict(chunk)
     shape = (spec.num_layers, chunk.num_tokens, spec.num_kv_heads, spec.head_dim)
     out = KVCache(torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64))
@@ -70,7 +70,7 @@ def corrected(
 ) -> npt.NDArray[np.float64]:
     """Components and what the last level adds to them."""
     group, t = codec.profile.groups[index], codec.profile.tensors
-    packed, error = codec._decode_levels(stream, index, codec.num_levels, classes)
+    packed, error = codec.coder.decode(stream, index, codec.num_levels, classes)
     assert error is not None
     large = packed.large.astype(np.float64).T @ group.fine[: len(packed.large)]
     coarse = packed.codes.astype(np.float64).T @ group.basis[: len(packed.codes)]

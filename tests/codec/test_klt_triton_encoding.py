@@ -78,8 +78,8 @@ def test_equal_integers_give_the_references_bytes(step: float) -> None:
     case = Case(spec_of(ropes), 48 if INTERPRETED else 256, step)
     codec, chunk, stream = case.codec, case.chunks[0], case.streams[0]
     encoder = GpuEncoder(case.spec, codec.profile, DEVICE)
-    analysis = codec.analyse(chunk, case.cache)
-    levels = [codec._quantise(g, analysis) for g in range(len(codec.profile.groups))]
+    analysis = codec.analyser.analyse(chunk, case.cache)
+    levels = [codec.analyser.quantise(g, analysis) for g in range(len(codec.profile.groups))]
     count = chunk.num_tokens
     classes = torch.full((256,), 2, dtype=torch.uint8, device=DEVICE)
     classes[:count] = torch.from_numpy(analysis.classes).to(DEVICE)

@@ -16,7 +16,7 @@ from kdn.engines.vllm import shared as shared_module
 from kdn.engines.vllm.settings import Settings
 from kdn.engines.vllm.shared import SharedSession
 from kdn.errors import StoreError
-from kdn.session.delivered import Grade
+from kdn.session.delivered import COMPUTED
 from kdn.session.session import Session
 from tests.engines.vllm_working import SPACE, SPEC, TOKENS, shared_session, values
 
@@ -96,10 +96,10 @@ def test_a_chunk_that_cannot_be_kept_is_told(
     assert host is not None
     with monkeypatch.context() as patch:
         patch.setattr(host, "put", broken)
-        shared.session.keep(CHUNK, CACHE, Grade(0.0, True))
+        shared.session.keep(CHUNK, CACHE, COMPUTED)
         until(lambda: faults["keeping a decoded chunk"] > before)
     assert 'raise RuntimeError("a mistake while keeping")' in caplog.text
-    shared.session.keep(CHUNK, CACHE, Grade(0.0, True))
+    shared.session.keep(CHUNK, CACHE, COMPUTED)
     until(lambda: host.has(CHUNK, 0.0))
 
 

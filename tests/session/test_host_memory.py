@@ -13,7 +13,10 @@ import torch
 from kdn.cache.keys import Chunk, Namespace, cut
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
+from kdn.codec.exact import ExactCodec
+from kdn.delivery.sink import HostSink
 from kdn.errors import UnsupportedError
+from kdn.session.delivered import Grade
 from kdn.session.host_folder import MARKER
 from kdn.session.host_memory import HEADER_BYTES, HostMemory
 
@@ -21,6 +24,7 @@ LAYERS, HEADS, DIM = 2, 2, 8
 SPEC = ModelSpec(LAYERS, HEADS, DIM, 1000, (None,) * LAYERS, (None,) * LAYERS, b"m" * 16)
 CHUNKS = cut(list(range(3, 3 + 5 * 256)), Namespace(SPEC.fingerprint, bytes(16)))
 CHUNK_BYTES = 2 * LAYERS * 256 * HEADS * DIM * 4 + HEADER_BYTES
+KLDS = (0.25, 0.05, 0.01)
 
 
 def values(chunk: Chunk, dtype: torch.dtype = torch.float32) -> KVCache:
@@ -39,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 def open_tier(
     folder: Path, dtype: torch.dtype = torch.float32, max_bytes: int = 3 * CHUNK_BYTES
 ) -> HostMemory:
-    return HostMemory(folder.parent, SPEC, dtype, max_bytes)
+    return HostMemory(folder.parent, SPEC, dtype, max_bytes, KLDS)
 
 
 @pytest.fixture
@@ -49,6 +53,15 @@ def tier(folder: Path) -> HostMemory:
 
 def path(folder: Path, chunk: Chunk) -> Path:
     return folder / f"{chunk.key.hex()}.float32"
+
+
+def test_a_delivery_says_how_many_levels_values_stand_for(tier: HostMemory) -> None:
+    """Of what the model computed, and what was decoded from all levels, all."""
+    for chunk, kld, exact in zip(CHUNKS, (0.0, 0.05, 0.25), (True, False, False), strict=False):
+        assert tier.put(chunk, values(chunk), kld, exact=exact)
+    whole = KVCache(*torch.zeros(2, LAYERS, 5 * 256, HEADS, DIM))
+    grades = tier.deliver(CHUNKS, HostSink(ExactCodec(SPEC), whole), 5 * 256, 10.0)
+    assert grades == (Grade(0.0, True, 3), Grade(0.05, False, 2), Grade(0.25, False, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -113,7 +126,7 @@ def first_chunks(number: int) -> list[Chunk]:
 
 def test_the_least_recently_used_goes(folder: Path) -> None:
     clock = Clock()
-    tier = HostMemory(folder.parent, SPEC, torch.float32, 3 * CHUNK_BYTES, clock)
+    tier = HostMemory(folder.parent, SPEC, torch.float32, 3 * CHUNK_BYTES, KLDS, clock)
     chunks = first_chunks(4)
     for chunk in chunks[:3]:
         tier.put(chunk, values(chunk), 0.0, exact=True)

@@ -137,18 +137,18 @@ def test_what_is_held_is_delivered_up_to_the_first_gap(tier: HostStreams) -> Non
     for chunk, levels in zip(CHUNKS, (4, 3, 2, 4), strict=True):
         put(tier, chunk, levels)
     sink = sink_for(CHUNKS)
-    assert tier.deliver(CHUNKS, sink, 1024, 0.003) == (Grade(0.003, False),) * 2
+    assert tier.deliver(CHUNKS, sink, 1024, 0.003) == (Grade(0.003, False, 3),) * 2
     assert sink.batches == [[3, 3]]
     assert sink.cache.keys[0, ::256, 0, 0].tolist()[:2] == [3.0, 3.0]
     exact = sink_for(CHUNKS)
-    assert tier.deliver(CHUNKS, exact, 1024, 0.0) == (Grade(0.0003, True),)
+    assert tier.deliver(CHUNKS, exact, 1024, 0.0) == (Grade(0.0003, True, 4),)
     assert tier.deliver(prompt(1, 7), exact, 256, 1.0) == ()
 
 
 def test_a_sink_gets_some_batches_at_once(
     tier: HostStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Counted, "batch_chunks", 1, raising=False)
+    monkeypatch.setattr(Counted, "batch_chunks", 1)
     chunks = prompt(6)
     for chunk in chunks:
         put(tier, chunk)
@@ -166,7 +166,7 @@ def test_a_stream_that_fades_while_it_is_read_is_a_miss(tier: HostStreams, folde
     file = path(folder, CHUNKS[2])
     short = file.stat().st_size - 1
     sink = sink_for(CHUNKS, before=lambda: os.truncate(file, short))
-    assert tier.deliver(CHUNKS, sink, 1024, 0.0) == (Grade(0.0003, True),) * 2
+    assert tier.deliver(CHUNKS, sink, 1024, 0.0) == (Grade(0.0003, True, 4),) * 2
     assert isinstance(sink.failures[2], TruncatedError)
     assert tier.levels(CHUNKS[2]) == 3  # and what is left of it stays
 

@@ -15,7 +15,7 @@ from kdn.cache.tensors import KVCache
 from kdn.credentials import Credentials
 from kdn.delivery.publish import Admission, Values
 from kdn.delivery.sink import HostSink
-from kdn.session.delivered import Delivered, Grade, may_be_published
+from kdn.session.delivered import COMPUTED, Delivered, Grade, may_be_published
 from kdn.session.session import Session
 from kdn.session.settings import SessionSettings
 from tests.codec.conftest import Tiny
@@ -93,7 +93,7 @@ def test_what_the_host_holds_is_neither_asked_for_nor_fetched(tmp_path: Path) ->
         chunks = await publish_all(session)
         every = values(chunks)
         for chunk in chunks[:2]:
-            session.keep(chunk, every.slice(chunk.start, chunk.end), Grade(0.0, True))
+            session.keep(chunk, every.slice(chunk.start, chunk.end), COMPUTED)
         assert session.host is not None
         async with asyncio.timeout(5.0):
             while not all(session.host.has(chunk, 0.0) for chunk in chunks[:2]):
@@ -135,28 +135,42 @@ def test_no_time_left_delivers_nothing(tmp_path: Path) -> None:
     with_session(settings(tmp_path), test)
 
 
+KLDS = (0.02, 0.01, 0.0)
+EXACT, COARSE = Grade.of_levels(3, KLDS), Grade.of_levels(2, KLDS)
+
+
 @pytest.mark.parametrize(
     ("grades", "ready", "exact_until", "publishable"),
     [
         ([], 0, None, [True, True, True]),
-        ([Grade(0.0, True)], 1, None, [True, True, True]),
-        ([Grade(0.0, True), Grade(0.01, False)], 2, 256, [True, False, False]),
-        ([Grade(0.01, False), Grade(0.0, True)], 2, 0, [False, False, False]),
+        ([EXACT], 1, None, [True, True, True]),
+        ([EXACT, COARSE], 2, 256, [True, False, False]),
+        ([COARSE, EXACT], 2, 0, [False, False, False]),
     ],
 )
 def test_a_delivery_says_what_is_ready_and_what_may_be_published_on_top(
     grades: list[Grade], ready: int, exact_until: int | None, publishable: list[bool]
 ) -> None:
     chunks = tuple(cut(TOKENS, Namespace(b"m", b"p")))
-    got = Delivered(chunks, tuple(grades), None, (0.02, 0.01, 0.0))
+    got = Delivered(chunks, tuple(grades), None, KLDS)
     assert (got.num_ready, got.exact_until) == (ready, exact_until)
     assert got.ready_until == 256 * ready
     assert [may_be_published(chunk, got.exact_until) for chunk in chunks] == publishable
 
 
+def test_what_was_held_is_told_level_by_level() -> None:
+    """Also where the host held a part of the levels, or values that were decoded from a part."""
+    chunks = tuple(cut(TOKENS, Namespace(b"m", b"p")))
+    held = (COARSE, Grade.of_values(0.02, False, KLDS))
+    got = Delivered(chunks, held, None, KLDS)
+    assert (got.levels, got.num_loaded_tokens) == ((2, 1, 0), 512)
+    assert Grade.of_values(0.0, True, KLDS) == EXACT  # computed by another engine of this host
+
+
 def test_coarse_chunks_do_not_count_where_that_is_said() -> None:
     chunks = tuple(cut(TOKENS, Namespace(b"m", b"p")))
-    got = Delivered(chunks, (Grade(0.01, False), Grade(0.05, False), Grade(0.001, False)), None, ())
+    klds = (0.05, 0.01, 0.001, 0.0)
+    got = Delivered(chunks, tuple(Grade.of_levels(n, klds) for n in (2, 1, 3)), None, klds)
     assert got.good_until(688, 0.0) == 0
     assert got.good_until(688, 0.01) == 256
     assert got.good_until(688, 0.1) == 256  # the last tokens count more

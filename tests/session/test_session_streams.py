@@ -18,7 +18,7 @@ from kdn.codec.klt import KltCodec
 from kdn.delivery.publish import Values
 from kdn.delivery.sink import HostSink
 from kdn.session import keeper as keeper_module
-from kdn.session.delivered import Delivered, Grade
+from kdn.session.delivered import COMPUTED, Delivered, Grade
 from kdn.session.session import Session
 from kdn.session.settings import SessionSettings
 from tests.codec.conftest import Tiny
@@ -94,12 +94,12 @@ def test_what_was_published_is_held_with_all_levels(tmp_path: Path) -> None:
         await publish_all(session)
         await held(session, [4, 4, 4])
         exact, cache = await delivered(session, 0.0)
-        assert exact.held == (Grade(KLDS[3], True),) * 3
+        assert exact.held == (Grade(KLDS[3], True, 4),) * 3
         assert (exact.result, exact.exact_until, exact.num_ready) == (None, None, 3)
         chunks = exact.chunks
         assert (cache.keys - values(chunks).keys).abs().max() < 0.1
         coarse, _ = await delivered(session, 0.01)
-        assert coarse.held == (Grade(KLDS[2], False),) * 3  # no more than is enough
+        assert coarse.held == (Grade(KLDS[2], False, 3),) * 3  # no more than is enough
         assert coarse.exact_until == 0
 
     with_session(tmp_path, test)
@@ -169,11 +169,11 @@ def test_in_main_memory_values_are_held(tmp_path: Path) -> None:
         chunks = cut(TOKENS, session.namespace)
         assert session.host is not None
         assert not session.host.has(chunks[0], 1.0)  # the engine keeps them
-        session.keep(chunks[0], values(chunks[:1]), Grade(0.0, True))
+        session.keep(chunks[0], values(chunks[:1]), COMPUTED)
         async with asyncio.timeout(10.0):
             while not session.host.has(chunks[0], 0.0):
                 await asyncio.sleep(0.01)
         got, _ = await delivered(session, 0.01)
-        assert got.held == (Grade(0.0, True),)
+        assert got.held == (Grade(0.0, True, 4),)
 
     with_session(tmp_path, test, device=torch.device("cpu"))

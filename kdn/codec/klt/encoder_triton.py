@@ -143,10 +143,7 @@ class GpuEncoder:
 
     def _batch(self, items: Sequence[Item]) -> Batch:
         counts = [chunk.num_tokens for chunk, _ in items]
-        sinks = tuple(
-            min(self.profile.num_sinks, chunk.num_tokens) if chunk.start == 0 else 0
-            for chunk, _ in items
-        )
+        sinks = tuple(self.profile.num_sinks_of(chunk) for chunk, _ in items)
         cleared = np.zeros((len(items), self.spec.num_layers), np.int32)
         for index, (chunk, cache) in enumerate(items):
             absent = np.array(cache.valid_from) - chunk.start

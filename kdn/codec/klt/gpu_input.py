@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk
-from kdn.codec.copies_numba import Copy, copy_all
+from kdn.codec.copies_numba import copy_all
 from kdn.codec.directory import section_code
-from kdn.codec.format import Bitstream, Header
+from kdn.codec.format import Bitstream, Copy, Header
 from kdn.codec.klt.gpu_memory import InputBuffer, aligned
 from kdn.codec.klt.gpu_tables import SectionTables, Tensor
 from kdn.codec.klt.kinds import KIND_SINKS, KIND_TOKENS

@@ -41,6 +41,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from kdn.cache.keys import Chunk
 from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
 from kdn.codec.klt import symbols
 from kdn.codec.rans import PROB_TOTAL
@@ -152,6 +153,10 @@ class Profile:
     @property
     def num_sinks(self) -> int:
         return len(self.tensors["sink.mean"])
+
+    def num_sinks_of(self, chunk: Chunk) -> int:
+        """How many of a chunk's tokens are the first of a context."""
+        return min(self.num_sinks, chunk.num_tokens) if chunk.start == 0 else 0
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:

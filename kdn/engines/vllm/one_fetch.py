@@ -22,7 +22,6 @@ from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.format import Bitstream
 from kdn.codec.header import header_size
-from kdn.codec.threads import num_cores
 from kdn.delivery.lookup import verified_head
 from kdn.delivery.sink import Arrival, Sink
 from kdn.engines.vllm.rank_folder import RankFolder
@@ -113,7 +112,7 @@ class _SharedSink:
 
     @property
     def batch_chunks(self) -> int:
-        return int(getattr(self._sink, "batch_chunks", num_cores()))
+        return self._sink.batch_chunks
 
     def decode(self, batch: Sequence[Arrival]) -> list[KdnError | None]:
         self._hand_on(batch)
@@ -178,13 +177,12 @@ class _Follower:
         for levels in self._levels[first:]:
             if not levels:
                 break
-            found.append(Grade(kld[levels - 1], levels == len(kld)))
+            found.append(Grade.of_levels(levels, kld))
         return found
 
     async def _follow(self, first: int, until_s: float, num_held: int) -> bool:
         """Decode what the first rank hands on, until it is done; True if it does not go on."""
-        most = int(getattr(self._sink, "batch_chunks", num_cores()))
-        streams = self._streams
+        most, streams = self._sink.batch_chunks, self._streams
         while self._clock() < until_s + GRACE_S:
             try:
                 # Asked first: it may say its last word, and end, between two looks.

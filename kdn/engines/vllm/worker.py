@@ -25,14 +25,12 @@ from kdn.engines.vllm.ranks import Ranks
 from kdn.engines.vllm.saver import Saver
 from kdn.engines.vllm.shared import SharedSession
 from kdn.errors import KdnError
-from kdn.session.delivered import Grade
+from kdn.session.delivered import COMPUTED
 
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.005
 """A step without tokens waits so long for something to happen, instead of spinning."""
-OWN = Grade(0.0, True)
-"""Of what the model itself computed."""
 
 
 class WorkerSide:
@@ -185,5 +183,5 @@ class WorkerSide:
     ) -> None:
         """All heads of a chunk. From any thread."""
         self._shared.publish(chunk, cache, exact_until, saved_s)
-        self._shared.session.keep(chunk, cache, OWN)
+        self._shared.session.keep(chunk, cache, COMPUTED)
         self.counts["published_chunks"] += 1

@@ -1,0 +1,141 @@
+"""What a stream says of a chunk, and what its token ids tell, put together into values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kdn.cache.keys import Chunk
+from kdn.cache.spec import ModelSpec
+from kdn.cache.tensors import KVCache
+from kdn.codec.base import clear_absent
+from kdn.codec.klt.columns import (
+    Band,
+    Floats,
+    Ints,
+    Restored,
+    RopeTables,
+    Scaled,
+    bands,
+    share_of,
+    write_band,
+)
+from kdn.codec.klt.level_coding import step_sizes
+from kdn.codec.klt.profile import Profile
+from kdn.codec.klt.transform import (
+    GroupTransform,
+    Latent,
+    PackedComponents,
+    Predictor,
+    transpose,
+)
+from kdn.codec.threads import parallel_map
+
+
+@dataclass(frozen=True)
+class FromTokens:
+    """What the token ids and their positions tell of a chunk."""
+
+    latent: Latent
+    turns: RopeTables
+
+
+@dataclass(frozen=True)
+class FromStream:
+    """What its stream tells: tokens' step classes; per group its components, with the correction
+    [columns, tokens] if the last level is there, and its sinks (none unless the chunk begins a
+    context)."""
+
+    classes: npt.NDArray[np.uint8]
+    groups: Sequence[tuple[PackedComponents, Ints | None]]
+    sinks: Sequence[torch.Tensor]
+
+
+class Restorer:
+    """On the cores, for the model a profile was calibrated for."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        profile: Profile,
+        predict: Predictor,
+        transforms: Sequence[GroupTransform],
+    ) -> None:
+        self._spec, self._profile = spec, profile
+        self._predict, self._transforms = predict, transforms
+
+    def known(self, chunk: Chunk) -> FromTokens:
+        turns = RopeTables.of(self._spec, chunk.start, chunk.num_tokens, forward=True)
+        return FromTokens(self._predict(chunk), turns)
+
+    def restore(
+        self,
+        chunk: Chunk,
+        known: FromTokens,
+        coded: FromStream,
+        cache: KVCache,
+        heads: range | None = None,
+    ) -> None:
+        """Puts prediction, components, correction and sinks of all groups into a cache, which may
+        be one of some heads only. The scales of `known` and `coded` are changed."""
+        error_scale = step_sizes(coded.classes, 1.0)
+        scales = (known.latent.unit, error_scale, *(one.token_scale for one, _ in coded.groups))
+        # Sinks are not predicted: they are coded as they are.
+        for scale in scales:
+            scale[: self._profile.num_sinks_of(chunk)] = 0
+
+        def restore(job: tuple[int, Band]) -> None:
+            index, band = job
+            for part, restored in self._parts(index, band, known, coded, error_scale, heads):
+                write_band(part, restored, known.turns, cache)
+
+        jobs = [
+            (index, band)
+            for index, group in enumerate(self._profile.groups)
+            for band in bands(self._spec, group.layers)
+        ]
+        parallel_map(restore, jobs)
+        clear_absent(cache)
+
+    def _parts(
+        self,
+        index: int,
+        band: Band,
+        known: FromTokens,
+        coded: FromStream,
+        error_scale: Floats,
+        heads: range | None,
+    ) -> Iterator[tuple[Band, Restored]]:
+        """What is to be written of a group's band, which these heads share."""
+        latent, transform = known.latent, self._transforms[index]
+        packed, error = coded.groups[index]
+        # Of whole layers, whatever the heads: a product of fewer columns may round otherwise.
+        large = transform.sum_large(latent, packed.large, band.columns).numpy()
+        for part in share_of(band, self._spec, heads):
+            own, first = part.columns, band.columns.start
+            base = np.ascontiguousarray(large[:, own.start - first : own.stop - first])
+            if coded.sinks:
+                known_first = coded.sinks[index][:, own].numpy()
+                base[: len(known_first)] = known_first - transform.bias[own]
+            predicted = transform.sum_latent(latent, own).numpy()
+            coarse = transform.sum_coarse(packed.codes, own).numpy()
+            yield (
+                part,
+                Restored(
+                    base,
+                    transform.bias[own],
+                    Scaled(predicted, latent.unit, transform.latent_scale[own]),
+                    Scaled(coarse, packed.token_scale, transform.column_scale[own]),
+                    None if error is None else self._scaled_error(error, error_scale, index, own),
+                ),
+            )
+
+    def _scaled_error(self, error: Ints, token_scale: Floats, index: int, columns: slice) -> Scaled:
+        whole = np.empty((error.shape[1], columns.stop - columns.start), np.int32)
+        transpose(error[columns], whole)
+        step = self._profile.tensors["fix.step"][self._profile.groups[index].columns]
+        return Scaled(whole, token_scale, step[columns])
