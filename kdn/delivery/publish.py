@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -38,6 +38,8 @@ from kdn.store.base import Hints, Store
 PARCELS = 2
 """Encoded chunks that wait to be sent."""
 GPU_PARCELS = 32
+GPU_SHARE = 0.2
+"""Of the time, that encoding on a GPU may take while nobody waits for it."""
 GPU_BATCH = 4
 """Chunks on a GPU that are encoded together."""
 
@@ -133,6 +135,7 @@ class Publisher:
         self._under_way: set[bytes] = set()  # keys from `publish` until accepted or given up
         self._parcels: deque[Parcel] = deque()
         self._moved = asyncio.Event()  # set when a queue has changed
+        self._num_waiting = 0  # callers, for what is published
         self._tasks: list[asyncio.Task[None]] = []  # that which encodes comes first
 
     # for callers
@@ -180,18 +183,20 @@ class Publisher:
         refused since, and how many are only spooled, `counts` tells.
         """
         before, until_s = set(self._under_way), self._clock() + deadline_s
-        while not before.isdisjoint(self._under_way):
-            if not await self._wait(until_s):
-                return False
+        with self._waited_for():
+            while not before.isdisjoint(self._under_way):
+                if not await self._wait(until_s):
+                    return False
         return True
 
     async def store_all(self, keys: Collection[bytes], deadline_s: float) -> bool:
         """Wait until the place has accepted or refused these, those in the spool, too; False if
         that took too long."""
         until_s = self._clock() + deadline_s
-        while any(map(self._is_on_its_way, keys)):
-            if not await self._wait(until_s):
-                return False
+        with self._waited_for():
+            while any(map(self._is_on_its_way, keys)):
+                if not await self._wait(until_s):
+                    return False
         return True
 
     def refused(self, keys: Iterable[bytes]) -> dict[bytes, str]:
@@ -203,6 +208,7 @@ class Publisher:
         """Finish what can be finished by then. If there is a spool, the place gets half of the
         time; in the other half, what is left is encoded and spooled."""
         until_s = self._clock() + deadline_s
+        self._num_waiting += 1  # from now on
         if self._spool is None:
             await self.flush(deadline_s)
         elif not await self.flush(deadline_s / 2):
@@ -243,9 +249,28 @@ class Publisher:
     async def _encode_all(self) -> None:
         while True:
             if jobs := self._next_jobs():
+                began_s = self._clock()
                 await self._encode(jobs)
+                if jobs[0].is_on_gpu:
+                    await self._rest(self._clock() - began_s)
             else:
                 await self._wait()
+
+    async def _rest(self, took_s: float) -> None:
+        """An engine computes on the same GPU, in the same interpreter: encoding leaves it most of
+        the time, unless somebody waits for what is published."""
+        until_s = self._clock() + took_s * (1 / GPU_SHARE - 1)
+        while not self._num_waiting and await self._wait(until_s):
+            pass
+
+    @contextmanager
+    def _waited_for(self) -> Iterator[None]:
+        self._num_waiting += 1
+        self._moved.set()
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
 
     def _next_jobs(self) -> list[Job]:
         """One, or a few that are on a GPU."""

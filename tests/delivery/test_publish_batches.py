@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -113,3 +114,26 @@ def test_what_is_encoded_is_shown(world: World, caplog: pytest.LogCaptureFixture
     assert counts.published == 4
     assert shown == [(c.start, s) for c, s in zip(world.chunks, world.streams, strict=True)]
     assert "no room" in caplog.text
+
+
+def test_encoding_on_a_gpu_rests_unless_somebody_waits(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that an engine beside it hardly notices."""
+    monkeypatch.setattr(publish, "GPU_BATCH", 1)
+    monkeypatch.setattr(publish, "GPU_SHARE", 1e-9)
+    monkeypatch.setattr(Job, "is_on_gpu", True)
+    seen = batches_of(world, monkeypatch)
+
+    async def test(publisher: Publisher, store: Store) -> None:
+        for chunk, cache in zip(world.chunks, world.caches, strict=True):
+            publisher.publish(chunk, Loan(cache))
+        while publisher.counts.published < 1:
+            await asyncio.sleep(0.001)
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert len(seen) == 1
+        assert await publisher.flush(10.0)
+        assert len(seen) == 4
+
+    publishing(world, lambda: world.store([]), test)
