@@ -20,10 +20,10 @@ from rich.table import Table
 from kdn.bench import options
 from kdn.bench.options import JsonFile
 from kdn.bench.report import print_passed, report_console, write_json
+from kdn.cache.keys import CHUNK_TOKENS
 from kdn.errors import UnsupportedError
 
 LINKS_GBIT = (1, 3, 10, 25, 100)
-CHUNK_TOKENS = 256
 CACHEGEN_BITS = 2.26
 BATCHES = (1, 2, 4, 8, 16, 32)
 MOST_ENCODED = 32768

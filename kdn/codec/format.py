@@ -169,10 +169,6 @@ class Bitstream:
         """Whether this level is wholly here, whichever others are."""
         return level in self._levels
 
-    def has_section(self, level: int, group: int, kind: int) -> bool:
-        """Whether this section is in the directory and its level is here."""
-        return (level, group, kind) in self.header.directory.spans and level in self._levels
-
     def level_end(self, level: int) -> int:
         """See Header.level_end."""
         return self.header.level_end(level)

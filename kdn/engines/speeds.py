@@ -26,12 +26,12 @@ from kdn.cache.folder import cache_folder
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
 from kdn.codec.base import Codec, Coded
 from kdn.codec.format import Bitstream
+from kdn.delivery.sink import GPU_BATCH_CHUNKS
 from kdn.engines.growing import Room, is_written_by_rows
 from kdn.engines.reading import forward, last_tokens, new_cache
 
 FURTHER_ON = 1024
 GPU_PIECE, GPU_FURTHER_ON = 2048, 8192
-GPU_CHUNKS = 16
 REPEATS = 2
 Clock = Callable[[], float]
 
@@ -133,9 +133,9 @@ def _decoding(
     if not is_written_by_rows(codec.spec, model.device):
         return 1, lambda levels: codec.decode(stream, chunk, levels=levels)
     size = chunk.num_tokens
-    room = Room.of(codec.spec, GPU_CHUNKS * size, model.dtype, model.device)
+    room = Room.of(codec.spec, GPU_BATCH_CHUNKS * size, model.dtype, model.device)
     rows = room.rows()
-    places = [np.arange(at * size, (at + 1) * size) for at in range(GPU_CHUNKS)]
+    places = [np.arange(at * size, (at + 1) * size) for at in range(GPU_BATCH_CHUNKS)]
 
     def decode(levels: int) -> None:
         batch = [Coded(stream, chunk, levels, to) for to in places]
@@ -143,7 +143,7 @@ def _decoding(
             if error is not None:
                 raise error
 
-    return GPU_CHUNKS, decode
+    return GPU_BATCH_CHUNKS, decode
 
 
 def _identity(model: PreTrainedModel, codec: Codec) -> str:

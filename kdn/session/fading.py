@@ -29,7 +29,7 @@ from heapq import heapify, heappop, heappush
 
 from kdn.errors import FormatError
 from kdn.session.host_folder import Here, is_half_written
-from kdn.session.stream_file import parse_front, read_head
+from kdn.session.stream_file import parse_head, read_start
 
 PAGE_BYTES = 4096
 """Files take whole pages of memory."""
@@ -233,7 +233,7 @@ def _looked_at(here: Here, name: str, about: os.stat_result, known: Kept | None)
     else:
         ends = (about.st_size,)
         with suppress(OSError, FormatError), here.open(name) as file:
-            ends = parse_front(read_head(file)).level_ends
+            ends = parse_head(read_start(file)).level_ends
     levels = sum(end <= about.st_size for end in ends)
     return Kept(name, about.st_ino, about.st_atime_ns, ends, levels)
 

@@ -51,7 +51,7 @@ _NAME = re.compile(rf"(?:[0-9a-f]{{2}})+\.(?:{'|'.join(DTYPES.values())})")
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldValues:
     """A chunk's values, mapped, not copied."""
 
     cache: KVCache
@@ -90,7 +90,7 @@ class HostMemory:
         except (OSError, FormatError, UnsupportedError):
             return False
 
-    def get(self, chunk: Chunk, worst_kld: float) -> Held | None:
+    def get(self, chunk: Chunk, worst_kld: float) -> HeldValues | None:
         """Values that diverge by no more than `worst_kld`."""
         try:
             with self._folder.opened() as here:
@@ -99,7 +99,7 @@ class HostMemory:
             return None
         return held if held is not None and held.kld <= worst_kld else None
 
-    def _get(self, here: Here, chunk: Chunk) -> Held | None:
+    def _get(self, here: Here, chunk: Chunk) -> HeldValues | None:
         try:
             with here.open(self._name(chunk)) as file:
                 # Private, so that nobody can write to it by mistake; only what is read is mapped.
@@ -170,7 +170,7 @@ class HostMemory:
 
     # files
 
-    def _parse(self, chunk: Chunk, data: mmap.mmap) -> Held:
+    def _parse(self, chunk: Chunk, data: mmap.mmap) -> HeldValues:
         header = _parse_header(data[:HEADER_BYTES])
         shape = self._shape(chunk)
         size = 2 * math.prod(shape) * self._dtype.itemsize
@@ -180,7 +180,7 @@ class HostMemory:
         if self._digest(chunk, header, values) != header["xxh3"]:
             raise ChecksumError("a decoded chunk is damaged")
         keys, values = torch.from_numpy(values).view(self._dtype).view(2, *shape)
-        return Held(KVCache(keys, values, chunk.start), header["kld"], header["exact"])
+        return HeldValues(KVCache(keys, values, chunk.start), header["kld"], header["exact"])
 
     def _shape(self, chunk: Chunk) -> tuple[int, int, int, int]:
         spec = self._spec

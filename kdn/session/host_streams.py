@@ -37,7 +37,7 @@ from kdn.errors import FormatError, KdnError, MismatchError, TruncatedError, Uns
 from kdn.session.delivered import Grade
 from kdn.session.fading import SPARE, Kept, Room
 from kdn.session.host_folder import Here, HostFolder
-from kdn.session.stream_file import Front, HeldLevels, ends_in_file, parse_front, read_head
+from kdn.session.stream_file import FileHead, HeldLevels, ends_in_file, parse_head, read_start
 
 TOKEN_AGE_NS = 100_000
 """A chunk counts as used so much earlier for each token before it: about as fast as a GPU reads, so
@@ -57,15 +57,15 @@ class _Seen(NamedTuple):
     written_ns: int
     size_bytes: int
     header: Header
-    front: Front
+    head: FileHead
     levels: int
     checked: list[int]
     """One number: so many of its levels were checked by this process."""
 
     @classmethod
-    def of(cls, about: os.stat_result, header: Header, front: Front) -> _Seen:
+    def of(cls, about: os.stat_result, header: Header, head: FileHead) -> _Seen:
         inode, written_ns, size = about.st_ino, about.st_mtime_ns, about.st_size
-        return cls(inode, written_ns, size, header, front, front.levels_in(size), [0])
+        return cls(inode, written_ns, size, header, head, head.levels_in(size), [0])
 
     def is_same(self, about: os.stat_result) -> bool:
         return (self.inode, self.written_ns, self.size_bytes) == (
@@ -153,7 +153,7 @@ class HostStreams:
                     return  # it was replaced just now
             except (OSError, FormatError):
                 return
-            held = HeldLevels(seen.header, seen.front, seen.levels, file, seen.checked)
+            held = HeldLevels(seen.header, seen.head, seen.levels, file, seen.checked)
             yield Bitstream(seen.header, held, verified=range(seen.levels))
 
     def _look(self, here: Here, chunk: Chunk) -> _Seen | None:
@@ -174,15 +174,15 @@ class HostStreams:
     def _read(self, here: Here, chunk: Chunk) -> _Seen | None:
         try:
             with here.open(_name(chunk)) as file:
-                about, head = os.fstat(file), read_head(file)
-            front = parse_front(head)
-            header = self._believed(head[front.stream_at :], chunk)
+                about, start = os.fstat(file), read_start(file)
+            head = parse_head(start)
+            header = self._believed(start[head.stream_at :], chunk)
         except (FormatError, MismatchError):
             self._discard(here, chunk)
             return None
         except (OSError, UnsupportedError):
             return None
-        seen = _Seen.of(about, header, front)
+        seen = _Seen.of(about, header, head)
         self._remember(chunk, seen)
         return seen if seen.levels else None
 
@@ -287,14 +287,14 @@ class HostStreams:
         levels = self._room.make(here, new)
         if levels <= (seen.levels if seen else 0):
             return False
-        front = Front.of(header, data, levels)
-        first = front.pack(data[: header.size_bytes])
+        head = FileHead.of(header, data, levels)
+        first = head.pack(data[: header.size_bytes])
         here.write(new.name, [first, data[: header.level_end(levels - 1)]])
         here.touch(new.name, used_ns, self._clock_ns())
         about = here.about(new.name)
         if about is not None:
             self._room.note(here, replace(new, inode=about.st_ino, levels=levels))
-            self._remember(chunk, _Seen.of(about, header, front))
+            self._remember(chunk, _Seen.of(about, header, head))
         return True
 
 

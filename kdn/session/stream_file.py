@@ -1,6 +1,6 @@
 """A file of the host's memory that holds one stream, and reading from it.
 
-A small front of our own comes first: where each level ends in the file, and a checksum of each.
+A small head of our own comes first: where each level ends in the file, and a checksum of each.
 Then the stream follows as it is stored, with as many levels as there were. A file appears whole and
 is never written to again; it is only cut, at the end of a level, when room is short. So it is not
 mapped: what is cut off while it is read would kill the reader (SIGBUS). It is read straight into
@@ -26,8 +26,8 @@ from kdn.codec.header import MAX_HEADER_BYTES, MAX_LEVELS, Header
 from kdn.errors import ChecksumError, FormatError, LimitError, TruncatedError
 
 MAGIC = b"\x89KDNheld"
-HEAD_BYTES = 4096
-"""Holds front and header of nearly every stream; longer ones are read again, whole."""
+START_BYTES = 4096
+"""Holds head and header of nearly every stream; longer ones are read again, whole."""
 _FIXED = struct.Struct("<8sII")
 _SUM = struct.Struct("<Q")
 NOT_HERE = 0
@@ -35,7 +35,7 @@ NOT_HERE = 0
 
 
 @dataclass(frozen=True)
-class Front:
+class FileHead:
     """What a file says of itself, intact."""
 
     stream_at: int
@@ -47,20 +47,20 @@ class Front:
     sums: tuple[int, ...]
 
     @classmethod
-    def of(cls, header: Header, data: memoryview, levels: int) -> Front:
+    def of(cls, header: Header, data: memoryview, levels: int) -> FileHead:
         """Of a file for the first levels of the stream `data`."""
         count, ends = header.info.num_levels, header.level_ends
         starts = [header.level_start(level) for level in range(levels)]
         sums = [xxh3_64_intdigest(data[a:b]) for a, b in zip(starts, ends, strict=False)]
         sums += [NOT_HERE] * (count - levels)
-        return cls(_front_bytes(count), header.size_bytes, ends_in_file(header), tuple(sums))
+        return cls(_head_bytes(count), header.size_bytes, ends_in_file(header), tuple(sums))
 
     def pack(self, header: Buffer) -> bytes:
         """The file's first bytes. They vouch for the stream's header, too."""
         count = len(self.sums)
-        front = _FIXED.pack(MAGIC, count, self.header_bytes)
-        front += struct.pack(f"<{2 * count}Q", *self.level_ends, *self.sums)
-        return front + _SUM.pack(_digest(front, header))
+        head = _FIXED.pack(MAGIC, count, self.header_bytes)
+        head += struct.pack(f"<{2 * count}Q", *self.level_ends, *self.sums)
+        return head + _SUM.pack(_digest(head, header))
 
     def levels_in(self, size_bytes: int) -> int:
         """How many of the first levels a file of that size holds."""
@@ -69,41 +69,41 @@ class Front:
 
 def ends_in_file(header: Header) -> tuple[int, ...]:
     """Where each level of a stream will end."""
-    at = _front_bytes(header.info.num_levels)
+    at = _head_bytes(header.info.num_levels)
     return tuple(at + end for end in header.level_ends)
 
 
-def parse_front(head: bytes) -> Front:
-    """From a file's first bytes. TruncatedError if `head` does not reach to the end of the stream's
-    header, see `head_size`; another FormatError if it is none that we wrote."""
-    count, header_bytes = _sizes(head)
-    at = _front_bytes(count)
-    if len(head) < at + header_bytes:
-        raise TruncatedError(f"expected {at + header_bytes} bytes of head, found {len(head)}")
-    numbers = struct.unpack_from(f"<{2 * count}Q", head, _FIXED.size)
-    front, header = memoryview(head)[: at - _SUM.size], memoryview(head)[at : at + header_bytes]
-    if _SUM.unpack_from(head, len(front))[0] != _digest(front, header):
+def parse_head(start: bytes) -> FileHead:
+    """From a file's first bytes. TruncatedError if `start` ends before the stream's header, see
+    `start_size`; another FormatError if it is none that we wrote."""
+    count, header_bytes = _sizes(start)
+    at = _head_bytes(count)
+    if len(start) < at + header_bytes:
+        raise TruncatedError(f"expected {at + header_bytes} bytes, found {len(start)}")
+    numbers = struct.unpack_from(f"<{2 * count}Q", start, _FIXED.size)
+    head, header = memoryview(start)[: at - _SUM.size], memoryview(start)[at : at + header_bytes]
+    if _SUM.unpack_from(start, len(head))[0] != _digest(head, header):
         raise ChecksumError("the head of a held stream is damaged")
-    return Front(at, header_bytes, numbers[:count], numbers[count:])
+    return FileHead(at, header_bytes, numbers[:count], numbers[count:])
 
 
-def head_size(head: bytes) -> int:
-    """How many bytes a file's front and its stream's header have."""
-    count, header_bytes = _sizes(head)
-    return _front_bytes(count) + header_bytes
+def start_size(start: bytes) -> int:
+    """How many bytes a file's head and its stream's header have."""
+    count, header_bytes = _sizes(start)
+    return _head_bytes(count) + header_bytes
 
 
-def read_head(file: int) -> bytes:
-    """Front and header, and whatever comes after them in HEAD_BYTES."""
-    head = os.pread(file, HEAD_BYTES, 0)
-    size = head_size(head)
-    return head if size <= len(head) else os.pread(file, size, 0)
+def read_start(file: int) -> bytes:
+    """Head and header, and whatever comes after them in START_BYTES."""
+    start = os.pread(file, START_BYTES, 0)
+    size = start_size(start)
+    return start if size <= len(start) else os.pread(file, size, 0)
 
 
-def _sizes(head: bytes) -> tuple[int, int]:
-    if len(head) < _FIXED.size:
-        raise TruncatedError(f"expected a held stream, found {len(head)} bytes")
-    magic, count, header_bytes = _FIXED.unpack_from(head)
+def _sizes(start: bytes) -> tuple[int, int]:
+    if len(start) < _FIXED.size:
+        raise TruncatedError(f"expected a held stream, found {len(start)} bytes")
+    magic, count, header_bytes = _FIXED.unpack_from(start)
     if magic != MAGIC:
         raise FormatError(f"expected {MAGIC!r}, found {magic!r}")
     if not 1 <= count <= MAX_LEVELS or header_bytes > MAX_HEADER_BYTES:
@@ -111,12 +111,12 @@ def _sizes(head: bytes) -> tuple[int, int]:
     return count, header_bytes
 
 
-def _front_bytes(num_levels: int) -> int:
+def _head_bytes(num_levels: int) -> int:
     return _FIXED.size + 16 * num_levels + _SUM.size
 
 
-def _digest(front: Buffer, header: Buffer) -> int:
-    return xxh3_64_intdigest(header, seed=xxh3_64_intdigest(front))
+def _digest(head: Buffer, header: Buffer) -> int:
+    return xxh3_64_intdigest(header, seed=xxh3_64_intdigest(head))
 
 
 class HeldLevels(LevelSource):
@@ -125,11 +125,11 @@ class HeldLevels(LevelSource):
     written. For any thread, as long as the file is open."""
 
     def __init__(
-        self, header: Header, front: Front, levels: int, file: int, checked: list[int]
+        self, header: Header, head: FileHead, levels: int, file: int, checked: list[int]
     ) -> None:
         """`levels`: so many are in the file, as far as is known. `checked`: one number, so many of
         them were checked by this process."""
-        self._header, self._front, self._count = header, front, levels
+        self._header, self._head, self._count = header, head, levels
         self._file, self._checked = file, checked
         self._here: dict[int, memoryview] = {}
 
@@ -138,10 +138,10 @@ class HeldLevels(LevelSource):
         starts = [self._header.level_start(level) for level in range(first, last)]
         ends = self._header.level_ends[first:last]
         assert len(buffer) == ends[-1] - starts[0]
-        self._read(buffer, self._front.stream_at + starts[0])
+        self._read(buffer, self._head.stream_at + starts[0])
         for level, start, end in zip(range(first, last), starts, ends, strict=True):
             part = buffer[start - starts[0] : end - starts[0]]
-            if xxh3_64_intdigest(part) != self._front.sums[level]:
+            if xxh3_64_intdigest(part) != self._head.sums[level]:
                 raise ChecksumError(f"level {level} of a held stream is damaged")
         if first <= self._checked[0]:
             self._checked[0] = max(self._checked[0], last)
@@ -151,7 +151,7 @@ class HeldLevels(LevelSource):
         if levels > min(self._checked[0], self._count):
             return None
         first, size = self._header.size_bytes, self._header.level_end(levels - 1)
-        return [Copy(self._file, self._front.stream_at + first, size - first)]
+        return [Copy(self._file, self._head.stream_at + first, size - first)]
 
     def _read(self, buffer: memoryview, at: int) -> None:
         try:

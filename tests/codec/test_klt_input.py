@@ -19,7 +19,7 @@ from kdn.codec.klt.gpu_memory import InputBuffer, InputRing, Scratch, aligned, s
 from kdn.codec.klt.gpu_tables import Coding, Pairs
 from kdn.codec.klt.gpu_target import Channels, Target
 from kdn.codec.klt.kinds import KIND_ENTERING, KIND_SINKS, KIND_TOKENS
-from kdn.codec.klt.streams import Streams
+from kdn.codec.klt.streams import CudaStreams
 from kdn.errors import FormatError, MismatchError
 from tests.codec.klt_profile import make_profile
 
@@ -64,7 +64,7 @@ def slots_of(chunk: Chunk) -> npt.NDArray[np.int64]:
 
 
 def slab_of(context: Context, jobs: Sequence[Job], levels: int) -> tuple[Slab, list[int]]:
-    streams = Streams(CPU, 0)
+    streams = CudaStreams(CPU, 0)
 
     def take(host_bytes: int, device_bytes: int) -> InputBuffer:
         return InputBuffer.of(CPU, host_bytes, device_bytes, streams)
@@ -209,7 +209,7 @@ def test_slabs_begin_where_contexts_do_and_end_with_their_memory(context: Contex
 
 
 def test_buffers_come_in_turn_and_grow() -> None:
-    ring, streams = InputRing(CPU, 2, 1000), Streams(CPU, 0)
+    ring, streams = InputRing(CPU, 2, 1000), CudaStreams(CPU, 0)
     first, second = ring.take(10, 30, streams), ring.take(900, 920, streams)
     assert first is not second
     assert ring.take(1000, 1020, streams) is first

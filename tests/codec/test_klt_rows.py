@@ -222,7 +222,7 @@ def test_a_batch_is_decoded_into_an_engines_memory(
     """The good chunk by kernels; the others are named, and leave memory as it was."""
     case, rows, expected = decoded.case, side_by_side(), side_by_side()
     on_this_device(case, monkeypatch)
-    monkeypatch.setattr(case.codec, "_assemble", None)  # the reference's last step
+    monkeypatch.setattr(case.codec._restorer, "restore", None)  # the reference's last step
     stream, chunk, slots = case.streams[0], case.chunks[0], np.arange(TOKENS)
     other = cut(np.arange(32), Namespace(SPEC.fingerprint, case.codec.profile_id))[0]
     batch = [

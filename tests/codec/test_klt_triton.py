@@ -234,7 +234,7 @@ def test_a_share_of_heads_is_that_part_of_all() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_codec_decodes_on_the_device_of_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(spec_of((PLAIN,) * 4), 304)
-    monkeypatch.setattr(case.codec, "_assemble", None)  # the reference's last step
+    monkeypatch.setattr(case.codec._restorer, "restore", None)  # the reference's last step
     out = case.poisoned(torch.bfloat16)
     case.codec.decode_all(case.streams, case.chunks, out, levels=2)
     assert error(out, case.reference(2)) < 3e-3

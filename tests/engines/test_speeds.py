@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kdn.codec.exact import ExactCodec
+from kdn.delivery.sink import GPU_BATCH_CHUNKS
 from kdn.engines.speeds import MeasuredSpeeds, measure, measured_speeds
 from kdn.engines.transformers import spec_of
 
@@ -61,4 +62,4 @@ def test_a_gpu_is_measured_on_several_chunks(
     model = tiny_model("llama")
     ticks = count()
     speeds = measure(model, ExactCodec(spec_of(model)), clock=lambda: float(next(ticks)))
-    assert speeds.decode_s(16 * 256, 1) == pytest.approx(1)
+    assert speeds.decode_s(GPU_BATCH_CHUNKS * 256, 1) == pytest.approx(1)

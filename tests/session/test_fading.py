@@ -16,7 +16,7 @@ from kdn.delivery.sink import HostSink
 from kdn.session.fading import PAGE_BYTES, Kept, Room, stays
 from kdn.session.host_folder import MARKER, Here
 from kdn.session.host_streams import HostStreams
-from kdn.session.stream_file import Front
+from kdn.session.stream_file import FileHead
 from tests.session.levelled import (
     PAGES,
     Clock,
@@ -317,7 +317,7 @@ def test_what_a_dead_process_left_goes_and_others_files_stay(folder: Path, clock
 
 def test_three_levels_of_an_8b_model_fit_fifteen_times_as_often_as_its_values() -> None:
     """8,192 tokens, bf16: 1.07 GB of values; 0.58 bits a value in three levels. What is added to
-    streams (front, header, whole pages) is less than a hundredth."""
+    streams (head, header, whole pages) is less than a hundredth."""
     values = 2 * 32 * 256 * 8 * 128  # of a chunk
     bits = (0.06, 0.17, 0.35, 2.2)
     groups = 16
@@ -333,8 +333,8 @@ def test_three_levels_of_an_8b_model_fit_fifteen_times_as_often_as_its_values() 
         for kind in (0, 4)
     ]
     data = write(info, sections, chunk.seal_key)
-    front = Front.of(Header.parse(data), memoryview(data), 3)
-    file = Kept("", 0, 0, front.level_ends, 3).size_bytes
+    head = FileHead.of(Header.parse(data), memoryview(data), 3)
+    file = Kept("", 0, 0, head.level_ends, 3).size_bytes
     coded = values * sum(bits[:3]) / 8
     assert coded < file < 1.01 * coded
     assert 20e9 // (32 * file) > 15 * (20e9 // (32 * values * 2))

@@ -41,7 +41,7 @@ from kdn.codec.klt.known_triton import place_latents, turn_tables
 from kdn.codec.klt.latents import Latents, Products
 from kdn.codec.klt.profile import Profile
 from kdn.codec.klt.sinks_triton import Sinks
-from kdn.codec.klt.streams import Streams
+from kdn.codec.klt.streams import CudaStreams
 from kdn.codec.klt.symbols_triton import decode_classes, decode_digits, decode_entering
 from kdn.codec.klt.transform_triton import pack_components, restore
 
@@ -126,7 +126,7 @@ class GpuDecoder(Launcher):
             (*self.coding.parts, self.coding.correction), len(profile.groups), profile.num_sinks,
             spec.vocab_size, self._spare_words,
         )  # fmt: skip
-        super().__init__(device, maker, Streams(device, max(profile.num_levels, 2)))
+        super().__init__(device, maker, CudaStreams(device, max(profile.num_levels, 2)))
 
     @property
     def _spare_words(self) -> int:

@@ -25,7 +25,7 @@ from kdn.codec.base import Coded, output_cache
 from kdn.codec.format import Bitstream
 from kdn.codec.klt.gpu_tables import MAX_SINKS
 from kdn.codec.klt.profile import Profile
-from kdn.codec.klt.streams import apart
+from kdn.codec.klt.streams import own_stream
 from kdn.errors import KdnError
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class GpuDecoding:
 
         key = (device, heads)
         if key not in self._decoders:
-            with apart(device):  # its tables: no stream of an engine waits for them
+            with own_stream(device):  # its tables: no stream of an engine waits for them
                 self._decoders[key] = GpuDecoder(self._spec, self._profile, device, heads)
         return self._decoders[key]
 

@@ -33,7 +33,7 @@ from kdn.codec.klt.latents import Latents
 from kdn.codec.klt.profile import NUM_CLASSES, Profile
 from kdn.codec.klt.push_triton import find_activity, gather, push, push_classes
 from kdn.codec.klt.quantise_triton import leave, quantise
-from kdn.codec.klt.streams import Streams
+from kdn.codec.klt.streams import CudaStreams
 
 COLUMN_TOKENS, COLUMN_PAIRS = 16, 128
 LEFT_TOKENS, LEFT_COLUMNS = 64, 64
@@ -104,7 +104,7 @@ class GpuEncoder:
         self.coding = self.tables.coding
         self._latents = Latents(profile, device)
         self._asm = device.type == "cuda"
-        self._streams = Streams(device, len(self.coding.parts) + 2)
+        self._streams = CudaStreams(device, len(self.coding.parts) + 2)
         self._widths = [g.columns.stop - g.columns.start for g in profile.groups]
 
     def encode(self, items: Sequence[Item]) -> Encoded:

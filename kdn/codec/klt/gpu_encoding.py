@@ -25,6 +25,7 @@ from kdn.codec.base import check_input
 from kdn.codec.format import Section
 from kdn.codec.klt import symbols
 from kdn.codec.klt.gpu_input import token_rows
+from kdn.codec.klt.gpu_tables import MAX_SINKS
 from kdn.codec.klt.profile import Profile
 from kdn.errors import KdnError, UnsupportedError
 
@@ -35,7 +36,6 @@ BATCH_BYTES = 1200 << 20
 """Memory that a batch may take on the device, beside an engine that runs there."""
 CONTEXT_BYTES = 8 << 30
 """The same where a whole context is encoded at once, and fast."""
-MAX_SINKS = 32
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Item = tuple[Chunk, KVCache]
@@ -74,11 +74,6 @@ class GpuEncoding:
                     for index, sections in zip(part, done, strict=True):
                         found[index] = sections
         return [one for one in found if one is not None]
-
-    def memory_bytes(self, num_chunks: int) -> int:
-        """What encoding so many chunks at once takes at most on a device whose encoder is made."""
-        with self._lock:
-            return max((one.memory_bytes(num_chunks) for one in self._encoders.values()), default=0)
 
     def _refused(self, chunk: Chunk, cache: KVCache) -> KdnError | None:
         try:

@@ -26,7 +26,7 @@ from kdn.codec.klt.gpu_memory import InputBuffer, aligned
 from kdn.codec.klt.gpu_tables import SectionTables, Tensor
 from kdn.codec.klt.kinds import KIND_SINKS, KIND_TOKENS
 from kdn.codec.klt.profile import CONTEXT_TOKENS
-from kdn.codec.klt.streams import Streams
+from kdn.codec.klt.streams import CudaStreams
 from kdn.codec.threads import num_cores, parallel_call
 from kdn.errors import FormatError, KdnError, MismatchError
 
@@ -218,7 +218,7 @@ class SlabMaker:
         jobs: Sequence[Job],
         levels: int,
         take: Callable[[int, int], InputBuffer],
-        on: Streams,
+        on: CudaStreams,
     ) -> tuple[Slab, InputBuffer, list[int]]:
         """Of chunks of which only the first may begin a context. `take` gives a buffer of so many
         bytes on the host and on the device. Also says which chunks could not be read: their tokens

@@ -24,7 +24,7 @@ from kdn.codec.klt.gpu_input import Job, Slab, SlabMaker, split_slabs
 from kdn.codec.klt.gpu_memory import InputBuffer, InputRing, Scratch, size_of
 from kdn.codec.klt.gpu_tables import Tensor
 from kdn.codec.klt.gpu_target import Target
-from kdn.codec.klt.streams import Event, Streams
+from kdn.codec.klt.streams import CudaStreams, Event
 from kdn.errors import KdnError
 
 MAX_TARGETS = 8
@@ -69,7 +69,7 @@ class DecoderMemory(NamedTuple):
 class Launcher(ABC):
     """What a decoder does around its kernels."""
 
-    def __init__(self, device: torch.device, maker: SlabMaker, streams: Streams) -> None:
+    def __init__(self, device: torch.device, maker: SlabMaker, streams: CudaStreams) -> None:
         """Decoding waits for what is in the current stream by now: the decoder's tables."""
         with streams.main(streams.mark()):
             pass

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kdn.codec.klt.streams import Event, Streams
+from kdn.codec.klt.streams import CudaStreams, Event
 
 ALIGNMENT = 256
 SLAB_CHUNKS = 32
@@ -80,7 +80,7 @@ class InputBuffer:
 
     @classmethod
     def of(
-        cls, device: torch.device, host_bytes: int, device_bytes: int, streams: Streams
+        cls, device: torch.device, host_bytes: int, device_bytes: int, streams: CudaStreams
     ) -> InputBuffer:
         host = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         on_device = torch.empty(device_bytes, dtype=torch.uint8, device=device)
@@ -94,7 +94,7 @@ class InputBuffer:
         array: npt.NDArray[np.uint8] = self.host.numpy()
         return array
 
-    def send(self, size_bytes: int, streams: Streams) -> None:
+    def send(self, size_bytes: int, streams: CudaStreams) -> None:
         """The first bytes to the device: what follows in the current stream waits for them."""
         with streams.copying(self.used):
             self.device[:size_bytes].copy_(self.host[:size_bytes], non_blocking=True)
@@ -120,7 +120,7 @@ class InputRing:
         known = [one for one in self._buffers if one is not None]
         return sum(len(b.device) for b in known), sum(len(b.host) for b in known)
 
-    def take(self, host_bytes: int, device_bytes: int, streams: Streams) -> InputBuffer:
+    def take(self, host_bytes: int, device_bytes: int, streams: CudaStreams) -> InputBuffer:
         """The next buffer, when its last copy is done. One that is too small is replaced, which
         takes long: memory is pinned page by page."""
         index, self._next = self._next, (self._next + 1) % len(self._buffers)

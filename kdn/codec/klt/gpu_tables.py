@@ -25,6 +25,8 @@ WIDE_ROWS = 64
 """Rows whose integers are kept with 16 bits; the others' almost always fit into 8."""
 NEVER = 2**31 - 1
 MAX_SINKS = 16
+"""First tokens of a context that kernels decode, and encode; a profile with more is left to the
+reference."""
 
 Tensor = torch.Tensor
 

@@ -12,7 +12,7 @@ Event = Any  # torch.cuda.Event or None: its methods have no types
 
 
 @contextmanager
-def apart(device: torch.device) -> Iterator[None]:
+def own_stream(device: torch.device) -> Iterator[None]:
     """Work in a new stream, for which nobody else's waits."""
     if device.type != "cuda":
         yield
@@ -22,7 +22,7 @@ def apart(device: torch.device) -> Iterator[None]:
         yield
 
 
-class Streams:
+class CudaStreams:
     """A main stream, one for copies, and a few beside whichever is current. What runs in them is
     joined again before it is used."""
 

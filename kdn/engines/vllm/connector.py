@@ -40,7 +40,7 @@ from kdn.engines.vllm.shared import SharedSession
 from kdn.engines.vllm.staging import Staging
 from kdn.engines.vllm.stats import MEANINGS, OF_EACH_RANK, KdnPromMetrics, KdnStats, Taken
 from kdn.engines.vllm.targets import layers_in_order, scales_of
-from kdn.engines.vllm.warming import apart, warm_up_gpu
+from kdn.engines.vllm.warming import in_own_thread, warm_up_gpu
 from kdn.engines.vllm.weights import Weights
 from kdn.engines.vllm.worker import WorkerSide
 
@@ -178,7 +178,7 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )  # fmt: skip
         if paged.layout is Layout.CPU:
             check_cpu_layout(config, heads.count, self._spec.head_dim, paged)
-        self._worker = apart(paged.device, lambda: self._worker_for(paged, layers))
+        self._worker = in_own_thread(paged.device, lambda: self._worker_for(paged, layers))
 
     def _worker_for(self, paged: PagedCache, layers: list[torch.nn.Module]) -> WorkerSide:
         weights = live_weights(layers)

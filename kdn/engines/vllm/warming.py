@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def apart(device: torch.device, work: Callable[[], T]) -> T:
+def in_own_thread(device: torch.device, work: Callable[[], T]) -> T:
     """Do it in a thread of its own, and wait for it. While vLLM makes its cache, GPU memory for its
     thread may come from a pool that it empties when it sleeps."""
     if device.type != "cuda":
