@@ -35,10 +35,15 @@ class Held(Protocol):
         ...
 
     def deliver(
-        self, chunks: Sequence[Chunk], sink: Sink, end: int, enough_kld: float
+        self,
+        chunks: Sequence[Chunk],
+        sink: Sink,
+        end: int,
+        enough_kld: float,
+        is_late: Callable[[], bool],
     ) -> tuple[Grade, ...]:
         """Bring the first of these chunks, as far as they are held well enough for a context up to
-        `end`, into the sink; their grades."""
+        `end`, into the sink; their grades. When it is late, no more are begun."""
         ...
 
 

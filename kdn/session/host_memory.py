@@ -115,12 +115,19 @@ class HostMemory:
         yield lambda chunk: self.has(chunk, worst_kld)
 
     def deliver(
-        self, chunks: Sequence[Chunk], sink: Sink, end: int, enough_kld: float
+        self,
+        chunks: Sequence[Chunk],
+        sink: Sink,
+        end: int,
+        enough_kld: float,
+        is_late: Callable[[], bool] = lambda: False,
     ) -> tuple[Grade, ...]:
         """Write what is held, good enough for a context up to `end`, into the sink, as far as it
-        goes without a gap: the grades of these first chunks."""
+        goes without a gap and before it is late: the grades of these first chunks."""
         written: list[Grade] = []
         for chunk in chunks:
+            if is_late():
+                break
             held = self.get(chunk, worst_kld(chunk, end, enough_kld))
             if held is None:
                 break

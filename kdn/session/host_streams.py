@@ -211,15 +211,22 @@ class HostStreams:
     # delivering
 
     def deliver(
-        self, chunks: Sequence[Chunk], sink: Sink, end: int, enough_kld: float
+        self,
+        chunks: Sequence[Chunk],
+        sink: Sink,
+        end: int,
+        enough_kld: float,
+        is_late: Callable[[], bool] = lambda: False,
     ) -> tuple[Grade, ...]:
         """Decode what is held, good enough for a context up to `end`, into the sink, as far as it
-        goes without a gap: the grades of these first chunks."""
+        goes without a gap and before it is late: the grades of these first chunks."""
         expected = self._expected_kld
         wanted = levels_wanted(expected, chunks, end, enough_kld)
         grades: list[Grade] = []
         size = BATCHES * sink.batch_chunks
         for first in range(0, len(chunks), size):
+            if is_late():
+                break
             own, levels = chunks[first : first + size], wanted[first : first + size]
             with self.opened(own, levels) as streams:
                 batch = [Arrival(*one, False) for one in zip(own, streams, levels, strict=False)]

@@ -221,7 +221,7 @@ class Session(Opened):
         along, `shared` says that it and the decoder take each other's time."""
         until_s = self._clock() + deadline_s
         last = chunks[-1].end if end is None else end
-        held = await self._write_held(chunks, sink, last, enough_kld)
+        held = await self._write_held(chunks, sink, last, enough_kld, until_s)
         rest = chunks[len(held) :]
         left_s = until_s - self._clock()
         if not rest or left_s <= 0:
@@ -239,13 +239,15 @@ class Session(Opened):
         return Delivered(tuple(chunks), held, result, self.codec.expected_kld)
 
     async def _write_held(
-        self, chunks: Sequence[Chunk], sink: Sink, end: int, enough_kld: float
+        self, chunks: Sequence[Chunk], sink: Sink, end: int, enough_kld: float, until_s: float
     ) -> tuple[Grade, ...]:
-        """From the host's shared memory, as far as it goes without a gap."""
+        """From the host's shared memory, as far as it goes without a gap and in time."""
         held = self._held
         if held is None:
             return ()
-        grades = await asyncio.to_thread(held.deliver, chunks, sink, end, enough_kld)
+        grades = await asyncio.to_thread(
+            held.deliver, chunks, sink, end, enough_kld, lambda: self._clock() >= until_s
+        )
         if self._stream_keeper is not None:
             self._stream_keeper.used(chunks[: len(grades)])
         return grades

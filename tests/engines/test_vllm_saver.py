@@ -5,6 +5,7 @@ On a CPU in the GPU's place: the copies are there at once, all else is the same.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -208,6 +209,25 @@ def test_as_much_memory_as_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(Staging(paged, LAYERS, 1 << 40)) == staging_module.MAX_PLACES
     monkeypatch.setattr(torch, "empty", scarce)
     assert len(Staging(paged, LAYERS, 1 << 40)) == 4
+
+
+@pytest.mark.parametrize(
+    ("beyond", "places", "level"),
+    [(16, 8, None), (15, 7, "INFO"), (2, 1, "INFO"), (1, 0, "WARNING"), (-99, 0, "WARNING")],
+)
+def test_memory_is_left_to_vllm(
+    beyond: int, places: int, level: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of what is free beyond a reserve, in whole places; otherwise the log says what to do."""
+    paged, place = paged_memory(), Staging(paged_memory(), LAYERS, 0).place_bytes
+    caplog.set_level(logging.INFO)
+    free = staging_module.RESERVE_BYTES + beyond * place
+    assert len(Staging(paged, LAYERS, 8 * place, lambda _: free)) == places
+    assert [one.levelname for one in caplog.records] == ([level] if level else [])
+    if level:
+        assert f"{places} of 8 chunks" in caplog.text
+        assert f"{free / 2**30:.2f} GiB are free" in caplog.text
+        assert "lower --gpu-memory-utilization or staging_bytes" in caplog.text
 
 
 def test_places_are_given_back_once() -> None:

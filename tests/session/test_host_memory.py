@@ -64,6 +64,16 @@ def test_a_delivery_says_how_many_levels_values_stand_for(tier: HostMemory) -> N
     assert grades == (Grade(0.0, True, 3), Grade(0.05, False, 2), Grade(0.25, False, 1))
 
 
+class Noting:
+    """A sink that keeps only what it was given."""
+
+    def __init__(self) -> None:
+        self.written: list[Chunk] = []
+
+    def write(self, chunk: Chunk, cache: KVCache) -> None:
+        self.written.append(chunk)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_another_process_finds_what_one_keeps(folder: Path, dtype: torch.dtype) -> None:
     chunk = CHUNKS[1]
@@ -89,6 +99,15 @@ def test_only_what_is_good_enough_counts(tier: HostMemory) -> None:
     held = tier.get(chunk, 0.0)
     assert held is not None
     assert held.exact
+
+
+def test_when_it_is_late_no_more_is_written(tier: HostMemory) -> None:
+    for chunk in CHUNKS[:3]:
+        tier.put(chunk, values(chunk), 0.0, exact=True)
+    answers = iter([False, False, True])
+    sink = Noting()
+    assert len(tier.deliver(CHUNKS[:3], sink, 768, 0.0, lambda: next(answers))) == 2  # type: ignore[arg-type]
+    assert sink.written == CHUNKS[:2]
 
 
 def test_what_is_held_does_not_change_by_writing_to_it(tier: HostMemory) -> None:

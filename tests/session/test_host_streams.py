@@ -157,6 +157,19 @@ def test_a_sink_gets_some_batches_at_once(
     assert [len(batch) for batch in sink.batches] == [4, 2]
 
 
+def test_when_it_is_late_no_batch_is_begun(
+    tier: HostStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Counted, "batch_chunks", 1, raising=False)
+    chunks = prompt(6)
+    for chunk in chunks:
+        put(tier, chunk)
+    sink = sink_for(chunks)
+    assert len(tier.deliver(chunks, sink, 1536, 0.1, lambda: hasattr(sink, "batches"))) == 4
+    assert tier.deliver(chunks, sink, 1536, 0.1, lambda: True) == ()
+    assert [len(batch) for batch in sink.batches] == [4]
+
+
 # what changes meanwhile
 
 

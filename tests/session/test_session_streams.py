@@ -105,6 +105,18 @@ def test_what_was_published_is_held_with_all_levels(tmp_path: Path) -> None:
     with_session(tmp_path, test)
 
 
+def test_what_is_held_keeps_to_the_deadline_too(tmp_path: Path) -> None:
+    async def test(session: Session) -> None:
+        await publish_all(session)
+        await held(session, [4, 4, 4])
+        chunks = cut(TOKENS, session.namespace)
+        sink = HostSink.of(session.codec, chunks, torch.float32)
+        late = await session.deliver(chunks, sink, deadline_s=0.0)
+        assert (late.held, late.result, late.num_ready) == ((), None, 0)
+
+    with_session(tmp_path, test)
+
+
 def test_what_was_delivered_is_held_and_needs_no_place(tmp_path: Path) -> None:
     caches = {}
 

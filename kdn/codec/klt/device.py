@@ -8,8 +8,10 @@ says what is wrong.
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -36,6 +38,11 @@ if TYPE_CHECKING:
     from kdn.codec.klt.gpu_launch import Launched
 
 
+REFUSED_S = 5.0
+"""For so long a device that had too little memory is not asked again: it takes long, and fails."""
+WARN_EVERY_S = 60.0
+
+
 class BegunRows:
     """Chunks that are being decoded into an engine's memory."""
 
@@ -51,11 +58,35 @@ class BegunRows:
         return sorted((set(range(self._count)) - done) | failed)
 
 
+class Refusals:
+    """Devices that had too little memory a moment ago."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._refused_s: dict[torch.device, float] = {}
+        self._warned_s = -math.inf
+
+    def note(self, device: torch.device) -> None:
+        self._refused_s[device] = now_s = self._clock()
+        if now_s - self._warned_s >= WARN_EVERY_S:
+            self._warned_s = now_s
+            log.warning(
+                "too little memory on %s to decode there: cores do it, which takes far longer; "
+                "leave more of it free (with vLLM, lower --gpu-memory-utilization)", device,
+            )  # fmt: skip
+
+    def has(self, device: torch.device) -> bool:
+        return self._clock() - self._refused_s.get(device, -math.inf) < REFUSED_S
+
+
 class GpuDecoding:
     """A codec's decoders, one for each device and share of heads, made when first used."""
 
-    def __init__(self, spec: ModelSpec, profile: Profile) -> None:
+    def __init__(
+        self, spec: ModelSpec, profile: Profile, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._spec, self._profile = spec, profile
+        self._refusals = Refusals(clock)
         self._lock = threading.Lock()  # guards what follows, and who may launch with a decoder
         self._decoders: dict[tuple[torch.device, range], GpuDecoder] = {}
 
@@ -98,6 +129,8 @@ class GpuDecoding:
         """Launches decoding of what it can of checked chunks into an engine's memory that suits.
         Until `BegunRows.left` has returned, that memory is not the engine's."""
         begun = BegunRows(len(batch))
+        if self._refusals.has(rows.device):
+            return begun
         try:
             # One load launches at a time. Those that wait for theirs have let the lock go.
             with self._lock:
@@ -107,7 +140,7 @@ class GpuDecoding:
                     slabs = decoder.launch([job for _, job in own], count, target, after)
                     begun.slabs += [(slab, [i for i, _ in own]) for slab in slabs]
         except torch.OutOfMemoryError:
-            log.warning("too little memory on %s to decode there", rows.device)
+            self._refusals.note(rows.device)
         except BaseException:
             begun.left()
             raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,21 +20,37 @@ from kdn.cache.keys import CHUNK_TOKENS, Chunk
 from kdn.cache.tensors import KVCache
 from kdn.engines.vllm.layout import PagedCache
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.kdn")
 
 MAX_PLACES = 64
 """16,384 tokens: as many as vLLM computes in a step, and the encoder is faster than the model."""
+RESERVE_BYTES = 1 << 30
+"""Left free: vLLM captures its graphs after this, and takes memory of its own while it runs."""
+SHARE = 0.5
+"""Of what is free beyond that."""
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Of a GPU's memory, whoever uses the rest; None: of no GPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 class Staging:
     """Used by any thread."""
 
-    def __init__(self, paged: PagedCache, num_layers: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        paged: PagedCache,
+        num_layers: int,
+        max_bytes: int,
+        free: Callable[[torch.device], int | None] = free_bytes,
+    ) -> None:
         rows = paged.rows
         assert rows is not None
         self._shape = (2, num_layers, CHUNK_TOKENS, len(rows.heads), rows.head_dim)
         self.place_bytes = math.prod(self._shape) * paged.dtype.itemsize
-        count = min(max_bytes // self.place_bytes, MAX_PLACES)
+        wanted = min(max_bytes // self.place_bytes, MAX_PLACES)
+        count = _affordable(wanted, self.place_bytes, free(paged.device))
         self._memory = _taken(count, self._shape, paged)
         self._lock = threading.Lock()  # guards _free
         self._free = list(range(len(self._memory)))
@@ -86,6 +103,23 @@ class Loan:
         if not self._is_back:
             self._is_back = True
             self._staging.take_back(self._number)
+
+
+def _affordable(wanted: int, place_bytes: int, free: int | None) -> int:
+    """How many places leave enough of what is free to vLLM itself."""
+    if free is None:
+        return wanted
+    count = min(wanted, int(SHARE * max(free - RESERVE_BYTES, 0)) // place_bytes)
+    if count < wanted:
+        logger.log(
+            logging.INFO if count else logging.WARNING,
+            "kdn: GPU memory for %d of %d chunks to be published%s: %.2f GiB are free, of which "
+            "%.2f GiB stay free for vLLM, and %.2f GiB are wanted; lower --gpu-memory-utilization "
+            "or staging_bytes",
+            count, wanted, "" if count else ", so nothing is published", free / 2**30,
+            RESERVE_BYTES / 2**30, wanted * place_bytes / 2**30,
+        )  # fmt: skip
+    return count
 
 
 def _taken(count: int, shape: tuple[int, ...], paged: PagedCache) -> torch.Tensor:
