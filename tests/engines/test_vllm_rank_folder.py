@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -49,6 +50,23 @@ def test_a_killed_rank_is_seen_at_once(tmp_path: Path) -> None:
     assert own.alive() == [1]
     own.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_cannot_be_looked_at_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (RankFolder(tmp_path, "engine", rank, 3) for rank in range(2))
+
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", fail)
+        assert second.is_alive(0)
+    assert second.alive() == [0, 1]
+    first.close()
+    second.close()
+    assert not second.is_alive(0)
 
 
 def test_only_its_user_can_open_it(tmp_path: Path) -> None:

@@ -91,7 +91,9 @@ class RankFolder:
 
     def is_alive(self, rank: int) -> bool:
         """Whether that rank is on this host and lives."""
-        return rank == self.rank or _is_locked(_lock_name(rank), self._fd)
+        if rank == self.rank:
+            return True
+        return self._fd >= 0 and _is_locked(_lock_name(rank), self._fd)
 
     def alive(self) -> list[int]:
         return [rank for rank in range(self.count) if self.is_alive(rank)]
@@ -204,10 +206,13 @@ def _lock_name(rank: int) -> str:
 
 
 def _is_locked(name: str, folder: int) -> bool:
+    """Also if that cannot be told, as with too many open files: nobody who lives is given up."""
     try:
         fd = os.open(name, _READ, dir_fd=folder)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return True
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
