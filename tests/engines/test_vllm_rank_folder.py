@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -176,6 +177,28 @@ def test_an_engines_own_folder_is_taken_over(
     own = RankFolder(tmp_path, "engine", 0, 2)
     assert own.path.stat().st_ino == inode
     assert not half.exists()
+    own.close()
+
+
+@pytest.mark.parametrize(
+    ("free", "held", "ranks", "room"),
+    [
+        (100, 0, 1, 25),
+        (100, 0, 5, 5),
+        (35, 0, 1, 10),  # 25 stay free
+        (35, 10, 1, 20),
+        (10, 7, 1, 7),  # what is there may stay
+    ],
+)
+def test_some_memory_stays_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, held: int, ranks: int, room: int
+) -> None:
+    """An engine's own queues are there, too."""
+    own = RankFolder(tmp_path, "engine", 0, 2)
+    disk = SimpleNamespace(f_blocks=100, f_bavail=free, f_frsize=4096)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: disk)
+    assert own.room_bytes(1 << 40, held * 4096, ranks) == room * 4096
+    assert own.room_bytes(4096, held * 4096, ranks) == 4096
     own.close()
 
 

@@ -24,7 +24,14 @@ from hashlib import blake2b
 from pathlib import Path
 
 from kdn.errors import FormatError, UnsupportedError
-from kdn.files import FILE_MODE, FOLDER_MODE, OTHERS, OTHERS_WRITE, is_own_file
+from kdn.files import (
+    FILE_MODE,
+    FOLDER_MODE,
+    OTHERS,
+    OTHERS_WRITE,
+    allowed_bytes,
+    is_own_file,
+)
 
 UNLOCKED_S, STALE_S = 5.0, 600.0
 """A rank has so long from making its lock file to locking it, and from making the folder to that."""
@@ -103,10 +110,10 @@ class RankFolder:
         """Not so if somebody has removed it, to free the memory: then ranks do not meet."""
         return self._fd >= 0 and os.fstat(self._fd).st_nlink > 0
 
-    def room_bytes(self, most: int) -> int:
-        """For what one rank has in it at any time, or for one load."""
-        disk = os.fstatvfs(self._fd)
-        return min(most, int(MAX_SHARE * disk.f_blocks * disk.f_frsize))
+    def room_bytes(self, most: int, held_bytes: int, num_ranks: int = 1) -> int:
+        """Just now, for a load or for what one of so many ranks gives, if so much of that is here
+        already."""
+        return min(most, allowed_bytes(self._fd, MAX_SHARE / num_ranks, held_bytes))
 
     # files
 
