@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
+RESERVE, MAX_RESERVE_BYTES = 0.25, 16 << 30
+"""Of a file system, left to others: an engine's own queues in shared memory die if it is full."""
 
 
 def private_folder(path: Path, ours: re.Pattern[str]) -> None:
@@ -59,6 +61,15 @@ def is_own_folder(about: os.stat_result) -> bool:
     """Whether what lies in it can be believed: only this user puts things there."""
     own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
     return own and not about.st_mode & OTHERS_WRITE
+
+
+def allowed_bytes(fd: int, share: float, held_bytes: int) -> int:
+    """That may be held in this file's file system, by whoever may have this share of it and holds
+    so much already: no more than leaves others their reserve."""
+    disk = os.fstatvfs(fd)
+    size = disk.f_blocks * disk.f_frsize
+    reserve = min(int(RESERVE * size), MAX_RESERVE_BYTES)
+    return min(int(share * size), held_bytes + max(0, disk.f_bavail * disk.f_frsize - reserve))
 
 
 def private_file(path: Path) -> None:

@@ -135,10 +135,10 @@ class Room:
     def make(self, here: Here, new: Kept) -> int:
         """For how many of a new file's levels there is room, after older ones made some. Two who do
         this at once may keep a little more than allowed, or less."""
-        allowed = min(self._max_bytes, int(MAX_SHARE * here.size_bytes()))
         self._look(here, is_full=False)
-        if self._with(new) > allowed:
+        if self._with(new) > self._allowed(here):
             self._look(here, is_full=True)
+        allowed = self._allowed(here)
         if self._with(new) > allowed:  # what would be the first to go need not come
             asked = self._asked_for(len(new.level_ends))
             new = replace(new, levels=min(new.levels, asked))
@@ -148,6 +148,9 @@ class Room:
             if all(done):  # else some had been used meanwhile, and others have to go
                 return levels
         return 0
+
+    def _allowed(self, here: Here) -> int:
+        return min(self._max_bytes, here.allowed_bytes(MAX_SHARE, self._total_bytes))
 
     def _with(self, new: Kept) -> int:
         """Bytes of all, if it took the place of the one that has its name."""

@@ -17,7 +17,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kdn.errors import FormatError, UnsupportedError
-from kdn.files import FILE_MODE, FOLDER_MODE, OTHERS, OTHERS_WRITE, is_own_file
+from kdn.files import (
+    FILE_MODE,
+    FOLDER_MODE,
+    OTHERS,
+    OTHERS_WRITE,
+    allowed_bytes,
+    is_own_file,
+)
 
 MARKER = ".kdn-decoded-chunks"
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -166,10 +173,10 @@ class Here:
                         if is_own_file(about):
                             yield entry.name, about
 
-    def size_bytes(self) -> int:
-        """Of the file system it lies in."""
-        disk = os.statvfs(self._fd)
-        return disk.f_blocks * disk.f_frsize
+    def allowed_bytes(self, share: float, held_bytes: int) -> int:
+        """What may lie here if so much does already: this share of the file system, if it has so
+        much left."""
+        return allowed_bytes(self._fd, share, held_bytes)
 
 
 def is_half_written(name: str) -> bool:

@@ -213,11 +213,12 @@ class HostMemory:
     def _make_room(self, here: Here, size: int, used_ns: int) -> bool:
         """By removing what was of use before that, if it is enough. Two who do this at once may
         keep a little more than allowed, or less."""
-        allowed = min(self._max_bytes, int(MAX_SHARE * here.size_bytes()))
+        files = sorted(here.files())
+        held_bytes = sum(held for _, held, _ in files)
+        allowed = min(self._max_bytes, here.allowed_bytes(MAX_SHARE, held_bytes))
         if size > allowed:
             return False
-        files = sorted(here.files())
-        excess = sum(held for _, held, _ in files) + size - allowed
+        excess = held_bytes + size - allowed
         older = [one for one in files if one[0] < used_ns]
         if excess > sum(held for _, held, _ in older):
             return False

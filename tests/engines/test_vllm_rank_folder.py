@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +51,23 @@ def test_a_killed_rank_is_seen_at_once(tmp_path: Path) -> None:
     assert own.alive() == [1]
     own.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_cannot_be_looked_at_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (RankFolder(tmp_path, "engine", rank, 3) for rank in range(2))
+
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", fail)
+        assert second.is_alive(0)
+    assert second.alive() == [0, 1]
+    first.close()
+    second.close()
+    assert not second.is_alive(0)
 
 
 def test_only_its_user_can_open_it(tmp_path: Path) -> None:
@@ -113,23 +132,73 @@ def test_it_is_seen_when_somebody_removes_it(tmp_path: Path) -> None:
     assert not own.is_there
 
 
+def make_folder(place: Path, name: str, *files: str) -> Path:
+    folder = place / f"{rank_folder._beginning()}{name}"
+    folder.mkdir(mode=0o700)
+    for file in files:
+        (folder / file).touch()
+    return folder
+
+
 def test_what_killed_engines_left_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beginning = rank_folder._beginning()
-    killed, strange = tmp_path / f"{beginning}00", tmp_path / f"{beginning}01"
-    for folder, name in ((killed, ".kdn-rank-0"), (strange, "letters.txt")):
-        folder.mkdir(mode=0o700)
-        (folder / name).touch()
-    (killed / part_name(b"key", 1)).write_bytes(b"x")
+    killed = make_folder(tmp_path, "00", ".kdn-rank-0", part_name(b"key", 1))
+    starting = make_folder(tmp_path, "01")
+    strange = make_folder(tmp_path, "02", ".kdn-rank-0", "letters.txt")
     living = RankFolder(tmp_path, "living", 0, 2)
-    assert killed.is_dir()  # it may just be starting
-    monkeypatch.setattr(time, "time", lambda: killed.stat().st_mtime + 3600.0)
-    own = RankFolder(tmp_path, "own", 0, 2)
-    assert not killed.exists()
-    assert strange.is_dir()
+    made_s = max(one.stat().st_mtime for one in tmp_path.iterdir())
+    for folder in tmp_path.iterdir():
+        os.utime(folder, (made_s, made_s))
+    left = []
+    for age_s in (rank_folder.UNLOCKED_S, rank_folder.UNLOCKED_S + 1, rank_folder.STALE_S + 1):
+        monkeypatch.setattr(time, "time", lambda now_s=made_s + age_s: now_s)
+        RankFolder(tmp_path, "own", 0, 2).close()
+        left.append([one.is_dir() for one in (killed, starting, strange, living.path)])
+    assert left == [
+        [True, True, True, True],  # it may just be about to lock
+        [False, True, True, True],
+        [False, False, True, True],
+    ]
     assert living.is_there
     living.close()
+
+
+def test_an_engines_own_folder_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that start at the same time would remove it under each other."""
+    before = RankFolder(tmp_path, "engine", 0, 2)
+    half = before.path / before._aside()
+    half.touch()
+    inode = before.path.stat().st_ino
+    os.close(before._lock)  # as if it was killed
+    monkeypatch.setattr(time, "time", lambda: before.path.stat().st_mtime + 3600.0)
+    own = RankFolder(tmp_path, "engine", 0, 2)
+    assert own.path.stat().st_ino == inode
+    assert not half.exists()
+    own.close()
+
+
+@pytest.mark.parametrize(
+    ("free", "held", "ranks", "room"),
+    [
+        (100, 0, 1, 25),
+        (100, 0, 5, 5),
+        (35, 0, 1, 10),  # 25 stay free
+        (35, 10, 1, 20),
+        (10, 7, 1, 7),  # what is there may stay
+    ],
+)
+def test_some_memory_stays_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, held: int, ranks: int, room: int
+) -> None:
+    """An engine's own queues are there, too."""
+    own = RankFolder(tmp_path, "engine", 0, 2)
+    disk = SimpleNamespace(f_blocks=100, f_bavail=free, f_frsize=4096)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: disk)
+    assert own.room_bytes(1 << 40, held * 4096, ranks) == room * 4096
+    assert own.room_bytes(4096, held * 4096, ranks) == 4096
     own.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -194,6 +195,24 @@ def test_without_any_room_nothing_is_kept_or_lost(folder: Path, clock: Clock) ->
     assert levels(tier, chunks) == [1, 0]
     assert not put(open_tier(folder, 0, clock), first_chunks(2)[1])
     assert levels(tier, chunks) == [1, 0]
+
+
+def test_others_memory_stays_free(
+    folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(folder, 10**6, clock)
+    disk = SimpleNamespace(f_blocks=1000, f_bavail=1000, f_frsize=PAGE_BYTES)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: disk)
+    old, new, last = first_chunks(3)
+    assert put(tier, old)
+    taken = taken_pages(folder)
+    disk.f_bavail = 250 + taken - 1  # for all but a page of another
+    assert put(tier, new)
+    assert taken < taken_pages(folder) <= 2 * taken - 1
+    taken, disk.f_bavail = taken_pages(folder), 249
+    clock.pass_s(1000)
+    assert put(tier, last)  # in the place of what was there
+    assert taken_pages(folder) <= taken
 
 
 def test_a_better_stream_counts_once(folder: Path, clock: Clock) -> None:

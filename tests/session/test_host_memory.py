@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,6 +182,20 @@ def test_without_room_nothing_is_kept_or_lost(folder: Path) -> None:
     tier = open_tier(folder, max_bytes=CHUNK_BYTES - 1)
     assert not tier.put(CHUNKS[0], values(CHUNKS[0]), 0.0, exact=True)
     assert os.listdir(folder) == [MARKER]
+
+
+def test_others_memory_stays_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, [old, new] = Clock(), first_chunks(2)
+    tier = HostMemory(folder.parent, SPEC, torch.float32, 3 * CHUNK_BYTES, clock)
+    disk = SimpleNamespace(f_blocks=100, f_bavail=25, f_frsize=CHUNK_BYTES)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: disk)
+    assert not tier.put(old, values(old), 0.0, exact=True)
+    disk.f_bavail += 1
+    assert tier.put(old, values(old), 0.0, exact=True)
+    disk.f_bavail = 0
+    clock.now_ns += 10**9
+    assert tier.put(new, values(new), 0.0, exact=True)  # in the place of the other
+    assert [tier.has(one, 0.0) for one in (old, new)] == [False, True]
 
 
 @pytest.mark.parametrize("at", [0, 20, HEADER_BYTES - 1, HEADER_BYTES, CHUNK_BYTES - 1])

@@ -55,7 +55,7 @@ class Giving:
         self, folder: RankFolder, share: Share, max_bytes: int, clock: Clock = time.monotonic
     ) -> None:
         self._folder, self._share, self._clock = folder, share, clock
-        self._room = folder.room_bytes(max_bytes) // share.ranks
+        self._room = max_bytes // share.ranks
         self._given: dict[str, _Given] = {}
         self._lock = threading.Lock()  # guards _given
         self._thread = ThreadPoolExecutor(1, "kdn-rank-parts")
@@ -67,14 +67,18 @@ class Giving:
         given = _Given(HEADER_BYTES + cache.size_bytes, self._clock())
         with self._lock:
             self._forget_taken()
-            waiting = sum(one.size for one in self._given.values())
-            if waiting + given.size > self._room or not self._folder.is_alive(0):
+            if not self._folder.is_alive(0) or not self._has_room(given.size):
                 return False
             self._given[name] = given
         self._thread.submit(self._write, name, given, chunk, cache).add_done_callback(
             watched("handing a part to the first rank", OSError)
         )
         return True
+
+    def _has_room(self, size: int) -> bool:
+        held = sum(one.size for one in self._given.values() if one.is_written)
+        waiting = sum(one.size for one in self._given.values())
+        return waiting + size <= self._folder.room_bytes(self._room, held, self._share.ranks)
 
     def _forget_taken(self) -> None:
         """What the first has taken is gone; what it has not by now, it does not want."""

@@ -24,10 +24,17 @@ from hashlib import blake2b
 from pathlib import Path
 
 from kdn.errors import FormatError, UnsupportedError
-from kdn.files import FILE_MODE, FOLDER_MODE, OTHERS, OTHERS_WRITE, is_own_file
+from kdn.files import (
+    FILE_MODE,
+    FOLDER_MODE,
+    OTHERS,
+    OTHERS_WRITE,
+    allowed_bytes,
+    is_own_file,
+)
 
-STALE_S = 600.0
-"""An engine has so long from making its folder to locking it."""
+UNLOCKED_S, STALE_S = 5.0, 600.0
+"""A rank has so long from making its lock file to locking it, and from making the folder to that."""
 MAX_SHARE = 0.25
 """Of the file system: others keep things in shared memory, too."""
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.01
@@ -36,7 +43,8 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _OURS = re.compile(
-    r"\.kdn-rank-(?P<lock>\d+)|(?:load|part)-[0-9a-f]+-(?P<reader>\d+)|\.[0-9a-f]{16}\.aside"
+    r"\.kdn-rank-(?P<lock>\d+)|(?:load|part)-[0-9a-f]+-(?P<reader>\d+)|"
+    r"\.[0-9a-f]{16}(?:-(?P<writer>\d+))?\.aside"
 )
 
 
@@ -47,9 +55,9 @@ class RankFolder:
         """`engine` names all its ranks alike, and no other engine. UnsupportedError if that is not
         so, or if the folder is not this user's alone."""
         self.rank, self.count = rank, count
-        _remove_stale(place, time.time())
         name = blake2b(engine.encode(), digest_size=8).hexdigest()
         self.path = place / f"{_beginning()}{name}"
+        _remove_stale(place, self.path, time.time())
         self.path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         with suppress(FileExistsError):
             self.path.mkdir(mode=FOLDER_MODE)
@@ -62,9 +70,10 @@ class RankFolder:
             about = os.fstat(self._fd)
             if about.st_uid != os.geteuid() or about.st_mode & OTHERS:
                 raise self._refusal()
+            os.utime(self._fd)  # so that nobody takes it for one of a killed engine meanwhile
             self._lock = self._take_lock()
-            # What is for this rank is for one of an earlier engine of that name.
-            self._remove(lambda found: found["reader"] == str(rank))
+            # What is for this rank, or half-written by it, is of an earlier engine of that name.
+            self._remove(lambda found: str(rank) in (found["reader"], found["writer"]))
         except BaseException:
             self.close()
             raise
@@ -89,7 +98,9 @@ class RankFolder:
 
     def is_alive(self, rank: int) -> bool:
         """Whether that rank is on this host and lives."""
-        return rank == self.rank or _is_locked(_lock_name(rank), self._fd)
+        if rank == self.rank:
+            return True
+        return self._fd >= 0 and _is_locked(_lock_name(rank), self._fd)
 
     def alive(self) -> list[int]:
         return [rank for rank in range(self.count) if self.is_alive(rank)]
@@ -99,10 +110,10 @@ class RankFolder:
         """Not so if somebody has removed it, to free the memory: then ranks do not meet."""
         return self._fd >= 0 and os.fstat(self._fd).st_nlink > 0
 
-    def room_bytes(self, most: int) -> int:
-        """For what one rank has in it at any time, or for one load."""
-        disk = os.fstatvfs(self._fd)
-        return min(most, int(MAX_SHARE * disk.f_blocks * disk.f_frsize))
+    def room_bytes(self, most: int, held_bytes: int, num_ranks: int = 1) -> int:
+        """Just now, for a load or for what one of so many ranks gives, if so much of that is here
+        already."""
+        return min(most, allowed_bytes(self._fd, MAX_SHARE / num_ranks, held_bytes))
 
     # files
 
@@ -121,7 +132,7 @@ class RankFolder:
 
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         """A file that appears whole, or not at all."""
-        aside = f".{secrets.token_hex(8)}.aside"
+        aside = self._aside()
         fd = os.open(aside, _CREATE, FILE_MODE, dir_fd=self._fd)
         try:
             with os.fdopen(fd, "wb") as file:
@@ -131,6 +142,9 @@ class RankFolder:
         except BaseException:
             self.remove([aside])
             raise
+
+    def _aside(self) -> str:
+        return f".{secrets.token_hex(8)}-{self.rank}.aside"
 
     def fetch(self, name: str) -> int | None:
         """A file for this rank, opened, and its name gone; None if it is not there yet. FormatError
@@ -199,10 +213,13 @@ def _lock_name(rank: int) -> str:
 
 
 def _is_locked(name: str, folder: int) -> bool:
+    """Also if that cannot be told, as with too many open files: nobody who lives is given up."""
     try:
         fd = os.open(name, _READ, dir_fd=folder)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return True
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -212,17 +229,22 @@ def _is_locked(name: str, folder: int) -> bool:
     return False
 
 
-def _remove_stale(place: Path, now_s: float) -> None:
-    """Folders of this user's engines none of whose ranks lives any more."""
+def _remove_stale(place: Path, own: Path, now_s: float) -> None:
+    """Folders of this user's engines none of whose ranks lives any more. An engine's own stays:
+    another of its ranks may be in it in a moment."""
     for path in place.glob(f"{_beginning()}*"):
         with suppress(OSError):
-            fd = os.open(path, _FOLDER)
-            try:
-                about, names = os.fstat(fd), os.listdir(fd)
-                locks = [name for name in names if (m := _OURS.fullmatch(name)) and m["lock"]]
-                is_ours = about.st_uid == os.geteuid() and all(map(_OURS.fullmatch, names))
-                is_old = now_s - about.st_mtime > STALE_S
-                if is_ours and is_old and not any(_is_locked(name, fd) for name in locks):
-                    shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(fd)
+            if path != own and _is_stale(path, now_s):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_stale(path: Path, now_s: float) -> bool:
+    fd = os.open(path, _FOLDER)
+    try:
+        about, names = os.fstat(fd), os.listdir(fd)
+        locks = [name for name in names if (m := _OURS.fullmatch(name)) and m["lock"]]
+        is_ours = about.st_uid == os.geteuid() and all(map(_OURS.fullmatch, names))
+        is_old = now_s - about.st_mtime > (UNLOCKED_S if locks else STALE_S)
+        return is_ours and is_old and not any(_is_locked(name, fd) for name in locks)
+    finally:
+        os.close(fd)

@@ -51,7 +51,7 @@ class StreamsOut:
     def __init__(self, folder: RankFolder, number: int, readers: Sequence[int]) -> None:
         self._folder = folder
         self._names = [load_name(number, reader) for reader in readers]
-        self._room = folder.room_bytes(LOAD_BYTES)
+        self._held_bytes = 0
         self._fd = folder.create(self._names)
 
     def put(self, number: int, levels: int, parts: Sequence[bytes | memoryview]) -> None:
@@ -63,9 +63,9 @@ class StreamsOut:
             digest.update(part)
         head = _RECORD.pack(_MAGIC, number, levels, size, digest.intdigest())
         try:
-            self._room -= size
-            if self._room < 0:
+            if self._held_bytes + size > self._folder.room_bytes(LOAD_BYTES, self._held_bytes):
                 raise OSError("a load as large as all the room for it")
+            self._held_bytes += size
             for part in (head, *parts):
                 _write_all(self._fd, part)
         except OSError:
