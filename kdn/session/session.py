@@ -56,6 +56,8 @@ from kdn.session.settings import SessionSettings
 from kdn.session.spooling import open_spool
 
 LOOKUP_S = 30.0
+HELD_S = 1.0
+"""Time for what this host holds, also where there is none for places."""
 LOOKUPS_AT_ONCE = 8
 """More would take each other's time."""
 MAIN_MEMORY = torch.device("cpu")
@@ -245,6 +247,7 @@ class Session(Opened):
         held = self._held
         if held is None:
             return ()
+        until_s = max(until_s, self._clock() + HELD_S)
         grades = await asyncio.to_thread(
             held.deliver, chunks, sink, end, enough_kld, lambda: self._clock() >= until_s
         )

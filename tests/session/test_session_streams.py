@@ -18,6 +18,7 @@ from kdn.codec.klt import KltCodec
 from kdn.delivery.publish import Values
 from kdn.delivery.sink import HostSink
 from kdn.session import keeper as keeper_module
+from kdn.session import session as session_module
 from kdn.session.delivered import COMPUTED, Delivered, Grade
 from kdn.session.session import Session
 from kdn.session.settings import SessionSettings
@@ -105,12 +106,19 @@ def test_what_was_published_is_held_with_all_levels(tmp_path: Path) -> None:
     with_session(tmp_path, test)
 
 
-def test_what_is_held_keeps_to_the_deadline_too(tmp_path: Path) -> None:
+def test_what_is_held_needs_no_time_but_does_not_take_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine whose places are away gives a load no time, and gets what this host holds."""
+
     async def test(session: Session) -> None:
         await publish_all(session)
         await held(session, [4, 4, 4])
         chunks = cut(TOKENS, session.namespace)
         sink = HostSink.of(session.codec, chunks, torch.float32)
+        got = await session.deliver(chunks, sink, deadline_s=0.0)
+        assert (len(got.held), got.result, got.num_ready) == (3, None, 3)
+        monkeypatch.setattr(session_module, "HELD_S", 0.0)
         late = await session.deliver(chunks, sink, deadline_s=0.0)
         assert (late.held, late.result, late.num_ready) == ((), None, 0)
 
