@@ -34,7 +34,7 @@ from kdn.files import (
 )
 
 UNLOCKED_S, STALE_S = 5.0, 600.0
-"""A rank has so long from making its lock file to locking it, and from making the folder to that."""
+"""Seconds from making a lock file to locking it, and from making the folder to making that."""
 MAX_SHARE = 0.25
 """Of the file system: others keep things in shared memory, too."""
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.01
