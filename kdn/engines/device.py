@@ -1,12 +1,15 @@
 """Where a model is loaded, and as what: decided here, for every door.
 
-By itself a GPU is used if there is one, in bfloat16, as models are served there; a CPU computes in
-float32. A cache is named alike in either, so what one has learned the other knows.
+By itself a GPU is used if there is one with memory to spare, in bfloat16, as models are served
+there; a CPU computes in float32. A cache is named alike in either, so what one has learned the
+other knows.
 """
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,6 +18,8 @@ import torch
 from kdn.checked import shown
 from kdn.defaults import DEVICE
 from kdn.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
 
 Device = str | torch.device
 """auto, cpu, cuda or cuda:N, or a device of torch."""
@@ -28,6 +33,8 @@ DTYPES = {
 }
 KNOWS_BFLOAT16 = (8, 0)
 """Compute capability of the first GPUs that do, Ampere's."""
+MIN_FREE_BYTES = 4 << 30
+"""Of a GPU that nobody has asked for: with less, others are using it."""
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 
@@ -43,11 +50,21 @@ def check_dtype(told: Any) -> None:
         raise UnsupportedError(f"dtype: expected {', '.join(DTYPES)}, found {shown(told)}")
 
 
-def chosen_device(told: Device = DEVICE) -> torch.device:
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU's memory. None of it where there is too little to ask."""
+    try:
+        return torch.cuda.mem_get_info(device)[0]
+    except RuntimeError:
+        return 0
+
+
+def chosen_device(
+    told: Device = DEVICE, free: Callable[[torch.device], int] = free_bytes
+) -> torch.device:
     """One that is there."""
     check_device(told)
     if str(told) == DEVICE:
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        return _by_itself(free)
     device = torch.device(told)
     if device.type == "cpu":
         return device
@@ -55,6 +72,20 @@ def chosen_device(told: Device = DEVICE) -> torch.device:
     if index >= count:
         raise UnsupportedError(f"device: there is no {told} here, torch sees {count} GPUs")
     return torch.device("cuda", index)
+
+
+def _by_itself(free: Callable[[torch.device], int]) -> torch.device:
+    cpu, first = torch.device("cpu"), torch.device("cuda", 0)
+    if not torch.cuda.is_available():
+        return cpu
+    if (left := free(first)) < MIN_FREE_BYTES:
+        logger.warning(
+            "%s has %.1f GiB of memory free, less than %.0f: the model runs on the CPU; "
+            'device="cuda" uses the GPU all the same',
+            first, left / 2**30, MIN_FREE_BYTES / 2**30,
+        )  # fmt: skip
+        return cpu
+    return first
 
 
 def chosen_dtype(told: DType, device: torch.device) -> torch.dtype:

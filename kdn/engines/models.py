@@ -45,13 +45,18 @@ def load_model(
     source = smollm2_folder() if str(name_or_path) == SMOLLM2 else name_or_path
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
+    except torch.OutOfMemoryError as error:
+        raise ModelUnavailableError(
+            f"cannot load {str(source)!r} on {device}, which has too little memory free: make "
+            f'room there, or use device="cpu" ({_first_line(error)})'
+        ) from error
     except (OSError, ValueError) as error:
         raise ModelUnavailableError(
             f"cannot load {str(source)!r}: expected {SMOLLM2!r}, a folder with a checkpoint, or a "
             f"name on the hub ({_first_line(error)})"
         ) from error
-    return cast("PreTrainedModel", model.to(device).eval()), tokenizer
+    return cast("PreTrainedModel", model), tokenizer
 
 
 def smollm2_folder() -> Path:

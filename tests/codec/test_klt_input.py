@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,19 +15,21 @@ from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream, Section, write
 from kdn.codec.klt import KltCodec
-from kdn.codec.klt.gpu_input import Job, Slab, SlabMaker, split_slabs, token_rows
+from kdn.codec.klt.gpu_input import Job, Slab, SlabMaker, spare_words, split_slabs, token_rows
+from kdn.codec.klt.gpu_launch import Batching, Launcher
 from kdn.codec.klt.gpu_memory import InputBuffer, InputRing, Scratch, aligned, size_of
 from kdn.codec.klt.gpu_tables import Coding, Pairs
 from kdn.codec.klt.gpu_target import Channels, Target
 from kdn.codec.klt.kinds import KIND_ENTERING, KIND_SINKS, KIND_TOKENS
 from kdn.codec.klt.streams import CudaStreams
-from kdn.errors import FormatError, MismatchError
+from kdn.errors import FormatError, MismatchError, UnsupportedError
 from tests.codec.klt_profile import make_profile
 
 CPU = torch.device("cpu")
 PLAIN = RopeSpec(tuple(10000.0 ** (-i / 8) for i in range(8)))
 SPEC = ModelSpec(4, 2, 16, 1000, (PLAIN,) * 4, (None,) * 4, bytes(16))
 SPARE_WORDS = 100
+NO_TARGET: Any = None
 NUM_TOKENS = 2 * 256 + 48
 
 
@@ -215,6 +218,38 @@ def test_buffers_come_in_turn_and_grow() -> None:
     assert ring.take(1000, 1020, streams) is first
     assert len(ring.take(1001, 1021, streams).host) == 1001
     assert ring.memory_bytes() == (1020 + 1021, 1000 + 1001)
+
+
+class Filling(Launcher):
+    """Brings chunks into its buffers, and decodes nothing."""
+
+    def plan(self, num_chunks: int, target: Target) -> Batching:
+        return Batching(num_chunks, 1)
+
+    def run(self, slab: Slab, *_: Any) -> torch.Tensor:
+        return slab.status
+
+
+def test_a_stream_that_is_too_large_for_a_buffer_is_refused(context: Context) -> None:
+    """Buffers stay as they are, whatever a stream says of itself."""
+    chunk, stream = context.chunks[1], context.streams[1]
+    slots = slots_of(chunk)
+    size = context.jobs((1,), 2)[0].size_bytes
+    room = -(-size // 16) * 16 + context.maker.overhead_bytes(1)
+    for ring_bytes in (room, room + 1000):
+        launcher = Filling(CPU, context.maker, CudaStreams(CPU, 2))
+        launcher._ring = InputRing(CPU, 2, ring_bytes)
+        launcher.launch([launcher.job(stream, chunk, 2, slots)] * 3, 2, NO_TARGET, None)
+        assert launcher._ring.memory_bytes()[1] == 2 * ring_bytes
+    launcher = Filling(CPU, context.maker, CudaStreams(CPU, 2))
+    launcher._ring = InputRing(CPU, 2, room - 32)
+    with pytest.raises(UnsupportedError, match="too many for a buffer"):
+        launcher.job(stream, chunk, 2, slots)
+    assert launcher.decode([stream], [chunk], 2, NO_TARGET, [slots]) == [0]  # left to the reference
+
+
+def test_a_damaged_section_reads_its_states_and_two_words_a_symbol() -> None:
+    assert spare_words(10) == 32 * 2 + 256 * 10 * 2
 
 
 def test_scratch_is_carved_without_overlap() -> None:

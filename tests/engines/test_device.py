@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kdn.client.engine import load_pair
-from kdn.engines.device import check_placed, chosen_device, chosen_dtype
+from kdn.engines.device import MIN_FREE_BYTES, check_placed, chosen_device, chosen_dtype
 from kdn.errors import UnsupportedError
 from tests.client.letters import Letters
 
@@ -19,6 +19,7 @@ CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device(
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (MIN_FREE_BYTES, 80 << 30))
 
 
 @pytest.fixture
@@ -34,6 +35,23 @@ def test_a_gpu_is_used_if_there_is_one() -> None:
     assert chosen_device("cpu") == CPU
     with pytest.raises(UnsupportedError, match="no cuda:2 here, torch sees 2"):
         chosen_device("cuda:2")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_one_that_others_use_is_not_taken_unasked(caplog: pytest.LogCaptureFixture) -> None:
+    assert chosen_device("auto", lambda _: MIN_FREE_BYTES - 1) == CPU
+    assert len(caplog.records) == 1
+    assert "cuda:0 has 4.0 GiB of memory free" in caplog.text
+    assert chosen_device("cuda", lambda _: 0) == FIRST
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_one_that_is_too_full_to_be_asked_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: torch.device) -> tuple[int, int]:
+        raise torch.OutOfMemoryError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", full)
+    assert chosen_device() == CPU
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +47,18 @@ def test_offline_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -
         load_model("smollm2")
     assert f"into {cache}" in str(caught.value)
     assert partial_folders(cache) == []
+
+
+def test_too_little_gpu_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Large:
+        def to(self, device: str) -> Large:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for name, found in (("AutoTokenizer", object()), ("AutoModelForCausalLM", Large())):
+        loader = SimpleNamespace(from_pretrained=lambda *_, found=found, **__: found)
+        monkeypatch.setattr(f"transformers.{name}", loader)
+    with pytest.raises(ModelUnavailableError, match=r'on cuda:0, .* use device="cpu"'):
+        load_model("some/model", device="cuda:0")
 
 
 def test_no_pip_at_all(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kdn.cache.keys import CHUNK_TOKENS
 from kdn.cache.spec import ModelSpec
 from kdn.codec.klt.correction_triton import Correction, Errors
-from kdn.codec.klt.gpu_input import Slab, SlabMaker
+from kdn.codec.klt.gpu_input import Slab, SlabMaker, spare_words
 from kdn.codec.klt.gpu_launch import Batching, Launcher
 from kdn.codec.klt.gpu_memory import ALIGNMENT, SLAB_CHUNKS, Carving, Fresh, aligned
 from kdn.codec.klt.gpu_tables import (
@@ -130,9 +130,8 @@ class GpuDecoder(Launcher):
 
     @property
     def _spare_words(self) -> int:
-        """As far as a damaged section may read beyond its end: two words a token and row."""
         columns = max(g.columns.stop - g.columns.start for g in self.profile.groups)
-        return 2 * int(CHUNK_TOKENS * max(self.coding.num_rows, columns))
+        return spare_words(int(max(self.coding.num_rows, columns)))
 
     def plan(self, num_chunks: int, target: Target) -> Batching:
         """The most at a time that the memory allows. In a whole cache, integers may lie where the

@@ -279,6 +279,12 @@ class SlabMaker:
                 arrays["sink_places"][:] = places[0, sections.sinks]
 
 
+def spare_words(num_rows: int) -> int:
+    """As far as a damaged section of so many rows may read beyond its end: its 32 lanes begin with
+    a state of two words each, and then take up to two a token and row."""
+    return 2 * 32 + 2 * CHUNK_TOKENS * num_rows
+
+
 def _read(piece: Sequence[tuple[int, Bitstream, npt.NDArray[np.uint8]]], levels: int) -> list[int]:
     """Streams into a buffer; returns which could not be read: the reference says why."""
     copies: list[Copy] = []

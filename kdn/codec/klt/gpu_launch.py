@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from kdn.codec.klt.gpu_memory import InputBuffer, InputRing, Scratch, size_of
 from kdn.codec.klt.gpu_tables import Tensor
 from kdn.codec.klt.gpu_target import Target
 from kdn.codec.klt.streams import CudaStreams, Event
-from kdn.errors import KdnError
+from kdn.errors import KdnError, UnsupportedError
 
 MAX_TARGETS = 8
 
@@ -116,8 +117,16 @@ class Launcher(ABC):
         self, stream: Bitstream, chunk: Chunk, levels: int, slots: npt.NDArray[np.int64]
     ) -> Job:
         """A chunk to be decoded, each token into its slot (-1: nowhere); KdnError where its stream
-        is not as the profile says."""
-        return self._maker.job(stream, chunk, levels, slots)
+        is not as the profile says, or is too large for a buffer: these would grow for good, and by
+        as much as whoever made the stream likes."""
+        job = self._maker.job(stream, chunk, levels, slots)
+        if job.size_bytes > self._most_bytes_of_chunk:
+            raise UnsupportedError(f"sections of {job.size_bytes} bytes, too many for a buffer")
+        return job
+
+    @cached_property
+    def _most_bytes_of_chunk(self) -> int:
+        return self._ring.size_bytes - self._maker.overhead_bytes(1)
 
     def decode(
         self,
