@@ -34,7 +34,7 @@ from kdn.files import (
 )
 
 UNLOCKED_S, STALE_S = 5.0, 600.0
-"""A rank has so long from making its lock file to locking it, and from making the folder to that."""
+"""A rank has so long from making its lock file to locking it, and before, from making the folder."""
 MAX_SHARE = 0.25
 """Of the file system: others keep things in shared memory, too."""
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.01
@@ -117,18 +117,30 @@ class RankFolder:
 
     # files
 
-    def create(self, names: Sequence[str]) -> int:
-        """An empty file, to be written to, under a name for each of its readers: each sees what is
+    def create(self, names: Sequence[str], begins_with: bytes = b"") -> int:
+        """A file, to be written to, under a name for each of its readers: each sees what is
         written, and the memory is free when all have read it and the writer has closed it."""
-        fd = os.open(names[0], _CREATE, FILE_MODE, dir_fd=self._fd)
+        aside = self._aside()
+        fd = os.open(aside, _CREATE, FILE_MODE, dir_fd=self._fd)
         try:
-            for name in names[1:]:
-                os.link(names[0], name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            os.write(fd, begins_with)
+            for name in names:
+                os.link(aside, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         except BaseException:
-            os.close(fd)
             self.remove(names)
+            os.ftruncate(fd, 0)  # for who has opened it already
+            os.close(fd)
             raise
+        finally:
+            self.remove([aside])
         return fd
+
+    def refuse(self, names: Sequence[str]) -> None:
+        """Instead of a file, what cannot be read: its reader need not wait. It takes no memory and
+        is not opened, so that it can be made when a file cannot."""
+        for name in names:
+            with suppress(OSError):
+                os.symlink("refused", name, dir_fd=self._fd)
 
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         """A file that appears whole, or not at all."""
@@ -154,6 +166,7 @@ class RankFolder:
         except FileNotFoundError:
             return None
         except OSError as error:
+            self.remove([name])
             raise FormatError(f"{name} cannot be read: {error}") from error
         self.remove([name])
         about = os.fstat(fd)
