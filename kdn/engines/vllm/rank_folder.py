@@ -13,6 +13,7 @@ away; those of engines that were killed are removed by the next one that starts.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -33,8 +34,10 @@ from kdn.files import (
     is_own_file,
 )
 
+logger = logging.getLogger("vllm.kdn")
+
 UNLOCKED_S, STALE_S = 5.0, 600.0
-"""A rank has so long from making its lock file to locking it, and before, from making the folder."""
+"""A rank has so long to lock its lock file; and, from when the folder is made, to make that."""
 MAX_SHARE = 0.25
 """Of the file system: others keep things in shared memory, too."""
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.01
@@ -65,7 +68,7 @@ class RankFolder:
             self._fd = os.open(self.path, _FOLDER)
         except (NotADirectoryError, PermissionError) as error:
             raise self._refusal() from error
-        self._lock = -1
+        self._lock, self._is_told = -1, False
         try:
             about = os.fstat(self._fd)
             if about.st_uid != os.geteuid() or about.st_mode & OTHERS:
@@ -103,12 +106,25 @@ class RankFolder:
         return self._fd >= 0 and _is_locked(_lock_name(rank), self._fd)
 
     def alive(self) -> list[int]:
+        """If somebody has removed the folder, this rank alone."""
+        if not self.is_there:
+            return [self.rank]
         return [rank for rank in range(self.count) if self.is_alive(rank)]
 
     @property
     def is_there(self) -> bool:
         """Not so if somebody has removed it, to free the memory: then ranks do not meet."""
-        return self._fd >= 0 and os.fstat(self._fd).st_nlink > 0
+        if self._fd < 0:
+            return False
+        is_there = os.fstat(self._fd).st_nlink > 0
+        if not is_there and not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "kdn: rank %d fetches for itself, and nothing is published: its folder was "
+                "removed: restart the engine (%s)",
+                self.rank, self.path,
+            )  # fmt: skip
+        return is_there
 
     def room_bytes(self, most: int, held_bytes: int, num_ranks: int = 1) -> int:
         """Just now, for a load or for what one of so many ranks gives, if so much of that is here
