@@ -13,6 +13,7 @@ the same. Whatever is wrong with a file makes it a miss, and a damaged one goes.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -39,6 +40,8 @@ from kdn.session.fading import SPARE, Kept, Room
 from kdn.session.host_folder import Here, HostFolder
 from kdn.session.stream_file import FileHead, HeldLevels, ends_in_file, parse_head, read_start
 
+logger = logging.getLogger(__name__)
+
 TOKEN_AGE_NS = 100_000
 """A chunk counts as used so much earlier for each token before it: about as fast as a GPU reads, so
 that of one prompt the end goes before the beginning, without which it is of no use."""
@@ -46,7 +49,7 @@ MAX_SEEN = 4096
 """Headers that are remembered; a few kilobytes each."""
 BATCHES = 4
 """That a sink gets at once: while it decodes one it can read the next. More would be in vain if one
-of them fails."""
+of them fails, and all their files are open for so long."""
 _NAME = re.compile(r"(?:[0-9a-f]{2})+\.stream")
 
 
@@ -93,10 +96,12 @@ class HostStreams:
         self._putting = threading.Lock()  # guards _room
         self._seen: OrderedDict[bytes, _Seen] = OrderedDict()
         self._looking = threading.Lock()  # guards _seen
+        self._telling = threading.Lock()  # guards what is counted as not kept
 
     @property
     def counts(self) -> Counter[str]:
-        """Levels that this process let go (`faded`), and streams (`forgotten`)."""
+        """Levels that this process let go (`faded`), streams (`forgotten`), and those that it could
+        not keep (`unkept`)."""
         return self._room.counts
 
     # what is held
@@ -282,8 +287,24 @@ class HostStreams:
                 self._folder.make()  # it may have been removed, to free the memory
                 with self._folder.opened() as here:
                     return self._put(here, chunk, header, view, levels)
-        except OSError:  # no memory left, or the folder goes just now
+        except OSError as error:  # no memory left, or the folder goes just now
+            self.note_unkept(str(error))
             return False
+
+    def note_unkept(self, why: str) -> None:
+        """Count a stream that is not kept; the first is told. From any thread."""
+        with self._telling:
+            self.counts["unkept"] += 1
+            if self.counts["unkept"] > 1:
+                return
+        free = "unknown"
+        with suppress(OSError):
+            disk = os.statvfs(self._folder.path)
+            free = f"{disk.f_bavail * disk.f_frsize:,}"
+        logger.warning(
+            "a chunk is not kept in %s (%s bytes free): %s. Later ones are only counted",
+            self._folder.path, free, why,
+        )  # fmt: skip
 
     def _put(self, here: Here, chunk: Chunk, header: Header, data: memoryview, levels: int) -> bool:
         seen = self._look(here, chunk)
@@ -292,6 +313,8 @@ class HostStreams:
         used_ns = self._used_ns(chunk)
         new = Kept(_name(chunk), 0, used_ns, ends_in_file(header), levels)
         levels = self._room.make(here, new)
+        if not levels:
+            self.note_unkept("there is no room for it")
         if levels <= (seen.levels if seen else 0):
             return False
         head = FileHead.of(header, data, levels)

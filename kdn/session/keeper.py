@@ -67,9 +67,11 @@ class StreamKeeper:
         """The first levels of a stream, verified. From any thread; False if too much is waiting
         already. `data` must not change any more."""
         with self._lock:
-            if len(data) > self._room_bytes:
-                return False
-            self._room_bytes -= len(data)
+            has_room = len(data) <= self._room_bytes
+            self._room_bytes -= len(data) if has_room else 0
+        if not has_room:
+            self._streams.note_unkept("too many are on their way")
+            return False
         self._submit(len(data), self._put, self._clock() + KEEP_AFTER_S, chunk, data, levels)
         return True
 

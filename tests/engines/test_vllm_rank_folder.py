@@ -119,17 +119,31 @@ def test_a_file_that_others_may_write_is_not_read(tmp_path: Path) -> None:
         own.fetch(name)
 
 
-def test_it_is_seen_when_somebody_removes_it(tmp_path: Path) -> None:
+def test_it_is_seen_when_somebody_removes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(
+        rank_folder.logger, "warning", lambda text, *given: told.append(text % given)
+    )
     own = RankFolder(tmp_path, "engine", 0, 2)
+    other = RankFolder(tmp_path, "engine", 1, 2)
     assert own.is_there
+    assert own.alive() == [0, 1]
+    assert not told
     for file in own.path.iterdir():
         file.unlink()
     own.path.rmdir()
+    assert own.alive() == [0]
     assert not own.is_there
+    [line] = told
+    assert "its folder was removed: restart the engine" in line
     with pytest.raises(OSError):
         own.write("part-00-0", [b"x"])
     own.close()
     assert not own.is_there
+    assert len(told) == 1
+    other.close()
 
 
 def make_folder(place: Path, name: str, *files: str) -> Path:

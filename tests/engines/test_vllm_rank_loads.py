@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -232,6 +233,23 @@ def test_no_room_in_the_hosts_memory(
     monkeypatch.setattr(rank_streams, "LOAD_BYTES", 100)
     cache = publish(shared)
     with ranks_of(shared, tmp_path / "host") as ranks:
+        for one in ranks:
+            one.begin(order(0, 576))
+        assert ended(ranks)[0] == set()
+        assert all(fits(one, cache, 576) for one in ranks)
+
+
+def test_no_file_for_the_others(
+    shared: SharedSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not wait for it until they have no time left."""
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    cache = publish(shared)
+    with ranks_of(shared, tmp_path / "host") as ranks:
+        monkeypatch.setattr(ranks[0].folder, "create", fail)
         for one in ranks:
             one.begin(order(0, 576))
         assert ended(ranks)[0] == set()

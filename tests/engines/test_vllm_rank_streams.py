@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,8 +54,8 @@ def test_half_a_record_is_not_read(folders: list[RankFolder]) -> None:
     out, streams = StreamsOut(folders[0], 1, [1]), StreamsIn(folders[1], 1)
     out.put(3, 2, [b"0123456789"])
     whole = os.pread(out._fd, 1000, 0)
-    os.ftruncate(out._fd, 0)
-    for length in range(0, len(whole), 7):
+    os.ftruncate(out._fd, 1)
+    for length in range(1, len(whole), 7):
         os.pwrite(out._fd, whole[:length], 0)
         assert contents(streams) == []
         assert streams.state is State.GROWING
@@ -63,7 +64,7 @@ def test_half_a_record_is_not_read(folders: list[RankFolder]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "error"), [(0, FormatError), (20, FormatError), (-1, ChecksumError)]
+    ("at", "error"), [(1, FormatError), (21, FormatError), (-1, ChecksumError)]
 )
 def test_a_damaged_record_is_refused(
     folders: list[RankFolder], at: int, error: type[Exception]
@@ -90,6 +91,62 @@ def test_who_cannot_go_on_says_so(
     out.end()
     assert contents(streams) == []
     assert streams.state is State.LEFT
+
+
+@pytest.mark.parametrize("num_put", [0, 1])
+@pytest.mark.parametrize("num_read", [0, 1])
+def test_who_has_no_memory_for_the_last_word_says_so(
+    folders: list[RankFolder], monkeypatch: pytest.MonkeyPatch, num_put: int, num_read: int
+) -> None:
+    out, streams = StreamsOut(folders[0], 1, [1]), StreamsIn(folders[1], 1)
+    for number in range(num_put):
+        out.put(number, 1, [b"x" * 5000])
+    for _ in range(num_read):
+        assert len(contents(streams)) == num_put
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    pwrite, places = os.pwrite, []
+
+    def in_first_page(fd: int, data: bytes, at: int) -> int:
+        places.append(range(os.fstat(fd).st_size, at + len(data)))
+        return pwrite(fd, data, at)
+
+    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "pwrite", in_first_page)
+    out.end()
+    assert contents(streams) == []
+    assert streams.state is State.LEFT
+    assert places == [range(1, 33)]  # whose page was never given back
+    streams.close()
+
+
+def test_a_file_whose_memory_was_not_there_is_left(folders: list[RankFolder]) -> None:
+    os.close(folders[0].create([load_name(1, 1)]))
+    streams = StreamsIn(folders[1], 1)
+    assert contents(streams) == []
+    assert streams.state is State.LEFT
+    streams.close()
+
+
+@pytest.mark.parametrize("fails", ["open", "write", "link"])
+def test_who_cannot_begin_says_so_at_once(
+    folders: list[RankFolder], monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, fails, fail)
+        out = StreamsOut(folders[0], 1, [1, 2])
+    out.put(0, 1, [b"x"])
+    out.end()
+    with pytest.raises(FormatError, match="cannot be read"):
+        StreamsIn(folders[1], 1).has_more()
+    assert not os.path.lexists(folders[1].path / load_name(1, 1))
+    out.forget()  # the third has not looked
+    assert [name for name in os.listdir(folders[0].path) if "load" in name or "aside" in name] == []
 
 
 def test_what_nobody_read_is_forgotten(folders: list[RankFolder]) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from kdn.codec.copies_numba import copy_all
 from kdn.codec.format import DType, Header
 from kdn.delivery.sink import Arrival, HostSink
 from kdn.errors import KdnError, TruncatedError, UnsupportedError
+from kdn.session import host_streams
 from kdn.session.delivered import Grade
 from kdn.session.host_folder import MARKER
 from kdn.session.host_streams import HostStreams, levels_wanted
@@ -160,7 +162,7 @@ def test_a_sink_gets_some_batches_at_once(
 def test_when_it_is_late_no_batch_is_begun(
     tier: HostStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Counted, "batch_chunks", 1, raising=False)
+    monkeypatch.setattr(Counted, "batch_chunks", 1)
     chunks = prompt(6)
     for chunk in chunks:
         put(tier, chunk)
@@ -242,9 +244,25 @@ def test_full_memory_keeps_nothing(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
+    told: list[str] = []
+    monkeypatch.setattr(
+        host_streams.logger, "warning", lambda text, *given: told.append(text % given)
+    )
+    disk = SimpleNamespace(f_bavail=300, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: disk)
     monkeypatch.setattr(os, "rename", full)
     assert not put(tier, CHUNKS[0])
     assert os.listdir(folder) == [MARKER]
+    assert not put(tier, CHUNKS[1])
+    assert tier.counts["unkept"] == 2
+    [line] = told
+    assert f"{folder} (1,228,800 bytes free): [Errno 28] no space left" in line
+
+
+def test_what_there_is_no_room_for_is_counted(folder: Path) -> None:
+    tier = open_tier(folder, max_bytes=100)
+    assert not put(tier, CHUNKS[0])
+    assert tier.counts["unkept"] == 1
 
 
 # what is not believed

@@ -25,6 +25,7 @@ class Streams:
     def __init__(self) -> None:
         self.put_ones: list[tuple[int, int]] = []
         self.used_ones: list[int] = []
+        self.unkept: list[str] = []
         self.go_on = threading.Event()
         self.error: Exception | None = None
 
@@ -34,6 +35,9 @@ class Streams:
             raise self.error
         self.put_ones.append((len(data), levels))
         return True
+
+    def note_unkept(self, why: str) -> None:
+        self.unkept.append(why)
 
     def used(self, chunks: Sequence[Chunk]) -> None:
         self.used_ones.append(len(chunks))
@@ -56,6 +60,7 @@ def test_too_much_at_once_is_not_kept(streams: Any, monkeypatch: pytest.MonkeyPa
     keeper = StreamKeeper(streams, max_bytes=10)
     assert keeper.keep(CHUNK, bytes(6), 2)
     assert not keeper.keep(CHUNK, bytes(5), 2)
+    assert streams.unkept == ["too many are on their way"]
     assert keeper.keep(CHUNK, bytes(4), 3)
     streams.go_on.set()
     soon(lambda: len(streams.put_ones) == 2)

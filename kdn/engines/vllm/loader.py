@@ -170,6 +170,7 @@ class Loader:
         if (streams := self._session.streams) is not None:
             self._counts["faded_levels"] = streams.counts["faded"]
             self._counts["forgotten_chunks"] = streams.counts["forgotten"]
+            self._counts["unkept_chunks"] = streams.counts["unkept"]
         for trouble in got.troubles:
             logger.warning("loading request %s: %s", order.request_id, trouble)
         result = got.result

@@ -72,11 +72,7 @@ class OneFetch:
         deadline_s: float,
         asked: dict[str, Any],
     ) -> Delivered:
-        try:
-            out = StreamsOut(self._folder, number, others)
-        except OSError as error:
-            logger.warning("other ranks of this host go without this load: %s", error)
-            return await self._session.deliver(chunks, sink, deadline_s=deadline_s, **asked)
+        out = StreamsOut(self._folder, number, others)
         numbers = {chunk.key: at for at, chunk in enumerate(chunks)}
 
         def hand_on(batch: Sequence[Arrival]) -> None:

@@ -13,6 +13,7 @@ away; those of engines that were killed are removed by the next one that starts.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -33,8 +34,10 @@ from kdn.files import (
     is_own_file,
 )
 
+logger = logging.getLogger("vllm.kdn")
+
 UNLOCKED_S, STALE_S = 5.0, 600.0
-"""Seconds from making a lock file to locking it, and from making the folder to making that."""
+"""A rank has so long to lock its lock file; and, from when the folder is made, to make that."""
 MAX_SHARE = 0.25
 """Of the file system: others keep things in shared memory, too."""
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.01
@@ -65,7 +68,7 @@ class RankFolder:
             self._fd = os.open(self.path, _FOLDER)
         except (NotADirectoryError, PermissionError) as error:
             raise self._refusal() from error
-        self._lock = -1
+        self._lock, self._is_told = -1, False
         try:
             about = os.fstat(self._fd)
             if about.st_uid != os.geteuid() or about.st_mode & OTHERS:
@@ -103,12 +106,25 @@ class RankFolder:
         return self._fd >= 0 and _is_locked(_lock_name(rank), self._fd)
 
     def alive(self) -> list[int]:
+        """If somebody has removed the folder, this rank alone."""
+        if not self.is_there:
+            return [self.rank]
         return [rank for rank in range(self.count) if self.is_alive(rank)]
 
     @property
     def is_there(self) -> bool:
         """Not so if somebody has removed it, to free the memory: then ranks do not meet."""
-        return self._fd >= 0 and os.fstat(self._fd).st_nlink > 0
+        if self._fd < 0:
+            return False
+        is_there = os.fstat(self._fd).st_nlink > 0
+        if not is_there and not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "kdn: rank %d fetches for itself, and nothing is published: its folder was "
+                "removed: restart the engine (%s)",
+                self.rank, self.path,
+            )  # fmt: skip
+        return is_there
 
     def room_bytes(self, most: int, held_bytes: int, num_ranks: int = 1) -> int:
         """Just now, for a load or for what one of so many ranks gives, if so much of that is here
@@ -117,18 +133,30 @@ class RankFolder:
 
     # files
 
-    def create(self, names: Sequence[str]) -> int:
-        """An empty file, to be written to, under a name for each of its readers: each sees what is
+    def create(self, names: Sequence[str], begins_with: bytes = b"") -> int:
+        """A file, to be written to, under a name for each of its readers: each sees what is
         written, and the memory is free when all have read it and the writer has closed it."""
-        fd = os.open(names[0], _CREATE, FILE_MODE, dir_fd=self._fd)
+        aside = self._aside()
+        fd = os.open(aside, _CREATE, FILE_MODE, dir_fd=self._fd)
         try:
-            for name in names[1:]:
-                os.link(names[0], name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            os.write(fd, begins_with)
+            for name in names:
+                os.link(aside, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         except BaseException:
-            os.close(fd)
             self.remove(names)
+            os.ftruncate(fd, 0)  # for who has opened it already
+            os.close(fd)
             raise
+        finally:
+            self.remove([aside])
         return fd
+
+    def refuse(self, names: Sequence[str]) -> None:
+        """Instead of a file, what cannot be read: its reader need not wait. It takes no memory and
+        is not opened, so that it can be made when a file cannot."""
+        for name in names:
+            with suppress(OSError):
+                os.symlink("refused", name, dir_fd=self._fd)
 
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         """A file that appears whole, or not at all."""
@@ -154,6 +182,7 @@ class RankFolder:
         except FileNotFoundError:
             return None
         except OSError as error:
+            self.remove([name])
             raise FormatError(f"{name} cannot be read: {error}") from error
         self.remove([name])
         about = os.fstat(fd)

@@ -3,11 +3,14 @@
 A load is one file that the first appends to and each of the others reads as it grows: records of
 the chunk's number in the order, how many levels follow, their size and a checksum, then the bytes.
 The last record says that this was all. If the first cannot go on (no memory is left), it empties
-the file: then the others have to fetch the rest themselves.
+the file: then the others have to fetch the rest themselves. For that a byte is before all records:
+its page of memory stays, with room for the record that says so. If not even a file can be made,
+they are refused at once.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 from collections.abc import Sequence
@@ -23,10 +26,13 @@ from kdn.engines.vllm.rank_folder import RankFolder, load_name
 from kdn.errors import ChecksumError, FormatError
 from kdn.protocol.limits import MAX_CHUNK_BYTES
 
+logger = logging.getLogger(__name__)
+
 LOAD_BYTES = 2 << 30
 """Of one load. What comes after that the others fetch themselves."""
 _RECORD = struct.Struct("<8sIIQQ")
 _MAGIC = b"\x89KDNrank"
+_BEGINNING = b"\n"
 _END, _EMPTIED = 0, 0xFFFFFFFF
 """In the place of a number of levels."""
 
@@ -52,7 +58,12 @@ class StreamsOut:
         self._folder = folder
         self._names = [load_name(number, reader) for reader in readers]
         self._held_bytes = 0
-        self._fd = folder.create(self._names)
+        try:
+            self._fd = folder.create(self._names, _BEGINNING)
+        except OSError as error:
+            logger.warning("other ranks of this host go without this load: %s", error)
+            self._fd = -1
+            folder.refuse(self._names)
 
     def put(self, number: int, levels: int, parts: Sequence[bytes | memoryview]) -> None:
         """All later ones are dropped once one has failed."""
@@ -73,14 +84,17 @@ class StreamsOut:
 
     def _empty(self) -> None:
         with suppress(OSError):
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, _RECORD.pack(_MAGIC, 0, _EMPTIED, 0, 0), 0)
+            os.ftruncate(self._fd, len(_BEGINNING))
+            os.pwrite(self._fd, _RECORD.pack(_MAGIC, 0, _EMPTIED, 0, 0), len(_BEGINNING))
         self.close()
 
     def end(self) -> None:
-        if self._fd >= 0:
-            with suppress(OSError):
-                _write_all(self._fd, _RECORD.pack(_MAGIC, 0, _END, 0, 0))
+        if self._fd < 0:
+            return
+        try:
+            _write_all(self._fd, _RECORD.pack(_MAGIC, 0, _END, 0, 0))
+        except OSError:
+            self._empty()
         self.close()
 
     def close(self) -> None:
@@ -100,7 +114,7 @@ class StreamsIn:
     def __init__(self, folder: RankFolder, number: int) -> None:
         self.state = State.WAITING
         self._folder, self._name = folder, load_name(number, folder.rank)
-        self._fd, self._at = -1, 0
+        self._fd, self._at = -1, len(_BEGINNING)
 
     def has_more(self) -> bool:
         """Cheap, to be asked again and again."""

@@ -32,6 +32,7 @@ MEANINGS = {
     "incomplete_chunks": "chunks not published, as the part of one of several ranks did not come",
     "faded_levels": "levels of streams that the host's memory let go for want of room",
     "forgotten_chunks": "chunks that it let go altogether",
+    "unkept_chunks": "chunks that it could not take, for want of room or as too many came at once",
 }
 OF_EACH_RANK = ("fetched_bytes",)
 """Of several ranks, which load the same, the first tells all else."""
