@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ class TokenRows:
             yield
             return
         cuda: Any = torch.cuda
-        stream = cuda.Stream(self.device)
+        stream = _writing_stream(self.device)
         for event in after:
             if event is not None:
                 stream.wait_event(event)
@@ -141,6 +142,14 @@ class TokenRows:
                 f"expected {expected[0]} layers, at least {expected[1]} heads and {expected[2]} "
                 f"channels, found {found}"
             )
+
+
+@cache
+def _writing_stream(device: torch.device) -> Any:
+    """One for all: torch lends streams from a small pool, so that new ones would sooner or later be
+    those of somebody else, whose freed memory they would use."""
+    make: Any = torch.cuda.Stream
+    return make(device)
 
 
 def check_whole(valid_from: Sequence[int], start: int, slots: Slots) -> None:

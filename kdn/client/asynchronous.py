@@ -50,6 +50,7 @@ from kdn.engines.device import (
     check_dtype,
     follow_caller,
     model_stream,
+    wait_for_model,
 )
 from kdn.engines.generating import Sampling, TextPieces
 from kdn.engines.growing import Rooms
@@ -321,7 +322,9 @@ class AsyncClient(Opened):
         chunks = [c for c in cut(tokens, await self.engine.names()) if c.end > known]
         with suppress(KdnError, OSError):  # a place that is away is published to all the same
             chunks = chunks[len((await self.session.know_home(chunks)).chunks) :]
-        return self.contexts.publish_given(chunks, values, exact_until)
+        queued = self.contexts.publish_given(chunks, values, exact_until)
+        await asyncio.to_thread(wait_for_model, self.engine.device)  # the caller's cache is copied
+        return queued
 
     async def flush(self, deadline_s: float = FLUSH_S) -> bool:
         """Wait until every published chunk is at its place, or safe in the spool on disk, from

@@ -22,7 +22,7 @@ from functools import partial
 from random import Random
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from kdn.background import fault, supervise
+from kdn.background import fault, outwait, supervise
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
@@ -286,7 +286,9 @@ class Publisher:
 
     async def _encode(self, jobs: Sequence[Job]) -> None:
         try:
-            found = await asyncio.to_thread(self._encoded, jobs)
+            encoding = asyncio.ensure_future(asyncio.to_thread(self._encoded, jobs))
+            await outwait(encoding)  # until then the jobs' memory is not their owners'
+            found = encoding.result()
             for job, one in zip(jobs, found, strict=True):
                 self._take(job, one)
         except Exception as error:

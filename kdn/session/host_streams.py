@@ -154,7 +154,7 @@ class HostStreams:
                 return
             try:
                 file = stack.enter_context(here.open(_name(chunk)))
-                if os.fstat(file).st_ino != seen.inode:
+                if not seen.is_same(os.fstat(file)):
                     return  # it was replaced just now
             except (OSError, FormatError):
                 return

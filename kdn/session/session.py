@@ -22,6 +22,7 @@ from random import Random
 
 import torch
 
+from kdn.background import outwait
 from kdn.cache.keys import Chunk, Namespace, Tokens, seal_key, token_ids
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
@@ -248,9 +249,13 @@ class Session(Opened):
         if held is None:
             return ()
         until_s = max(until_s, self._clock() + HELD_S)
-        grades = await asyncio.to_thread(
-            held.deliver, chunks, sink, end, enough_kld, lambda: self._clock() >= until_s
+        writing = asyncio.ensure_future(
+            asyncio.to_thread(
+                held.deliver, chunks, sink, end, enough_kld, lambda: self._clock() >= until_s
+            )
         )
+        await outwait(writing)  # until then the sink is not the caller's
+        grades = writing.result()
         if self._stream_keeper is not None:
             self._stream_keeper.used(chunks[: len(grades)])
         return grades

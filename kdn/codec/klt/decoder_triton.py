@@ -288,6 +288,7 @@ class GpuDecoder(Launcher):
         if slab.num_sinks:
             with self._streams.side(0, begun):
                 sinks = self._sinks.decode(slab, self.synthesis.source, slab.status)
+            self._streams.lend(sinks)
         with self._streams.side(1, begun):
             self._turn(slab.positions, angles)
             self._predict(slab, packed, products, count)

@@ -27,6 +27,7 @@ from kdn.codec.klt import symbols
 from kdn.codec.klt.gpu_input import token_rows
 from kdn.codec.klt.gpu_tables import MAX_SINKS
 from kdn.codec.klt.profile import Profile
+from kdn.codec.klt.streams import own_stream
 from kdn.errors import KdnError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -87,7 +88,10 @@ class GpuEncoding:
         from kdn.codec.klt.encoder_triton import GpuEncoder
 
         if device not in self._encoders:
-            self._encoders[device] = GpuEncoder(self._spec, self._profile, device)
+            with own_stream(device):
+                self._encoders[device] = GpuEncoder(self._spec, self._profile, device)
+                if device.type == "cuda":
+                    _wait(device)  # its tables are there before any stream reads them
         return self._encoders[device]
 
     def _run(self, encoder: GpuEncoder, items: Sequence[Item]) -> list[Sections | KdnError]:

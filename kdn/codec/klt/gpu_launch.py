@@ -164,7 +164,9 @@ class Launcher(ABC):
                 for run in runs:
                     found.append(self._launch(run, jobs, levels, target, plan))
             except BaseException:
-                # The caller's memory is the caller's again, whatever was launched by now.
+                # The caller's memory is the caller's again, and so are scratch and buffers the next
+                # load's, whatever was launched by now.
+                self._streams.join_all()
                 if (event := self._streams.mark()) is not None:
                     event.synchronize()
                 raise

@@ -27,7 +27,7 @@ class CudaStreams:
     joined again before it is used."""
 
     def __init__(self, device: torch.device, count: int) -> None:
-        self._is_real = device.type == "cuda"
+        self._device, self._is_real = device, device.type == "cuda"
         make: Any = torch.cuda.Stream
         self._streams = [make(device) for _ in range(count)] if self._is_real else []
         self._main: Any = make(device) if self._is_real else None
@@ -62,23 +62,33 @@ class CudaStreams:
             yield
             return
         stream = self._streams[index]
-        stream.wait_event(after or torch.cuda.current_stream().record_event())
+        stream.wait_event(after or torch.cuda.current_stream(self._device).record_event())
         with torch.cuda.stream(stream):
             yield
 
     def join(self, index: int) -> None:
         """What follows in the current stream waits for that one."""
         if self._is_real:
-            torch.cuda.current_stream().wait_stream(self._streams[index])
+            torch.cuda.current_stream(self._device).wait_stream(self._streams[index])
+
+    def join_all(self) -> None:
+        """The same, for all of them."""
+        for index in range(len(self._streams)):
+            self.join(index)
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """The current stream reads a tensor of another: its memory is kept until that is done."""
+        if self._is_real:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def wait(self, event: Event) -> None:
         """What follows in the current stream waits for an event."""
         if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+            torch.cuda.current_stream(self._device).wait_event(event)
 
     def mark(self) -> Event:
         """This place in the current stream. Who waits for it on the host sleeps."""
         if not self._is_real:
             return None
         make: Any = torch.cuda.Event
-        return torch.cuda.current_stream().record_event(make(blocking=True))
+        return torch.cuda.current_stream(self._device).record_event(make(blocking=True))

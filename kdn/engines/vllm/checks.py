@@ -77,6 +77,15 @@ def is_fp8(config: Any) -> bool:
     return str(config.cache_config.cache_dtype) in FP8
 
 
+def holds_bytes(kv_cache_config: Any) -> bool:
+    """Whether vLLM made a cache of 8 bit. Of some checkpoints that shows only when the model is
+    built, and with several ranks only the workers' settings say so; this comes from them."""
+    return any(
+        getattr(one.kv_cache_spec.dtype, "itemsize", 2) == 1
+        for one in kv_cache_config.kv_cache_groups
+    )
+
+
 def cache_dtype(config: Any) -> torch.dtype:
     """The dtype of the values in vLLM's KV cache; of one of 8 bit, that of the model."""
     told = str(config.cache_config.cache_dtype)

@@ -26,6 +26,7 @@ from kdn.engines.vllm.checks import (
     check_cpu_layout,
     check_weights,
     device_of,
+    holds_bytes,
     is_fp8,
     live_weights,
 )
@@ -87,7 +88,10 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            identity = Identity(self._shared.session.namespace, is_fp8=is_fp8(vllm_config))
+            identity = Identity(
+                self._shared.session.namespace,
+                is_fp8=is_fp8(vllm_config) or holds_bytes(kv_cache_config),
+            )
             self._scheduler = SchedulerSide(
                 settings, identity, self._look_up, self._block_tokens, ranks=ranks
             )
