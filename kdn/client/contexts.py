@@ -226,13 +226,17 @@ class Contexts:
         """A chunk that the model has just read, unless it builds on losses. False if the publisher
         has had no room for it all the time."""
         source, until_s = ContextSource(context), self.clock() + wait_s
-        while (
-            self.session.publish(chunk, source, exact_until=context.exact_until, saved_s=saved_s)
-            is Admission.FULL
-        ):
-            if self.clock() >= until_s:
-                return False
-            await asyncio.sleep(WAIT_S)
+
+        def offered() -> Admission:
+            return self.session.publish(
+                chunk, source, exact_until=context.exact_until, saved_s=saved_s
+            )
+
+        with self.session.publisher.waited_for():
+            while offered() is Admission.FULL:
+                if self.clock() >= until_s:
+                    return False
+                await asyncio.sleep(WAIT_S)
         return True
 
     async def publish_end(self, context: Context, *, tail: bool = False) -> None:

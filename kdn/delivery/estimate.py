@@ -29,6 +29,9 @@ DRIFT = 0.2
 MAX_RATIO = 4.0
 
 MIN_SLOT_S = 0.001
+BURST_S = 0.003
+"""What comes so soon after the first bytes was waiting with them, in a socket: how long it took,
+nobody knows."""
 SLOTS_PER_MEMORY = 16
 MAX_MEMORY_S = 5.0
 _TENTH = 1.28  # standard deviations below which a tenth of a normal distribution lies
@@ -42,6 +45,7 @@ class Estimator:
         self._latency_s = prior.latency_s
         self._asked_s: float | None = None  # a request waits for its first byte
         self._last_s: float | None = None  # bytes have flowed without a gap until here
+        self._first_s = 0.0  # and since then
         self._busy_s = 0.0
         self._slot_bytes = 0
         self._slot_s = 0.0
@@ -68,6 +72,8 @@ class Estimator:
             return
         spent_s = max(0.0, t_s - self._last_s)
         self._last_s = t_s
+        if t_s - self._first_s < BURST_S:
+            return
         self._slot_bytes += num_bytes
         self._slot_s += spent_s
         self._busy_s += spent_s
@@ -100,7 +106,7 @@ class Estimator:
             first = self._latency_s == self._prior.latency_s
             self._latency_s = sample_s if first else 0.75 * self._latency_s + 0.25 * sample_s
             self._asked_s = None
-        self._last_s = t_s
+        self._first_s = self._last_s = t_s
 
     def _memory_s(self) -> float:
         return min(MAX_MEMORY_S, max(4 * MIN_SLOT_S, self._busy_s / 2))

@@ -40,6 +40,8 @@ PARCELS = 2
 GPU_PARCELS = 32
 GPU_SHARE = 0.2
 """Of the time, that encoding on a GPU may take while nobody waits for it."""
+MAX_REST_S = 1.0
+"""The first batch compiles kernels, and takes long."""
 GPU_BATCH = 4
 """Chunks on a GPU that are encoded together."""
 
@@ -183,7 +185,7 @@ class Publisher:
         refused since, and how many are only spooled, `counts` tells.
         """
         before, until_s = set(self._under_way), self._clock() + deadline_s
-        with self._waited_for():
+        with self.waited_for():
             while not before.isdisjoint(self._under_way):
                 if not await self._wait(until_s):
                     return False
@@ -193,7 +195,7 @@ class Publisher:
         """Wait until the place has accepted or refused these, those in the spool, too; False if
         that took too long."""
         until_s = self._clock() + deadline_s
-        with self._waited_for():
+        with self.waited_for():
             while any(map(self._is_on_its_way, keys)):
                 if not await self._wait(until_s):
                     return False
@@ -259,12 +261,13 @@ class Publisher:
     async def _rest(self, took_s: float) -> None:
         """An engine computes on the same GPU, in the same interpreter: encoding leaves it most of
         the time, unless somebody waits for what is published."""
-        until_s = self._clock() + took_s * (1 / GPU_SHARE - 1)
+        until_s = self._clock() + min(took_s * (1 / GPU_SHARE - 1), MAX_REST_S)
         while not self._num_waiting and await self._wait(until_s):
             pass
 
     @contextmanager
-    def _waited_for(self) -> Iterator[None]:
+    def waited_for(self) -> Iterator[None]:
+        """Somebody waits for what is published, or for room: encoding does not rest."""
         self._num_waiting += 1
         self._moved.set()
         try:

@@ -14,6 +14,7 @@ sources (`kdn/delivery/sink.py`, `publish.py`): where values go, and where they 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -249,13 +250,20 @@ class Session(Opened):
         if held is None:
             return ()
         until_s = max(until_s, self._clock() + HELD_S)
+        stopped = threading.Event()
+
+        def is_late() -> bool:
+            return stopped.is_set() or self._clock() >= until_s
+
         writing = asyncio.ensure_future(
-            asyncio.to_thread(
-                held.deliver, chunks, sink, end, enough_kld, lambda: self._clock() >= until_s
-            )
+            asyncio.to_thread(held.deliver, chunks, sink, end, enough_kld, is_late)
         )
-        await outwait(writing)  # until then the sink is not the caller's
-        grades = writing.result()
+        try:
+            grades = await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            stopped.set()
+            await outwait(writing)  # until then the sink is not the caller's
+            raise
         if self._stream_keeper is not None:
             self._stream_keeper.used(chunks[: len(grades)])
         return grades

@@ -152,7 +152,7 @@ def test_the_codec_encodes_where_the_cache_is(
 ) -> None:
     """One, all of a context, or a batch; caches of any layout, when their event has passed."""
     case = Case(spec_of((PLAIN,) * 4), 600)
-    monkeypatch.setattr(case.codec, "analyse", None)
+    monkeypatch.setattr(case.codec.analyser, "analyse", None)
     strided = [side.to(DEVICE, dtype).permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)
                for side in (case.cache.keys, case.cache.values)]  # fmt: skip
     cache = KVCache(*strided, ready=torch.cuda.current_stream().record_event())

@@ -122,6 +122,7 @@ def test_encoding_on_a_gpu_rests_unless_somebody_waits(
     """So that an engine beside it hardly notices."""
     monkeypatch.setattr(publish, "GPU_BATCH", 1)
     monkeypatch.setattr(publish, "GPU_SHARE", 1e-9)
+    monkeypatch.setattr(publish, "MAX_REST_S", 3600.0)
     monkeypatch.setattr(Job, "is_on_gpu", True)
     seen = batches_of(world, monkeypatch)
 

@@ -88,10 +88,10 @@ class Loader:
         job.future = self._shared.submit(lambda: self._load(job))
 
     def wait(self, limit_s: float) -> None:
-        """For a load to end, or a lookup."""
-        self._shared.changed.clear()
+        """For a load to end, or a lookup; one that ended since the last time counts."""
         if not self._ended:
             self._shared.changed.wait(limit_s)
+        self._shared.changed.clear()
 
     def take_ended(self) -> list[EndedLoad]:
         self._give_up()

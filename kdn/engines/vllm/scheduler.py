@@ -302,6 +302,7 @@ class SchedulerSide:
         covered = min(request.num_computed_tokens + num_tokens, request.num_tokens)
         if not self._saving.is_due(state, covered) or not self._is_named(state):
             return None
-        if not state.is_waiting:
-            self._settled(state)
+        if state.is_waiting:
+            return None  # what is known already shows then: a later step saves what is new
+        self._settled(state)
         return self._saving.order(state, covered)

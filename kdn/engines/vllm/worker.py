@@ -29,8 +29,12 @@ from kdn.session.delivered import COMPUTED
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 0.005
-"""A step without tokens waits so long for something to happen, instead of spinning."""
+IDLE_S = 0.01
+"""A step without tokens waits so long for a load to end, instead of spinning. Such steps take the
+interpreter from the load: two milliseconds each beside one that takes forty. A request that arrives
+meanwhile waits as long."""
+LOOKUP_S = 0.003
+"""The same, where only lookups are under way."""
 
 
 class WorkerSide:
@@ -151,7 +155,8 @@ class WorkerSide:
         may hear it only after another step."""
         is_waiting = len(self.loader) or self._step.waiting
         if is_waiting and not self._step.num_tokens and not self._ended and not self._has_told:
-            self.loader.wait(IDLE_S)
+            # Of several ranks only the scheduler's process hears of a lookup that has ended.
+            self.loader.wait(IDLE_S if len(self.loader) else LOOKUP_S)
 
     def _settle(self, ended: EndedLoad) -> None:
         order, size = ended.order, self._paged.block_tokens
