@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -138,3 +139,21 @@ def _tighten(path: Path, about: os.stat_result, mode: int) -> None:
         logger.warning("%s is open to others (%o), and stays so: %s", path, found, error)
     else:
         logger.warning("%s was open to others (%o): now it is not (%o)", path, found, mode)
+
+
+def write_in_memory(
+    folder: int, name: str, parts: Iterable[bytes | memoryview], *, aside: str
+) -> None:
+    """A file for this user alone that appears whole, or not at all, in the folder of this
+    descriptor: written `aside`, and renamed. In shared memory there is nothing to make durable."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    fd = os.open(aside, flags, FILE_MODE, dir_fd=folder)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            for part in parts:
+                file.write(part)
+        os.rename(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(aside, dir_fd=folder)
+        raise

@@ -80,6 +80,7 @@ def device(name: str) -> str:
 
     try:
         torch.empty(1, device=name)
+    # As torch says, by version and build, that there is no such device.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise UnsupportedError(

@@ -11,8 +11,7 @@ from kdn.delivery.assemble import Assembly
 from kdn.delivery.endpoints import Endpoint
 from kdn.delivery.lookup import Incoming
 from kdn.delivery.plan import Link
-
-SKIPPED_BYTES = 64 << 10
+from kdn.store.streaming import SKIPPED_BYTES
 
 
 class ThroughputEstimator(Protocol):

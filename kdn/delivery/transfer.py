@@ -64,9 +64,8 @@ class Transfer:
         self._dropped: set[asyncio.Task[None]] = set()  # cancelled, not yet ended
         self._searches: dict[int, asyncio.Task[None]] = {}
         self._checks: set[asyncio.Task[None]] = set()
-        self._ripening: dict[
-            Assembly, tuple[Incoming, float]
-        ] = {}  # since when it could be verified
+        # Those that could be verified, and since when.
+        self._ripening: dict[Assembly, tuple[Incoming, float]] = {}
         self._damages: Counter[tuple[Endpoint, bytes]] = Counter()
         # Who brought bytes since the last that did not verify were forgotten.
         self._sources: dict[Assembly, set[Endpoint]] = {}

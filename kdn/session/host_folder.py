@@ -24,6 +24,7 @@ from kdn.files import (
     OTHERS_WRITE,
     allowed_bytes,
     is_own_file,
+    write_in_memory,
 )
 
 MARKER = ".kdn-decoded-chunks"
@@ -136,16 +137,7 @@ class Here:
 
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         """Whole, or not at all."""
-        aside = f".{secrets.token_hex(8)}.part"
-        fd = os.open(aside, _CREATE, FILE_MODE, dir_fd=self._fd)
-        try:
-            with os.fdopen(fd, "wb") as file:
-                for part in parts:
-                    file.write(part)
-            os.rename(aside, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        except BaseException:
-            self.remove(aside)
-            raise
+        write_in_memory(self._fd, name, parts, aside=f".{secrets.token_hex(8)}.part")
 
     def remove(self, name: str) -> None:
         """If it is a file of this user's."""

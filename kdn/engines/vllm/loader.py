@@ -25,7 +25,7 @@ from kdn.engines.vllm.paged_sink import GivenUpError, LoadJob, PagedSink, sink_o
 from kdn.engines.vllm.ranks import Ranks
 from kdn.engines.vllm.shared import SharedSession
 from kdn.session.delivered import Delivered, Grade
-from kdn.session.keeper import MAX_CHUNKS
+from kdn.session.keeper import KEEP_AFTER_S, MAX_CHUNKS
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,6 @@ GRACE_S = 5.0
 longer, slow loads can keep others from their turn."""
 AWAY_S = 5.0
 """After a load that nobody answered, others have what this host holds and no more for so long."""
-KEEP_AFTER_S = 1.0
-"""What was loaded is kept for others so much later: first the request gets its first token."""
 
 
 @dataclass(frozen=True)

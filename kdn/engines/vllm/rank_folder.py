@@ -32,6 +32,7 @@ from kdn.files import (
     OTHERS_WRITE,
     allowed_bytes,
     is_own_file,
+    write_in_memory,
 )
 
 logger = logging.getLogger("vllm.kdn")
@@ -160,16 +161,7 @@ class RankFolder:
 
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         """A file that appears whole, or not at all."""
-        aside = self._aside()
-        fd = os.open(aside, _CREATE, FILE_MODE, dir_fd=self._fd)
-        try:
-            with os.fdopen(fd, "wb") as file:
-                for part in parts:
-                    file.write(part)
-            os.rename(aside, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        except BaseException:
-            self.remove([aside])
-            raise
+        write_in_memory(self._fd, name, parts, aside=self._aside())
 
     def _aside(self) -> str:
         return f".{secrets.token_hex(8)}-{self.rank}.aside"
