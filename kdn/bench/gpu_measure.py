@@ -143,7 +143,7 @@ class DecodeBench:
 
         def encode() -> None:
             for first in range(0, len(items), size):
-                encoder.encode(items[first : first + size])
+                encoder.encode(encoder.batch(items[first : first + size]))
 
         return cuda_ms(encode, repeat=3, warmup=1)
 

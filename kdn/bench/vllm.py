@@ -120,6 +120,9 @@ def run(
     repeats: Annotated[int, options.count(2, "cuda: of each figure.")] = 5,
     rounds: Annotated[int, options.count(1, "cuda: of requests that decode beside others.")] = 2,
     decoded: Annotated[int, options.count(16, "cuda: tokens that each of these makes.")] = 320,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="cuda: vLLM replays CUDA graphs when it decodes.")
+    ] = False,
 ) -> None:
     """Time to first token of a fresh vLLM engine: no cache, ExampleConnector, LMCache and kdn."""
     # Told to stop, engines and servers must be stopped, too.
@@ -130,7 +133,7 @@ def run(
 
         given = Options(
             _found(python), device, systems, contexts, levels, links, rates, shape, repeats, rounds,
-            decoded, keep, seed,
+            decoded, graphs, keep, seed,
         )  # fmt: skip
         run_on_gpu(given, json_file, plot_file)
         return

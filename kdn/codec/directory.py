@@ -21,6 +21,8 @@ MAX_STREAM_BYTES = 2**33
 
 LINE = np.dtype([("level", "u1"), ("kind", "u1"), ("group", "<u2"), ("length", "<u4")])
 LINE_BYTES = LINE.itemsize
+Line = tuple[int, int, int, int]
+"""Level, kind, group and length of a section."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,7 @@ class Directory:
         return cls(np.frombuffer(bytes(data), LINE), first_offset, num_levels)
 
     @classmethod
-    def of(
-        cls, lines: Iterable[tuple[int, int, int, int]], first_offset: int, num_levels: int
-    ) -> Directory:
-        """From (level, kind, group, length)."""
+    def of(cls, lines: Iterable[Line], first_offset: int, num_levels: int) -> Directory:
         every = list(lines)
         check_range(
             "section length", max((one[3] for one in every), default=0), 0, MAX_SECTION_BYTES

@@ -9,7 +9,7 @@ that already, as a delivery does when bytes arrive, says so.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
-from kdn.codec.directory import SectionEntry
+from kdn.codec.directory import Line, SectionEntry
 from kdn.codec.header import (
     KIND_KEYS,
     KIND_VALUES,
@@ -32,6 +32,7 @@ from kdn.codec.header import (
     StreamInfo,
     build_header,
     header_size,
+    level_digest,
 )
 from kdn.errors import FormatError, MismatchError, TruncatedError
 
@@ -54,6 +55,7 @@ __all__ = [
     "StreamInfo",
     "header_size",
     "write",
+    "write_levels",
 ]
 
 
@@ -70,10 +72,39 @@ class Section:
 def write(info: StreamInfo, sections: Iterable[Section], seal_key: bytes) -> bytes:
     """The whole stream, sealed. Sections may come in any order and are put into the format's."""
     ordered = sorted(sections, key=lambda s: (s.level, s.group, s.kind))
-    parts = [(s.level, s.kind, s.group, _bytes_of(s.data)) for s in ordered]
-    return b"".join([build_header(info, parts, seal_key), *(s.data for s in ordered)])
+    lines = [(s.level, s.kind, s.group, len(_bytes_of(s.data))) for s in ordered]
+    levels = [
+        b"".join(s.data for s in ordered if s.level == level) for level in range(info.num_levels)
+    ]
+    return write_levels(info, lines, levels, seal_key)
 
 
+def write_levels(
+    info: StreamInfo, lines: Sequence[Line], levels: Sequence[Buffer], seal_key: bytes
+) -> bytes:
+    """The same of sections that lie in the format's order already: what each is, and the bytes of
+    whole levels."""
+    digests = [level_digest(one) for one in levels]
+    return _joined([build_header(info, lines, digests, seal_key), *levels])
+
+
+def _joined(parts: Sequence[Buffer]) -> bytes:
+    """One after the other. Large ones without the interpreter's lock: to touch so much new memory
+    takes long, and beside an engine somebody always waits for the lock."""
+    views = [np.frombuffer(part, np.uint8) for part in parts]
+    sizes = np.array([len(view) for view in views], np.uint64)
+    if sizes.sum() < LARGE_BYTES:
+        return b"".join(parts)
+    from kdn.codec.copies_numba import copy_all
+
+    out = bytes(int(sizes.sum()))  # nobody else has it yet, so it may still be written to
+    first = np.uint64(np.frombuffer(out, np.uint8).ctypes.data)
+    copies = [Copy(NO_FILE, view.ctypes.data, len(view)) for view in views]
+    copy_all(copies, first + np.cumsum(sizes) - sizes)
+    return out
+
+
+LARGE_BYTES = 4 << 20
 NO_FILE = -1
 
 

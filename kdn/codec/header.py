@@ -21,6 +21,7 @@ from kdn.codec.directory import (
     LINE_BYTES,
     MAX_SECTIONS,
     Directory,
+    Line,
     SectionEntry,
     check_range,
 )
@@ -312,21 +313,17 @@ def _check_info(info: StreamInfo) -> None:
 
 
 def build_header(
-    info: StreamInfo, sections: Sequence[tuple[int, int, int, Buffer]], seal_key: bytes
+    info: StreamInfo, lines: Sequence[Line], digests: Sequence[bytes], seal_key: bytes
 ) -> bytes:
-    """The header bytes for ordered (level, kind, group, data) sections."""
+    """The header bytes for ordered sections, and the digests of their levels."""
     assert len(info.chunk_key) == KEY_BYTES
     assert len(info.model) == FINGERPRINT_BYTES
     assert len(info.profile) == PROFILE_ID_BYTES
     assert len(info.valid_from) == info.num_layers
     _check_info(info)
-    front = _front_bytes(info, len(sections))
-    lines = [(level, kind, group, len(data)) for level, kind, group, data in sections]
+    assert len(digests) == info.num_levels
+    front = _front_bytes(info, len(lines))
     directory = Directory.of(lines, _FIXED.unpack_from(front)[4], info.num_levels)
-    digests = [
-        level_digest(*(data for level, _, _, data in sections if level == wanted))
-        for wanted in range(info.num_levels)
-    ]
     sealed = b"".join([front, directory.packed(), *digests])
     header = sealed + _seal(sealed, seal_key)
     return header + _stream_id(header)
@@ -349,12 +346,11 @@ def _front_bytes(info: StreamInfo, num_sections: int) -> bytes:
     return fixed + tail
 
 
-def level_digest(*parts: Buffer) -> bytes:
-    """Of the bytes of one level, in their order. SHA-256, which processors have instructions for:
-    everything else here is short."""
+def level_digest(data: Buffer) -> bytes:
+    """Of the bytes of one level. SHA-256, which processors have instructions for: everything else
+    here is short."""
     digest = sha256(b"kdn-level")
-    for part in parts:
-        digest.update(part)
+    digest.update(data)
     return digest.digest()[:LEVEL_DIGEST_BYTES]
 
 

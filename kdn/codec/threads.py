@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -44,6 +44,22 @@ def parallel_map(fn: Callable[[Item], Result], items: Iterable[Item]) -> list[Re
     futures = [pool.submit(fn, item) for item in todo]
     wait(futures)
     return [future.result() for future in futures]
+
+
+def begin_parallel(works: Sequence[Callable[[], Result]]) -> Callable[[], list[Result]]:
+    """Begins all of them; what is returned waits for them and returns what they did, or raises what
+    the first failing one raised, when all have ended. It must be called: until then, memory that
+    they write to is theirs."""
+    if num_cores() < 2 or getattr(_worker, "busy", False):
+        return lambda: [work() for work in works]
+    pool = _shared_pool()
+    futures = [pool.submit(work) for work in works]
+
+    def finish() -> list[Result]:
+        wait(futures)
+        return [future.result() for future in futures]
+
+    return finish
 
 
 def parallel_call(

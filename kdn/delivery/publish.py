@@ -38,8 +38,8 @@ from kdn.store.base import Hints, Store
 PARCELS = 2
 """Encoded chunks that wait to be sent."""
 GPU_PARCELS = 32
-GPU_SHARE = 0.2
-"""Of the time, that encoding on a GPU may take while nobody waits for it."""
+GPU_SHARE = 0.02
+"""Of a core's time, that encoding on a GPU may take while nobody waits for it."""
 MAX_REST_S = 1.0
 """The first batch compiles kernels, and takes long."""
 GPU_BATCH = 4
@@ -251,16 +251,15 @@ class Publisher:
     async def _encode_all(self) -> None:
         while True:
             if jobs := self._next_jobs():
-                began_s = self._clock()
-                await self._encode(jobs)
+                took_s = await self._encode(jobs)
                 if jobs[0].is_on_gpu:
-                    await self._rest(self._clock() - began_s)
+                    await self._rest(took_s)
             else:
                 await self._wait()
 
     async def _rest(self, took_s: float) -> None:
-        """An engine computes on the same GPU, in the same interpreter: encoding leaves it most of
-        the time, unless somebody waits for what is published."""
+        """An engine computes in the same interpreter: encoding leaves it nearly all of the time,
+        unless somebody waits for what is published."""
         until_s = self._clock() + min(took_s * (1 / GPU_SHARE - 1), MAX_REST_S)
         while not self._num_waiting and await self._wait(until_s):
             pass
@@ -287,11 +286,13 @@ class Publisher:
             jobs.append(self._jobs.popleft())
         return jobs
 
-    async def _encode(self, jobs: Sequence[Job]) -> None:
+    async def _encode(self, jobs: Sequence[Job]) -> float:
+        """Returns how long it kept a core busy, in seconds."""
+        took_s = 0.0
         try:
-            encoding = asyncio.ensure_future(asyncio.to_thread(self._encoded, jobs))
+            encoding = asyncio.ensure_future(asyncio.to_thread(self._timed, jobs))
             await outwait(encoding)  # until then the jobs' memory is not their owners'
-            found = encoding.result()
+            found, took_s = encoding.result()
             for job, one in zip(jobs, found, strict=True):
                 self._take(job, one)
         except Exception as error:
@@ -302,6 +303,11 @@ class Publisher:
             for job in jobs:
                 self._queued_bytes -= job.cache.size_bytes
                 job.end()
+        return took_s
+
+    def _timed(self, jobs: Sequence[Job]) -> tuple[list[Encoded | Exception], float]:
+        began_s = time.thread_time()
+        return self._encoded(jobs), time.thread_time() - began_s
 
     def _encoded(self, jobs: Sequence[Job]) -> list[Encoded | Exception]:
         """In a thread. What fails together is tried one by one: a chunk's fault is its own."""

@@ -175,6 +175,14 @@ def is_taken(entry: Entry | None, replacing: bytes | None) -> bool:
 
 def check_put(entry: Entry, data: bytes, checksum: int) -> None:
     """What every store refuses before it touches anything."""
+    check_entry(entry, data)
+    found = xxh3_64_intdigest(data)
+    if found != checksum:
+        raise ChecksumError(f"expected bytes with xxh3-64 {checksum:016x}, found {found:016x}")
+
+
+def check_entry(entry: Entry, data: bytes) -> None:
+    """The same, but for the bytes themselves."""
     assert entry.size_bytes == len(data), f"an entry of {entry.size_bytes}, not {len(data)} bytes"
     hints = entry.hints
     for what, value, limit in (
@@ -187,9 +195,6 @@ def check_put(entry: Entry, data: bytes, checksum: int) -> None:
         raise LimitError(f"expected a parent of {MAX_KEY_BYTES} bytes, found {len(hints.parent)}")
     if not 0 <= hints.saved_s < math.inf:
         raise LimitError(f"expected a number of seconds saved, found {hints.saved_s}")
-    found = xxh3_64_intdigest(data)
-    if found != checksum:
-        raise ChecksumError(f"expected bytes with xxh3-64 {checksum:016x}, found {found:016x}")
 
 
 def clip(start: int, end: int | None, size_bytes: int) -> tuple[int, int]:

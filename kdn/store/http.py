@@ -29,7 +29,7 @@ from kdn.protocol.limits import (
     MAX_PROFILE_BYTES,
     MAX_SPANS,
 )
-from kdn.store.base import Entry, Span, Stats, Store, check_put
+from kdn.store.base import Entry, Span, Stats, Store, check_entry
 from kdn.store.http_answers import Reply, entry_of, join, member, told_entry
 from kdn.store.node_client import NodeClient
 from kdn.store.streaming import Ask, FrameReader, Receiver
@@ -54,7 +54,7 @@ class HttpStore(Store):
         self, entry: Entry, data: bytes, checksum: int, replacing: bytes | None = None
     ) -> Entry:
         key, etag = entry.key, entry.etag
-        check_put(entry, data, checksum)
+        check_entry(entry, data)  # the node checks the bytes, when they have come
         for name, value in (("key", key), ("parent", entry.hints.parent or b"")):
             if len(value) > MAX_KEY_BYTES:
                 raise LimitError(f"a node takes a {name} of {MAX_KEY_BYTES} bytes: {len(value)}")

@@ -14,7 +14,6 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any
 
 import aiohttp
@@ -26,6 +25,8 @@ from kdn.store.http_answers import Reply, member
 from kdn.store.read_connections import ReadConnections, ReadLimits
 from kdn.store.streaming import FrameReader
 from kdn.store.tls import explain
+
+PIECE_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,28 @@ class HttpLimits:
 
 class _CutError(StoreError):
     """The connection ended before the answer began."""
+
+
+class _Body(aiohttp.Payload):
+    """Bytes that are sent piece by piece, so that other requests get their turns. aiohttp's own
+    payloads copy all of them first, or write them at once."""
+
+    _autoclose = True  # there is nothing to close
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data, content_type="application/octet-stream")
+        self._size = len(data)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        raise NotImplementedError("these are no text")
+
+    async def write(self, writer: Any) -> None:
+        await self.write_with_length(writer, None)
+
+    async def write_with_length(self, writer: Any, content_length: int | None) -> None:
+        view = memoryview(self._value)[:content_length]
+        for first in range(0, len(view), PIECE_BYTES):
+            await writer.write(view[first : first + PIECE_BYTES])
 
 
 class NodeClient:
@@ -159,7 +182,7 @@ class NodeClient:
             async with self._opened().request(
                 method,
                 self.url + path,
-                data=None if data is None else BytesIO(data),
+                data=None if data is None else _Body(data),
                 headers=headers,
                 params=query,
                 allow_redirects=False,

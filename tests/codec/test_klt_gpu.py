@@ -165,19 +165,20 @@ def test_sections_are_copied_chunk_by_chunk_in_a_streams_order() -> None:
     filled = sheet.filled(begins, [True, True, False])
     out = np.concatenate([words[a : a + n] for a, n, _ in filled.places.T])
     assert len(out) == filled.num_words
-    found = filled.sections(out.data.cast("B"), 3)
-    told = [[(s.level, s.kind, s.group, bytes(s.data)) for s in one] for one in found]
-    assert told[0] == [
-        (0, KIND_ENTERING, 0, np.full(1, 100, "<i2").tobytes()),
-        (1, KIND_CORRECTION, 0, np.full(2, 230, "<i2").tobytes()),
-        (1, KIND_CORRECTION, 1, np.full(3, 231, "<i2").tobytes()),
-    ]
-    assert [one[:3] for one in told[1]] == [
+    found = filled.levels(out.data.cast("B"), 3, 2)
+    assert found[0].lines == [
+        (0, KIND_ENTERING, 0, 2), (1, KIND_CORRECTION, 0, 4), (1, KIND_CORRECTION, 1, 6)
+    ]  # fmt: skip
+    assert [np.frombuffer(one, "<i2").tolist() for one in found[0].levels] == [
+        [100], [230, 230, 231, 231, 231]
+    ]  # fmt: skip
+    assert [one[:3] for one in found[1].lines] == [
         (0, KIND_ENTERING, 0), (0, KIND_SINKS, 0), (0, KIND_SINKS, 1),
         (1, KIND_CORRECTION, 0), (1, KIND_CORRECTION, 1),
     ]  # fmt: skip
-    assert told[1][2][3] == np.full(2, 121, "<i2").tobytes()
-    assert found[2] == []
+    assert np.frombuffer(found[1].levels[0], "<i2").tolist() == [102, 102, 102, 120, 121, 121]
+    assert found[2].lines == []
+    assert [len(one) for one in found[2].levels] == [0, 0]
 
 
 def test_a_cache_in_main_memory_is_none_of_the_gpus_business(codec: KltCodec) -> None:

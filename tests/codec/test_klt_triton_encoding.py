@@ -11,7 +11,7 @@ import torch
 
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
-from kdn.codec.format import Bitstream
+from kdn.codec.format import Bitstream, write_levels
 from kdn.codec.klt.gpu_encoding import BATCH_BYTES, GpuEncoding
 from kdn.codec.klt.kinds import KIND_SINKS, KIND_TOKENS
 from kdn.errors import KdnError, MismatchError, UnsupportedError
@@ -38,7 +38,9 @@ def encoded(case: Case, items: list[Item], size: int = BATCH_BYTES) -> list[byte
     moved = [(chunk, on_device(cache)) for chunk, cache in items]
     found = encoding.encode(moved, size)
     return [
-        one if isinstance(one, KdnError) else case.codec._write(*item, one)
+        one
+        if isinstance(one, KdnError)
+        else write_levels(case.codec._info(*item), *one, item[0].seal_key)
         for item, one in zip(items, found, strict=True)
     ]
 
@@ -94,7 +96,7 @@ def test_equal_integers_give_the_references_bytes(step: float) -> None:
                           for k in range(3)])  # fmt: skip
     widths = encoder.coding.correction.sizes
     errors = plane([own[3] for own in levels], max(widths))
-    batch = encoder._batch([(chunk, on_device(case.cache))])
+    batch = encoder.batch([(chunk, on_device(case.cache))])
     sheet, rooms, sinks_room, classes_room = encoder._rooms(batch)
     words = torch.empty(sheet.num_words, dtype=torch.int16, device=DEVICE)
     begins = torch.zeros(sheet.num_sections, dtype=torch.int32, device=DEVICE)
@@ -165,6 +167,28 @@ def test_the_codec_encodes_where_the_cache_is(
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+def test_replayed_launches_give_the_same_bytes() -> None:
+    """Whole batches and parts of one, one after the other; what was there before leaves no trace,
+    not even a value that cannot be coded."""
+    case = Case(spec_of(MIXED), 8 * 256)
+    codec, every = case.codec, []
+    for scale in (1.0, 0.5):
+        cache = on_device(KVCache(scale * case.cache.keys, scale * case.cache.values))
+        launched = codec.encode_all(case.chunks, cache)
+        items = [(chunk, cache.slice(chunk.start, chunk.end)) for chunk in case.chunks]
+        broken = KVCache(items[2][1].keys.clone(), items[2][1].values, items[2][1].start)
+        broken.keys[0, 3] = float("inf")
+        assert codec.encode_batch(items[1:7]) == launched[1:7]  # four and two
+        failed, *right = codec.encode_batch([(items[2][0], broken), *items[4:7]])
+        assert isinstance(failed, UnsupportedError)
+        assert right == launched[4:7]
+        assert codec.encode_batch(items[3:4]) == launched[3:4]
+        every.append(launched)
+    assert every[0] != every[1]
+    assert any(codec._gpu_encoding._replays.values())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 def test_memory_is_what_is_told() -> None:
     from kdn.codec.klt.encoder_triton import GpuEncoder
 
@@ -172,10 +196,10 @@ def test_memory_is_what_is_told() -> None:
     encoder = GpuEncoder(case.spec, case.codec.profile, DEVICE)
     cache = on_device(case.cache)
     items = [(chunk, cache.slice(chunk.start, chunk.end)) for chunk in case.chunks]
-    encoder.encode(items)
+    encoder.encode(encoder.batch(items))
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    encoder.encode(items)
+    encoder.encode(encoder.batch(items))
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < 1.1 * encoder.memory_bytes(4) + (1 << 20)

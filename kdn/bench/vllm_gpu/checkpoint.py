@@ -15,7 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 WEIGHT = 0.02
-"""Deviation of all weights, as at usual initialisation."""
+"""Deviation of most weights, as at usual initialisation."""
+CACHED = 0.4
+"""Of that, for weights that make keys and values. These are then as large as those that streams are
+drawn for (`gpu_model.py`), so that what kdn publishes has about as many bits as theirs."""
 SHARD_LAYERS = 8
 
 
@@ -77,7 +80,7 @@ def write_checkpoint(folder: Path, shape: Shape, device: torch.device, seed: int
     places: dict[str, str] = {}
     for number, names in enumerate(_shards(shape)):
         file = f"model-{number:05d}.safetensors"
-        weights = {name: _weight(size, rng) for name, size in names.items()}
+        weights = {name: _weight(name, size, rng) for name, size in names.items()}
         save_file(weights, folder / file, metadata={"format": "pt"})
         places |= dict.fromkeys(names, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
@@ -96,8 +99,9 @@ def _shards(shape: Shape) -> Iterator[dict[str, tuple[int, ...]]]:
         yield {name: size for layer in layers for name, size in shape.of_layer(layer).items()}
 
 
-def _weight(size: tuple[int, ...], rng: torch.Generator) -> torch.Tensor:
+def _weight(name: str, size: tuple[int, ...], rng: torch.Generator) -> torch.Tensor:
     if len(size) == 1:  # a norm's
         return torch.ones(size, dtype=torch.bfloat16)
     drawn = torch.empty(size, dtype=torch.bfloat16, device=rng.device)
-    return drawn.normal_(0, WEIGHT, generator=rng).cpu()
+    is_cached = "k_proj" in name or "v_proj" in name
+    return drawn.normal_(0, WEIGHT * (CACHED if is_cached else 1.0), generator=rng).cpu()

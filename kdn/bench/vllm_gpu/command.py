@@ -49,6 +49,7 @@ class Options:
     repeats: int
     rounds: int
     decoded: int
+    graphs: bool
     keep: Path | None
     seed: int
 
@@ -100,7 +101,7 @@ def run(given: Options, json_file: Path | None, plot_file: Path | None) -> None:
         model = write_checkpoint(folder / f"model-{given.shape}", shape, device, given.seed)
         task = Task(
             model, shape.vocabulary, tuple(c // 256 * 256 for c in contexts), tuple(levels),
-            given.repeats, given.device, given.python, given.seed,
+            given.repeats, given.device, given.python, given.seed, given.graphs,
         )  # fmt: skip
         results = Results(_told(given, task), hardware(given.device), json_file, console)
         _measure_plain(task, systems, folder, shape.token_bytes, results)
@@ -134,6 +135,7 @@ def _told(given: Options, task: Task) -> dict[str, Any]:
     return {
         "shape": given.shape, "contexts": task.contexts, "levels": task.levels,
         "repeats": task.repeats, "seed": task.seed, "decoded_tokens": given.decoded,
+        "graphs": given.graphs,
         "token_values": SHAPES[given.shape].token_bytes // 2, "qualities": QUALITIES,
         "rates": {rate: RATES[rate].told for rate in RATES}, "bits": {},
     }  # fmt: skip

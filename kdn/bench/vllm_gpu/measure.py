@@ -47,6 +47,7 @@ class Task:
     device: str
     python: str
     seed: int
+    graphs: bool = False
 
     @property
     def max_tokens(self) -> int:
@@ -79,7 +80,7 @@ class GpuRow(NamedTuple):
 @contextmanager
 def engine_of(task: Task, system: System, folder: Path) -> Iterator[EngineProcess]:
     log = folder / f"{system.name.replace(' ', '-').replace(',', '')}.log"
-    settings = system.settings(task.model, task.max_tokens, task.device)
+    settings = system.settings(task.model, task.max_tokens, task.device, task.graphs)
     environ = environ_of(system, len(os.sched_getaffinity(0)))
     with start_engine(task.python, settings, log, environ, WORKER) as engine:
         yield engine

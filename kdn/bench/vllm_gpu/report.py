@@ -28,8 +28,8 @@ LINK_BARS = {(3, 8192): 3.5, (3, 32768): 7.0, (2, 8192): 5.5, (2, 32768): 12.0}
 """Through 10 Gbit/s: levels and length to how many times faster than reading."""
 NOTES = (
     "First token: median (least to most) of repeats in one engine, in one process with kdn's "
-    "threads, eager mode, bf16. A prompt is a context and 16 tokens more, which the engine "
-    "computes. Random weights of Llama-3.1-8B's shape.",
+    "threads, bf16, in eager mode unless graphs are asked for. A prompt is a context and 16 tokens "
+    "more, which the engine computes. Random weights of Llama-3.1-8B's shape.",
     "vLLM's own prefix cache: off for no cache and kdn; for the others, whose keys rest on it, on, "
     "and emptied before every prompt (their memory is not). They were given each prompt once to "
     "store it and once to warm up.",

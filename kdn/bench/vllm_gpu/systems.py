@@ -40,8 +40,11 @@ class System:
     """Whether vLLM's own prefix cache is on: the others' keys rest on it. Then it is emptied before
     every prompt."""
 
-    def settings(self, model: Path, max_tokens: int, device: str) -> dict[str, Any]:
-        """For the worker."""
+    def settings(
+        self, model: Path, max_tokens: int, device: str, graphs: bool = False
+    ) -> dict[str, Any]:
+        """For the worker. `graphs`: steps that only decode are recorded and replayed, as vLLM does
+        by default; all else stays as in eager mode."""
         own: dict[str, Any] = {"dtype": "float32"}
         if device.startswith("cuda"):
             own = {
@@ -52,8 +55,11 @@ class System:
         engine = {
             "model": str(model), "max_model_len": max_tokens,
             "enable_prefix_caching": self.prefix_caching,
-            "disable_hybrid_kv_cache_manager": True, **own,
+            "disable_hybrid_kv_cache_manager": True, "enforce_eager": not graphs, **own,
         }  # fmt: skip
+        if graphs:
+            engine["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+            engine["cudagraph_capture_sizes"] = [1, 2, 4, 8, 16]
         return {"engine": engine, "transfer": self.transfer}
 
 

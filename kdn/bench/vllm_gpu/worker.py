@@ -54,7 +54,7 @@ class Engine:
         options: dict[str, Any] = dict(settings["engine"])
         if settings["transfer"] is not None:
             options["kv_transfer_config"] = KVTransferConfig(**settings["transfer"])
-        self._llm = LLM(skip_tokenizer_init=True, enforce_eager=True, seed=0, **options)
+        self._llm = LLM(skip_tokenizer_init=True, seed=0, **options)
         self._engine = self._llm.llm_engine
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._caches = bool(options["enable_prefix_caching"])

@@ -23,7 +23,7 @@ from kdn.cache.rows import TokenRows, check_whole
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache, check_heads
 from kdn.codec.base import Codec, Coded, output_cache
-from kdn.codec.format import Bitstream, CodecId, DType, Section, StreamInfo, write
+from kdn.codec.format import Bitstream, CodecId, DType, Section, StreamInfo, write, write_levels
 from kdn.codec.klt import symbols
 from kdn.codec.klt.analysis import Analyser
 from kdn.codec.klt.columns import (
@@ -33,6 +33,7 @@ from kdn.codec.klt.device import BegunRows, GpuDecoding
 from kdn.codec.klt.duals import Duals
 from kdn.codec.klt.gpu_encoding import BATCH_BYTES, CONTEXT_BYTES, GpuEncoding
 from kdn.codec.klt.gpu_memory import SLAB_CHUNKS
+from kdn.codec.klt.gpu_output import CodedLevels
 from kdn.codec.klt.kinds import (
     KIND_SINKS,
     KIND_TOKENS,
@@ -100,7 +101,7 @@ class KltCodec(Codec):
         for index, values in enumerate(quantised):
             jobs += [(*part, values) for part in self.coder.parts(index)]
         sections += parallel_map(lambda job: self.coder.encode_part(*job, analysis.classes), jobs)
-        return self._write(chunk, cache, sections)
+        return write(self._info(chunk, cache), sections, chunk.seal_key)
 
     def encode_all(self, chunks: Sequence[Chunk], cache: KVCache) -> list[bytes]:
         """On the GPU where the cache is on one."""
@@ -129,15 +130,17 @@ class KltCodec(Codec):
     ) -> list[bytes | KdnError]:
         """Of caches on one GPU, which suit; it may take so much memory there."""
 
-        def finish(job: tuple[tuple[Chunk, KVCache], list[Section] | KdnError]) -> bytes | KdnError:
-            item, sections = job
-            return sections if isinstance(sections, KdnError) else self._write(*item, sections)
+        def finish(job: tuple[tuple[Chunk, KVCache], CodedLevels | KdnError]) -> bytes | KdnError:
+            (chunk, cache), coded = job
+            if isinstance(coded, KdnError):
+                return coded
+            return write_levels(self._info(chunk, cache), *coded, chunk.seal_key)
 
         coded = self._gpu_encoding.encode(items, memory_bytes)
         return parallel_map(finish, zip(items, coded, strict=True))
 
-    def _write(self, chunk: Chunk, cache: KVCache, sections: Sequence[Section]) -> bytes:
-        info = StreamInfo.for_chunk(
+    def _info(self, chunk: Chunk, cache: KVCache) -> StreamInfo:
+        return StreamInfo.for_chunk(
             chunk,
             self.spec,
             codec=self.codec_id,
@@ -146,7 +149,6 @@ class KltCodec(Codec):
             profile=self.profile_id,
             valid_from=cache.valid_from,
         )
-        return write(info, sections, chunk.seal_key)
 
     def decode(
         self,
@@ -250,7 +252,8 @@ class KltCodec(Codec):
         return None
 
     def gpu_memory_bytes(self) -> tuple[int, int]:
-        return self._gpu.memory_bytes()
+        on_devices, pinned = self._gpu.memory_bytes()
+        return on_devices + self._gpu_encoding.memory_bytes(), pinned
 
     def _checked_levels(self, stream: Bitstream, chunk: Chunk, levels: int | None) -> int:
         """How many levels to decode of what is this chunk's stream."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk
@@ -45,12 +46,15 @@ Item = tuple[Chunk, KVCache]
 @dataclass(frozen=True)
 class Batch:
     """Chunks on their way, padded to whole ones: of each how many tokens it has, how many of them
-    are sinks, and which layer lacks how many of its first tokens (sinks counted) [chunk, layer]."""
+    are sinks, and which layer lacks how many of its first tokens (sinks counted) [chunk, layer];
+    `positions` [tokens], and `ids` [tokens, 3] of each token and of those before it."""
 
     items: Sequence[Item]
-    tokens_of: Tensor
     num_sinks: tuple[int, ...]
+    tokens_of: Tensor
     cleared: Tensor
+    positions: Tensor
+    ids: Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -107,9 +111,9 @@ class GpuEncoder:
         self._streams = CudaStreams(device, len(self.coding.parts) + 2)
         self._widths = [g.columns.stop - g.columns.start for g in profile.groups]
 
-    def encode(self, items: Sequence[Item]) -> Encoded:
+    def encode(self, batch: Batch) -> Encoded:
         """All sections of chunks that are the model's."""
-        batch = self._batch(items)
+        items = batch.items
         sheet, rooms, sinks_room, classes_room = self._rooms(batch)
         columns, words = self._memory(batch.num_tokens, sheet.num_words)
         begins = torch.zeros(sheet.num_sections, dtype=torch.int32, device=self.device)
@@ -141,15 +145,11 @@ class GpuEncoder:
         # The last level takes longest; the others are done beside it.
         return (self.coding.correction, *self.coding.parts)
 
-    def _batch(self, items: Sequence[Item]) -> Batch:
-        counts = [chunk.num_tokens for chunk, _ in items]
+    def batch(self, items: Sequence[Item]) -> Batch:
+        """Chunks of the model's."""
         sinks = tuple(self.profile.num_sinks_of(chunk) for chunk, _ in items)
-        cleared = np.zeros((len(items), self.spec.num_layers), np.int32)
-        for index, (chunk, cache) in enumerate(items):
-            absent = np.array(cache.valid_from) - chunk.start
-            cleared[index] = np.maximum(absent, sinks[index])
-        tokens_of = send(np.array(counts, np.int32), self.device)
-        return Batch(items, tokens_of, sinks, send(cleared, self.device))
+        arrays = batch_arrays(items, sinks, self.spec)
+        return Batch(items, sinks, *(send(array, self.device) for array in arrays))
 
     def _rooms(self, batch: Batch) -> tuple[Sheet, list[tuple[SectionTables, Room]], Room, Room]:
         sheet, every = Sheet(), range(len(batch.items))
@@ -174,9 +174,7 @@ class GpuEncoder:
     def _take_columns(self, batch: Batch, out: Tensor) -> None:
         """[tokens, columns] in float32, RoPE undone."""
         spec, tables = self.spec, self.tables
-        starts = np.array([chunk.start for chunk, _ in batch.items])
-        positions = send((starts[:, None] + np.arange(CHUNK_TOKENS)).ravel(), self.device)
-        turns = tables.angles(positions)
+        turns = tables.angles(batch.positions)
         pairs = tables.pairs.first.shape[1]
         grid = (CHUNK_TOKENS // COLUMN_TOKENS, spec.num_layers, -(-pairs // COLUMN_PAIRS))
         for index, (chunk, cache) in enumerate(batch.items):
@@ -228,11 +226,7 @@ class GpuEncoder:
         errors = torch.empty((chunks, groups, most, CHUNK_TOKENS), dtype=whole, device=self.device)
         tiles = (groups, batch.num_tokens // LEFT_TOKENS, -(-most // LEFT_COLUMNS))
         largest = torch.zeros(tiles, device=self.device)
-        ids = [_padded(token_rows(chunk, self.spec.vocab_size), self.spec.vocab_size)
-               for chunk, _ in batch.items]  # fmt: skip
-        latents = self.tables.prediction.prepare(
-            self._latents(send(np.concatenate(ids), self.device))
-        )
+        latents = self.tables.prediction.prepare(self._latents(batch.ids))
         for index in range(groups):
             self._code_group(index, batch, columns, latents, classes, planes, errors, largest)
         per_chunk = largest.view(groups, chunks, -1).amax(dim=(0, 2))
@@ -329,6 +323,23 @@ class GpuEncoder:
             classes, batch.tokens_of, self.tables.class_intervals, words[room.words],
             begins[room.sections], room.capacity, num_warps=1,
         )  # fmt: skip
+
+
+def batch_arrays(
+    items: Sequence[Item], num_sinks: Sequence[int], spec: ModelSpec
+) -> list[npt.NDArray[np.generic]]:
+    """What a batch has on the device, in its order."""
+    cleared = np.zeros((len(items), spec.num_layers), np.int32)
+    for index, (chunk, cache) in enumerate(items):
+        cleared[index] = np.maximum(np.array(cache.valid_from) - chunk.start, num_sinks[index])
+    starts = np.array([chunk.start for chunk, _ in items])
+    ids = [_padded(token_rows(chunk, spec.vocab_size), spec.vocab_size) for chunk, _ in items]
+    return [
+        np.array([chunk.num_tokens for chunk, _ in items], np.int32),
+        cleared,
+        (starts[:, None] + np.arange(CHUNK_TOKENS)).ravel(),
+        np.concatenate(ids),
+    ]
 
 
 def _capacity(part: SectionTables) -> int:

@@ -8,6 +8,7 @@ always go first must run it in a stream of higher priority.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,25 +23,30 @@ from kdn.cache.keys import CHUNK_TOKENS, Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import check_input
-from kdn.codec.format import Section
 from kdn.codec.klt import symbols
 from kdn.codec.klt.gpu_input import token_rows
+from kdn.codec.klt.gpu_memory import size_of
+from kdn.codec.klt.gpu_output import CodedLevels
 from kdn.codec.klt.gpu_tables import MAX_SINKS
 from kdn.codec.klt.profile import Profile
 from kdn.codec.klt.streams import own_stream
 from kdn.errors import KdnError, UnsupportedError
 
+log = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
+    from kdn.codec.klt.encoder_replay import Replay
     from kdn.codec.klt.encoder_triton import Encoded, GpuEncoder
 
 BATCH_BYTES = 1200 << 20
 """Memory that a batch may take on the device, beside an engine that runs there."""
 CONTEXT_BYTES = 8 << 30
 """The same where a whole context is encoded at once, and fast."""
+REPLAYED_CHUNKS = 4
+"""Recorded together: as many as are published at a time (`delivery/publish.py`)."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Item = tuple[Chunk, KVCache]
-Sections = list[Section]
 
 
 class GpuEncoding:
@@ -50,7 +56,15 @@ class GpuEncoding:
         self._spec, self._profile = spec, profile
         self._lock = threading.Lock()  # guards what follows, and the encoders' streams
         self._encoders: dict[torch.device, GpuEncoder] = {}
+        self._replays: dict[torch.device, Replay | None] = {}
         self._streams: dict[torch.device, Any] = {}
+
+    def memory_bytes(self) -> int:
+        """What it holds on devices by now, beside what a batch takes for a moment."""
+        with self._lock:
+            tables = size_of(*(one.tables for one in self._encoders.values()))
+            replays = [one for one in self._replays.values() if one is not None]
+        return tables + sum(one.memory_bytes for one in replays)
 
     def suits(self, chunk: Chunk, cache: KVCache) -> bool:
         """Whether kernels can encode it."""
@@ -61,20 +75,34 @@ class GpuEncoding:
 
     def encode(
         self, items: Sequence[Item], memory_bytes: int = BATCH_BYTES
-    ) -> list[Sections | KdnError]:
-        """Each chunk's sections, or why there are none; of caches on one device that suit."""
-        found: list[Sections | KdnError | None] = [self._refused(*item) for item in items]
+    ) -> list[CodedLevels | KdnError]:
+        """Each chunk's levels, or why there are none; of caches on one device that suit."""
+        found: list[CodedLevels | KdnError | None] = [self._refused(*item) for item in items]
         todo = [index for index, refusal in enumerate(found) if refusal is None]
         with self._lock:
             if todo:
                 encoder = self._encoder(items[todo[0]][1].keys.device)
-                size = max(1, memory_bytes // encoder.memory_bytes(1))
-                for first in range(0, len(todo), size):
-                    part = todo[first : first + size]
-                    done = self._run(encoder, [items[index] for index in part])
-                    for index, sections in zip(part, done, strict=True):
-                        found[index] = sections
+                for part, replay in self._parts(encoder, items, todo, memory_bytes):
+                    done = self._run(encoder, [items[index] for index in part], replay)
+                    for index, coded in zip(part, done, strict=True):
+                        found[index] = coded
         return [one for one in found if one is not None]
+
+    def _parts(
+        self, encoder: GpuEncoder, items: Sequence[Item], todo: Sequence[int], memory_bytes: int
+    ) -> Iterator[tuple[Sequence[int], Replay | None]]:
+        """What is encoded together, and how: as many as the memory allows."""
+        size = max(1, memory_bytes // encoder.memory_bytes(1))
+        # A whole context is faster in large batches, and nobody else is there then.
+        is_beside = memory_bytes <= BATCH_BYTES
+        replay = self._replay(encoder, items[todo[0]][1].dtype, size) if is_beside else None
+        if replay is not None:
+            ready = [index for index in todo if replay.suits(*items[index])]
+            for first in range(0, len(ready), replay.count):
+                yield ready[first : first + replay.count], replay
+            todo = [index for index in todo if index not in ready]
+        for first in range(0, len(todo), size):
+            yield todo[first : first + size], None
 
     def _refused(self, chunk: Chunk, cache: KVCache) -> KdnError | None:
         try:
@@ -94,14 +122,37 @@ class GpuEncoding:
                     _wait(device)  # its tables are there before any stream reads them
         return self._encoders[device]
 
-    def _run(self, encoder: GpuEncoder, items: Sequence[Item]) -> list[Sections | KdnError]:
+    def _replay(self, encoder: GpuEncoder, dtype: torch.dtype, most: int) -> Replay | None:
+        """Recorded when first needed; None where nothing can be, or memory is short."""
+        from kdn.codec.klt.encoder_replay import Replay
+
+        if encoder.device.type != "cuda":
+            return None
+        if encoder.device not in self._replays:
+            replay = None
+            try:
+                with self._after(encoder.device, []):
+                    replay = Replay(encoder, min(REPLAYED_CHUNKS, most), dtype)
+            except torch.OutOfMemoryError:
+                log.warning("too little memory on %s to encode without launches", encoder.device)
+            self._replays[encoder.device] = replay
+        return self._replays[encoder.device]
+
+    def _run(
+        self, encoder: GpuEncoder, items: Sequence[Item], replay: Replay | None
+    ) -> list[CodedLevels | KdnError]:
         with self._after(encoder.device, [cache for _, cache in items]):
-            encoded = encoder.encode(items)
-            begins, refusals = _lengths(encoded, len(items))
-            filled = encoded.sheet.filled(begins, [one is None for one in refusals])
+            if replay is None:
+                encoded = encoder.encode(encoder.batch(items))
+            else:
+                encoded = replay.encode(items)
+            begins, refusals = _lengths(encoded)
+            wanted = [i < len(items) and one is None for i, one in enumerate(refusals)]
+            filled = encoded.sheet.filled(begins, wanted)
             data = _to_host(encoded.gathered(filled))
-        sections = filled.sections(data.data.cast("B"), len(items))
-        return [own if one is None else one for own, one in zip(sections, refusals, strict=True)]
+        view = data.data.cast("B")[: 2 * filled.num_words]
+        coded = filled.levels(view, len(items), self._profile.num_levels)
+        return [own if one is None else one for own, one in zip(coded, refusals, strict=False)]
 
     @contextmanager
     def _after(self, device: torch.device, caches: Sequence[KVCache]) -> Iterator[None]:
@@ -126,8 +177,9 @@ class GpuEncoding:
                 _wait(device)
 
 
-def _lengths(encoded: Encoded, count: int) -> tuple[npt.NDArray[np.int32], list[KdnError | None]]:
+def _lengths(encoded: Encoded) -> tuple[npt.NDArray[np.int32], list[KdnError | None]]:
     """Where sections begin, and what is wrong with each chunk; waits for all of it."""
+    count = len(encoded.totals)
     told = torch.cat([encoded.totals, encoded.largest]).float().view(torch.int32)
     host = _to_host(torch.cat([encoded.begins, told]))
     totals, largest = host[len(encoded.begins) :].view(np.float32).reshape(2, count)

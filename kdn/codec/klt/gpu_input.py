@@ -27,7 +27,7 @@ from kdn.codec.klt.gpu_tables import SectionTables, Tensor
 from kdn.codec.klt.kinds import KIND_SINKS, KIND_TOKENS
 from kdn.codec.klt.profile import CONTEXT_TOKENS
 from kdn.codec.klt.streams import CudaStreams
-from kdn.codec.threads import num_cores, parallel_call
+from kdn.codec.threads import begin_parallel, num_cores
 from kdn.errors import FormatError, KdnError, MismatchError
 
 Ids = npt.NDArray[np.int64]
@@ -152,6 +152,16 @@ class Fields:
         return found
 
 
+class Filling(NamedTuple):
+    """A buffer that threads fill with streams. `finish` waits for them and sends it to the device,
+    for what follows in the current stream, and says which chunks could not be read: their tokens
+    have slot -1. Whoever does not call it calls `wait`: until then the buffer is the threads'."""
+
+    buffer: InputBuffer
+    wait: Callable[[], object]
+    finish: Callable[[CudaStreams], tuple[Slab, list[int]]]
+
+
 class SlabMaker:
     """What is the same for all slabs of a decoder."""
 
@@ -213,16 +223,11 @@ class SlabMaker:
         """What a slab takes beside its streams."""
         return self.fields(num_chunks).size_bytes + num_chunks * STREAM_ALIGNMENT
 
-    def make(
-        self,
-        jobs: Sequence[Job],
-        levels: int,
-        take: Callable[[int, int], InputBuffer],
-        on: CudaStreams,
-    ) -> tuple[Slab, InputBuffer, list[int]]:
-        """Of chunks of which only the first may begin a context. `take` gives a buffer of so many
-        bytes on the host and on the device. Also says which chunks could not be read: their tokens
-        have slot -1."""
+    def begin(
+        self, jobs: Sequence[Job], levels: int, take: Callable[[int, int], InputBuffer]
+    ) -> Filling:
+        """Bring chunks, of which only the first may begin a context, into a buffer: `take` gives
+        one of so many bytes on the host and on the device. Threads do it; see `Filling`."""
         chunks, lengths = [job.chunk for job in jobs], [job.lengths for job in jobs]
         fields = self.fields(len(chunks))
         starts = stream_starts(jobs, fields.size_bytes)
@@ -244,19 +249,25 @@ class SlabMaker:
         ]
         share = -(-len(jobs) // min(MAX_READERS, num_cores()))
         pieces = [places[i : i + share] for i in range(0, len(jobs), share)]
-        _, unread = parallel_call(describe, *(partial(_read, piece, levels) for piece in pieces))
-        failed = [c for one in unread for c in one]
-        for c in failed:
-            arrays["slots"][c * CHUNK_TOKENS : (c + 1) * CHUNK_TOKENS] = -1
-        buffer.send(int(starts[-1]), on)
-        words = buffer.device[fields.size_bytes : int(starts[-1]) + spare].view(torch.int16)
-        is_full = all(chunk.num_tokens == CHUNK_TOKENS for chunk in chunks)
-        known = buffer.fields.get(len(jobs))
-        if known is None:
-            known = buffer.fields[len(jobs)] = fields.on_device(buffer.device)
-        slab = Slab(words, **known, num_chunks=len(chunks), num_sinks=sinks, is_full=is_full,
-                    size_bytes=int(starts[-1]) + spare)  # fmt: skip
-        return slab, buffer, failed
+        works: list[Callable[[], list[int]]] = [describe]
+        works += [partial(_read, piece, levels) for piece in pieces]
+        wait = begin_parallel(works)
+
+        def finish(on: CudaStreams) -> tuple[Slab, list[int]]:
+            failed = [c for one in wait() for c in one]
+            for c in failed:
+                arrays["slots"][c * CHUNK_TOKENS : (c + 1) * CHUNK_TOKENS] = -1
+            buffer.send(int(starts[-1]), on)
+            words = buffer.device[fields.size_bytes : int(starts[-1]) + spare].view(torch.int16)
+            is_full = all(chunk.num_tokens == CHUNK_TOKENS for chunk in chunks)
+            known = buffer.fields.get(len(jobs))
+            if known is None:
+                known = buffer.fields[len(jobs)] = fields.on_device(buffer.device)
+            slab = Slab(words, **known, num_chunks=len(chunks), num_sinks=sinks, is_full=is_full,
+                        size_bytes=int(starts[-1]) + spare)  # fmt: skip
+            return slab, failed
+
+        return Filling(buffer, wait, finish)
 
     def _fill_places(
         self,

@@ -1,6 +1,6 @@
 """From chunks to launches: slab after slab goes to a GPU, and the host waits once, at the end.
 
-While a slab is decoded, the next one's streams are already read and copied. Slabs run in the
+While a slab is launched and decoded, the next one's streams are already read. Slabs run in the
 decoder's main stream, for which no stream of an engine waits; who has launched them waits on an
 event, without the GIL. A decoder belongs to one thread at a time until its slabs are launched (see
 `device.py`); waiting for them needs no turn.
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +23,7 @@ import torch
 from kdn.cache.keys import Chunk
 from kdn.cache.rows import TokenRows
 from kdn.codec.format import Bitstream
-from kdn.codec.klt.gpu_input import Job, Slab, SlabMaker, split_slabs
+from kdn.codec.klt.gpu_input import Filling, Job, Slab, SlabMaker, split_slabs
 from kdn.codec.klt.gpu_memory import InputBuffer, InputRing, Scratch, size_of
 from kdn.codec.klt.gpu_tables import Tensor
 from kdn.codec.klt.gpu_target import Target
@@ -160,10 +162,17 @@ class Launcher(ABC):
         if len(runs) > 1 and plan.planes is not None:
             return self.launch(jobs, levels, replace(target, whole=None), after)
         with self._streams.main(after):
+            filling = self._fill(jobs, runs[0], levels)
             try:
-                for run in runs:
-                    found.append(self._launch(run, jobs, levels, target, plan))
+                for run, following in zip_longest(runs, runs[1:]):
+                    slab, unread = filling.finish(self._streams)
+                    used = filling.buffer
+                    if following is not None:  # is read while this one is launched
+                        filling = self._fill(jobs, following, levels)
+                    found.append(self._launch(run, slab, used, unread, levels, target, plan))
             except BaseException:
+                with suppress(Exception):
+                    filling.wait()
                 # The caller's memory is the caller's again, and so are scratch and buffers the next
                 # load's, whatever was launched by now.
                 self._streams.join_all()
@@ -172,14 +181,16 @@ class Launcher(ABC):
                 raise
         return found
 
-    def _launch(
-        self, run: range, jobs: Sequence[Job], levels: int, target: Target, plan: Batching
-    ) -> Launched:
+    def _fill(self, jobs: Sequence[Job], run: range, levels: int) -> Filling:
         def take(host_bytes: int, device_bytes: int) -> InputBuffer:
             return self._ring.take(host_bytes, device_bytes, self._streams)
 
-        own = jobs[run.start : run.stop]
-        slab, buffer, unread = self._maker.make(own, levels, take, self._streams)
+        return self._maker.begin(jobs[run.start : run.stop], levels, take)
+
+    def _launch(
+        self, run: range, slab: Slab, buffer: InputBuffer, unread: Sequence[int], levels: int,
+        target: Target, plan: Batching,
+    ) -> Launched:  # fmt: skip
         status = self.run(slab, target, levels, plan)
         found = torch.empty(status.shape, dtype=status.dtype, pin_memory=status.is_cuda)
         found.copy_(status, non_blocking=True)
@@ -200,7 +211,8 @@ class Launcher(ABC):
         def take(host_bytes: int, device_bytes: int) -> InputBuffer:
             return InputBuffer.of(self.device, host_bytes, device_bytes, self._streams)
 
-        slab, buffer, _ = self._maker.make(jobs, levels, take, self._streams)
-        if buffer.copied is not None:
-            buffer.copied.synchronize()  # before its host half is let go
+        filling = self._maker.begin(jobs, levels, take)
+        slab, _ = filling.finish(self._streams)
+        if filling.buffer.copied is not None:
+            filling.buffer.copied.synchronize()  # before its host half is let go
         return slab

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kdn.codec.directory import section_code
-from kdn.codec.format import Section
+from kdn.codec.directory import Line, section_code
 
 Longs = npt.NDArray[np.int64]
 
@@ -67,12 +69,15 @@ class Sheet:
         self.num_words += room.num_sections * capacity
         return room
 
+    @cached_property
+    def _lines(self) -> list[Longs]:
+        """Of all rooms, once all are there."""
+        return [np.concatenate(part) for part in zip(*map(_lines, self.rooms), strict=True)]
+
     def filled(self, begins: npt.NDArray[np.int32], wanted: Sequence[bool]) -> Filled:
         """The sections of the wanted chunks, given where in its room each begins: first by chunk,
         then as a stream orders them."""
-        number, chunk, code, room_at, capacity = (
-            np.concatenate(part) for part in zip(*map(_lines, self.rooms), strict=True)
-        )
+        number, chunk, code, room_at, capacity = self._lines
         kept = np.flatnonzero(np.asarray(wanted)[chunk])
         kept = kept[np.lexsort((code[kept], chunk[kept]))]
         own = begins[number[kept]].astype(np.int64)
@@ -92,6 +97,13 @@ def _lines(room: Room) -> tuple[Longs, Longs, Longs, Longs, Longs]:
     return room.first_section + own, chunks, np.tile(codes, len(room.chunks))[own], starts, capacity
 
 
+class CodedLevels(NamedTuple):
+    """A chunk's sections, in order, and the bytes of its levels."""
+
+    lines: list[Line]
+    levels: list[memoryview]
+
+
 @dataclass(frozen=True)
 class Filled:
     """Sections in the order in which they are copied: each one's chunk and code, and `places`
@@ -105,12 +117,18 @@ class Filled:
     def num_words(self) -> int:
         return int(self.places[1].sum())
 
-    def sections(self, data: memoryview, num_chunks: int) -> list[list[Section]]:
-        """Each chunk's sections, given all words that were copied, as bytes."""
-        found: list[list[Section]] = [[] for _ in range(num_chunks)]
+    def levels(self, data: memoryview, num_chunks: int, num_levels: int) -> list[CodedLevels]:
+        """Each chunk's, given all words that were copied, as bytes."""
         _, lengths, firsts = (2 * row for row in self.places)
-        lines = (self.chunk.tolist(), self.code.tolist(), firsts.tolist(), lengths.tolist())
-        for chunk, code, first, length in zip(*lines, strict=True):
-            part = data[first : first + length]
-            found[chunk].append(Section(code >> 24, code & 255, code >> 8 & 0xFFFF, part))
+        code = self.code
+        lines = np.stack([code >> 24, code & 255, code >> 8 & 0xFFFF, lengths], axis=1)
+        # Where in the list each level of each chunk ends, and so where its bytes do.
+        every = np.arange(num_chunks)[:, None] << 32 | np.arange(1, num_levels + 1) << 24
+        ends = np.searchsorted(self.chunk << 32 | code, every)
+        byte_ends = np.append(firsts, len(data))[ends].tolist()
+        found, line, at = [], 0, 0
+        for own, last in zip(byte_ends, ends[:, -1].tolist(), strict=True):
+            levels = [data[a:b] for a, b in pairwise([at, *own])]
+            found.append(CodedLevels([tuple(one) for one in lines[line:last].tolist()], levels))
+            line, at = last, own[-1]
         return found
