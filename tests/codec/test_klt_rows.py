@@ -308,3 +308,32 @@ def test_two_loads_at_once_and_several_slabs(
         for layer in range(4):
             for side, wanted in ((rows.keys, plain.keys), (rows.values, plain.values)):
                 assert torch.equal(side[layer][torch.from_numpy(places).to(DEVICE)], wanted[layer])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+def test_replayed_launches_write_the_same_values() -> None:
+    """Slabs of many sizes, over and over into the same memory: with the beginning of a context and
+    without, whole chunks and short ones, and a stream that is damaged."""
+    case = Case(test_klt_triton.spec_of(MIXED), 9 * 256 + 48)
+    plain = case.poisoned(torch.bfloat16)
+    case.codec.decode_all(case.streams, case.chunks, plain, levels=2)
+    layers = [full(4000, 4, 2 * DIM, dtype=torch.bfloat16) for _ in MIXED]
+    rows = TokenRows([m[..., :DIM] for m in layers], [m[..., DIM:] for m in layers], range(4))
+    rng = np.random.default_rng(0)
+    for number in range(30):
+        first, last = [(0, 10), (0, 9), (2, 7), (4, 6), (3, 10), (0, 1)][number % 6]
+        for one in layers:
+            one.fill_(7.0)
+        places = rng.permutation(4000)[: case.chunks[-1].end]
+        both = zip(case.streams[first:last], case.chunks[first:last], strict=True)
+        batch = [Coded(s, chunk, 2, places[chunk.start : chunk.end]) for s, chunk in both]
+        assert case.codec.decode_rows(batch, rows) == [None] * len(batch)
+        own = slice(case.chunks[first].start, case.chunks[last - 1].end)
+        for layer in range(4):
+            for side, wanted in ((rows.keys, plain.keys), (rows.values, plain.values)):
+                found = side[layer][torch.from_numpy(places[own]).to(DEVICE)]
+                assert torch.equal(found, wanted[layer][own]), number
+            untouched = int((layers[layer] == 7.0).all(dim=(1, 2)).sum())
+            assert untouched == 4000 - (own.stop - own.start), number
+    [decoder] = case.codec._gpu._decoders.values()
+    assert sum(one.graph is not None for one in decoder._replays._known.values()) >= 5

@@ -126,6 +126,7 @@ class GpuDecoder(Launcher):
             (*self.coding.parts, self.coding.correction), len(profile.groups), profile.num_sinks,
             spec.vocab_size, self._spare_words,
         )  # fmt: skip
+        self.recorded_levels = profile.num_levels - 1  # the last one's errors are large
         super().__init__(device, maker, CudaStreams(device, max(profile.num_levels, 2)))
 
     @property

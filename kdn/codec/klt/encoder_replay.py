@@ -1,22 +1,20 @@
-"""Encoding a batch by replaying its launches.
+"""Encoding a batch by replaying its launches (`replays.py`), of which there are some two hundred.
 
-A batch takes some two hundred launches. Each costs the interpreter time, which the engine in the
-same process lacks then: more than the GPU's share, and most of what publishing costs an engine. So
-for the ordinary batch all of them are recorded once, as a CUDA graph over memory of its own, and
-then replayed at once. Ordinary are whole chunks that do not begin a context, with values of one
-type; a batch of fewer is filled up with whatever was encoded before, and that is left out.
+Those of the ordinary batch are recorded, over memory of its own. Ordinary are whole chunks that do
+not begin a context, with values of one type; a batch of fewer is filled up with whatever was
+encoded before, and that is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
 from kdn.cache.tensors import KVCache
 from kdn.codec.klt.encoder_triton import Encoded, GpuEncoder, Item, batch_arrays
+from kdn.codec.klt.replays import recorded
 
 NO_SINKS = 0
 
@@ -39,8 +37,13 @@ class Replay:
         self._pinned = [torch.from_numpy(array).pin_memory() for array in arrays]
         self._batch = encoder.batch(items)
         self._batch_bytes = encoder.memory_bytes(count)
-        encoder.encode(self._batch)  # compiles what is compiled on first use
-        self._graph, self._encoded = _recorded(encoder, self._batch)
+        self._encoded = encoder.encode(self._batch)  # compiles what is compiled on first use
+
+        def encode() -> None:
+            self._encoded = encoder.encode(self._batch)
+
+        self._graph = recorded(encode)
+        self.works = self._graph is not None
 
     @property
     def memory_bytes(self) -> int:
@@ -66,14 +69,3 @@ class Replay:
             place.copy_(pinned, non_blocking=True)
         self._graph.replay()
         return self._encoded
-
-
-def _recorded(encoder: GpuEncoder, batch: Any) -> tuple[Any, Encoded]:
-    """In the current stream. Nothing else on the device is waited for, and other threads go on."""
-    graph: Any = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
-    try:
-        encoded = encoder.encode(batch)
-    finally:
-        graph.capture_end()
-    return graph, encoded

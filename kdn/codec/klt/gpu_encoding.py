@@ -132,7 +132,8 @@ class GpuEncoding:
             replay = None
             try:
                 with self._after(encoder.device, []):
-                    replay = Replay(encoder, min(REPLAYED_CHUNKS, most), dtype)
+                    made = Replay(encoder, min(REPLAYED_CHUNKS, most), dtype)
+                    replay = made if made.works else None
             except torch.OutOfMemoryError:
                 log.warning("too little memory on %s to encode without launches", encoder.device)
             self._replays[encoder.device] = replay

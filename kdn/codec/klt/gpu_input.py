@@ -34,6 +34,8 @@ Ids = npt.NDArray[np.int64]
 STREAM_ALIGNMENT = 16
 MAX_READERS = 8
 """Threads that bring streams into a buffer; more hardly read faster."""
+NO_SLOTS = np.full(1, -1, np.int64)
+"""Of a chunk that is written nowhere."""
 MAX_LENGTHS = 4096
 """Streams whose sections' lengths are remembered; a kilobyte each."""
 
@@ -224,12 +226,19 @@ class SlabMaker:
         return self.fields(num_chunks).size_bytes + num_chunks * STREAM_ALIGNMENT
 
     def begin(
-        self, jobs: Sequence[Job], levels: int, take: Callable[[int, int], InputBuffer]
+        self,
+        jobs: Sequence[Job],
+        levels: int,
+        take: Callable[[int, int], InputBuffer],
+        count: int | None = None,
     ) -> Filling:
         """Bring chunks, of which only the first may begin a context, into a buffer: `take` gives
-        one of so many bytes on the host and on the device. Threads do it; see `Filling`."""
-        chunks, lengths = [job.chunk for job in jobs], [job.lengths for job in jobs]
-        fields = self.fields(len(chunks))
+        one of so many bytes on the host and on the device. Threads do it; see `Filling`. A slab of
+        more chunks (`count`) repeats the last, and its values go nowhere."""
+        spares = (count or len(jobs)) - len(jobs)
+        every = [*jobs, *[jobs[-1]._replace(slots=NO_SLOTS)] * spares]
+        chunks = [job.chunk for job in every]
+        fields = self.fields(len(every))
         starts = stream_starts(jobs, fields.size_bytes)
         spare = 2 * self._spare_words
         buffer = take(int(starts[-1]), int(starts[-1]) + spare)
@@ -237,8 +246,9 @@ class SlabMaker:
         sinks = min(self._num_sinks, chunks[0].num_tokens) if chunks[0].start == 0 else 0
 
         def describe() -> list[int]:
-            self._fill_places(arrays, lengths, starts - fields.size_bytes, levels, sinks)
-            fill_tokens(arrays, jobs, self._vocab_size)
+            begins = np.append(starts[:-1], [starts[-2]] * spares) - fields.size_bytes
+            self._fill_places(arrays, [job.lengths for job in every], begins, levels, sinks)
+            fill_tokens(arrays, every, self._vocab_size)
             arrays["skipped"][:] = 0
             arrays["skipped"][0] = sinks
             return []
@@ -260,9 +270,9 @@ class SlabMaker:
             buffer.send(int(starts[-1]), on)
             words = buffer.device[fields.size_bytes : int(starts[-1]) + spare].view(torch.int16)
             is_full = all(chunk.num_tokens == CHUNK_TOKENS for chunk in chunks)
-            known = buffer.fields.get(len(jobs))
+            known = buffer.fields.get(len(every))
             if known is None:
-                known = buffer.fields[len(jobs)] = fields.on_device(buffer.device)
+                known = buffer.fields[len(every)] = fields.on_device(buffer.device)
             slab = Slab(words, **known, num_chunks=len(chunks), num_sinks=sinks, is_full=is_full,
                         size_bytes=int(starts[-1]) + spare)  # fmt: skip
             return slab, failed
@@ -273,7 +283,7 @@ class SlabMaker:
         self,
         arrays: dict[str, npt.NDArray[Any]],
         lengths: Sequence[npt.NDArray[np.int64]],
-        starts: npt.NDArray[np.int64],
+        begins: npt.NDArray[np.int64],
         levels: int,
         sinks: int,
     ) -> None:
@@ -283,7 +293,7 @@ class SlabMaker:
             if rows.start == rows.stop:
                 continue
             sections = self._sections_of(levels, with_sinks=with_sinks)
-            places = section_places(np.stack(lengths[rows]), starts[:-1][rows])
+            places = section_places(np.stack(lengths[rows]), begins[rows])
             arrays["places"][:, rows] = places[:, sections.parts].swapaxes(0, 1)
             arrays["class_places"][rows] = places[:, sections.classes]
             if with_sinks:

@@ -27,10 +27,13 @@ from kdn.codec.klt.gpu_input import Filling, Job, Slab, SlabMaker, split_slabs
 from kdn.codec.klt.gpu_memory import InputBuffer, InputRing, Scratch, size_of
 from kdn.codec.klt.gpu_tables import Tensor
 from kdn.codec.klt.gpu_target import Target
+from kdn.codec.klt.replays import Replays
 from kdn.codec.klt.streams import CudaStreams, Event
 from kdn.errors import KdnError, UnsupportedError
 
 MAX_TARGETS = 8
+SLAB_SIZES = (4, 8, 16, 24, 32)
+"""Chunks: slabs are filled up to one of these, so that few kinds of them have to be recorded."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class Launched:
         """Waits until it is decoded, while others run; says which jobs are not written."""
         if self.done is not None:
             self.done.synchronize()
-        found = {*np.flatnonzero(self.status.numpy()).tolist(), *self.unread}
+        status = self.status[: len(self.jobs)].numpy()
+        found = {*np.flatnonzero(status).tolist(), *self.unread}
         return [self.jobs[i] for i in sorted(found)]
 
 
@@ -72,6 +76,9 @@ class DecoderMemory(NamedTuple):
 class Launcher(ABC):
     """What a decoder does around its kernels."""
 
+    recorded_levels = 0
+    """Decoding up to so many takes no memory of its own, and may be recorded."""
+
     def __init__(self, device: torch.device, maker: SlabMaker, streams: CudaStreams) -> None:
         """Decoding waits for what is in the current stream by now: the decoder's tables."""
         with streams.main(streams.mark()):
@@ -79,6 +86,7 @@ class Launcher(ABC):
         self.device, self._maker, self._streams = device, maker, streams
         self._scratch, self._ring = Scratch(device), InputRing(device)
         self._targets: dict[tuple[object, ...], Target] = {}
+        self._replays = Replays(device)
 
     @abstractmethod
     def plan(self, num_chunks: int, target: Target) -> Batching:
@@ -97,7 +105,7 @@ class Launcher(ABC):
 
     def memory(self) -> DecoderMemory:
         """What it takes by now: scratch and buffers are taken when they are first needed."""
-        own = {"_scratch", "_ring"}
+        own = {"_scratch", "_ring", "_replays"}
         tables = [value for name, value in vars(self).items() if name not in own]
         return DecoderMemory(size_of(*tables), self._scratch.size_bytes, *self._ring.memory_bytes())
 
@@ -162,14 +170,15 @@ class Launcher(ABC):
         if len(runs) > 1 and plan.planes is not None:
             return self.launch(jobs, levels, replace(target, whole=None), after)
         with self._streams.main(after):
-            filling = self._fill(jobs, runs[0], levels)
+            filling = self._fill(jobs, runs[0], levels, target, plan)
             try:
                 for run, following in zip_longest(runs, runs[1:]):
                     slab, unread = filling.finish(self._streams)
                     used = filling.buffer
                     if following is not None:  # is read while this one is launched
-                        filling = self._fill(jobs, following, levels)
-                    found.append(self._launch(run, slab, used, unread, levels, target, plan))
+                        filling = self._fill(jobs, following, levels, target, plan)
+                    status = self._run(slab, used, target, levels, plan)
+                    found.append(self._launched(run, status, used, unread))
             except BaseException:
                 with suppress(Exception):
                     filling.wait()
@@ -181,17 +190,36 @@ class Launcher(ABC):
                 raise
         return found
 
-    def _fill(self, jobs: Sequence[Job], run: range, levels: int) -> Filling:
+    def _fill(
+        self, jobs: Sequence[Job], run: range, levels: int, target: Target, plan: Batching
+    ) -> Filling:
         def take(host_bytes: int, device_bytes: int) -> InputBuffer:
             return self._ring.take(host_bytes, device_bytes, self._streams)
 
-        return self._maker.begin(jobs[run.start : run.stop], levels, take)
+        own, count = jobs[run.start : run.stop], len(run)
+        is_first_alone = count == 1 and own[0].chunk.start == 0  # and so has other sections
+        if self._can_record(levels, plan) and not is_first_alone:
+            size = next((size for size in SLAB_SIZES if size >= count), count)
+            count = size if self.plan(size, target).num_chunks == size else count
+        return self._maker.begin(own, levels, take, count)
 
-    def _launch(
-        self, run: range, slab: Slab, buffer: InputBuffer, unread: Sequence[int], levels: int,
-        target: Target, plan: Batching,
-    ) -> Launched:  # fmt: skip
-        status = self.run(slab, target, levels, plan)
+    def _can_record(self, levels: int, plan: Batching) -> bool:
+        return self._replays.is_real and levels <= self.recorded_levels and plan.planes is None
+
+    def _run(
+        self, slab: Slab, buffer: InputBuffer, target: Target, levels: int, plan: Batching
+    ) -> Tensor:
+        """`run`, in as few launches as can be."""
+        if not self._can_record(levels, plan):
+            return self.run(slab, target, levels, plan)
+        own = self.plan(slab.num_chunks, target)
+        key = (slab.num_chunks, slab.num_sinks, slab.is_full, levels)
+        self._replays.run(key, (buffer, target), lambda: self.run(slab, target, levels, own))
+        return slab.status
+
+    def _launched(
+        self, run: range, status: Tensor, buffer: InputBuffer, unread: Sequence[int]
+    ) -> Launched:
         found = torch.empty(status.shape, dtype=status.dtype, pin_memory=status.is_cuda)
         found.copy_(status, non_blocking=True)
         buffer.used = self._streams.mark()

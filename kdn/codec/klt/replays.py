@@ -1,0 +1,75 @@
+"""Launches that are recorded once, as a CUDA graph, and then replayed in one.
+
+A launch takes some ten microseconds of the interpreter's time, and one of Triton's several times
+that. Beside an engine, whose own Python runs all the time, that is most of what decoding costs it.
+Work that comes again and again in the same memory is recorded when it comes for the second time:
+the first time it may compile, and take memory that it keeps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+MAX_RECORDED = 128
+
+
+@dataclass
+class _Known:
+    memory: tuple[object, ...]
+    """What the launches read and write: kept, so that nothing else gets its place."""
+    graph: Any = None
+    cannot: bool = False
+
+
+class Replays:
+    """For one thread at a time, in one stream. On a CPU nothing is recorded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_real = device.type == "cuda"
+        self._known: dict[Hashable, _Known] = {}
+        # One for all: nothing of what work takes for itself is needed when it is done.
+        self._pool: Any = torch.cuda.graph_pool_handle() if self.is_real else None
+
+    def run(self, kind: Hashable, memory: tuple[object, ...], work: Callable[[], object]) -> None:
+        """Do `work`, which only launches, in the current stream and others that it joins: always
+        the same for work of this kind in this memory. It waits for nothing that was not in the
+        current stream before."""
+        if not self.is_real:
+            work()
+            return
+        key = (kind, *map(id, memory))
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) == MAX_RECORDED:
+                self._known.clear()
+            self._known[key] = _Known(memory)
+        elif known.graph is None and not known.cannot:
+            known.graph = recorded(work, self._pool)
+            known.cannot = known.graph is None
+        if known is None or known.graph is None:
+            work()
+        else:
+            known.graph.replay()
+
+
+def recorded(work: Callable[[], object], pool: Any = None) -> Any:
+    """A graph of what `work` launches in the current stream, with memory of a pool; None if that
+    cannot be recorded. Nothing on the device is waited for, and other threads go on."""
+    graph: Any = torch.cuda.CUDAGraph()
+    try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+    except RuntimeError as error:  # too little memory is one
+        log.warning("launches could not be recorded, and take longer: %s", error)
+        return None
+    return graph
