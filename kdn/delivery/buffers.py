@@ -45,12 +45,9 @@ class Buffers:
     def __init__(self, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         """`max_kept_bytes`: of buffers that nobody uses, what was written to."""
         self._max_kept_bytes = max_kept_bytes
+        self.kept_bytes = 0
         self._kept: deque[_Memory] = deque()  # the oldest first
-        self._lock = threading.Lock()  # guards it
-
-    @property
-    def kept_bytes(self) -> int:
-        return sum(memory.written[0] for memory in self._kept)
+        self._lock = threading.Lock()  # guards both
 
     def take(self, num_bytes: int) -> Buffer:
         size = _size_of(num_bytes)
@@ -58,6 +55,7 @@ class Buffers:
             memory = next((one for one in reversed(self._kept) if len(one.pages) == size), None)
             if memory is not None:
                 self._kept.remove(memory)
+                self.kept_bytes -= memory.written[0]
         if memory is None:
             memory = _Memory(mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS), [0])
         buffer = Buffer(memory, num_bytes)
@@ -74,8 +72,9 @@ class Buffers:
             return
         try:
             self._kept.append(memory)
+            self.kept_bytes += memory.written[0]
             while self.kept_bytes > self._max_kept_bytes:
-                self._kept.popleft()
+                self.kept_bytes -= self._kept.popleft().written[0]
         finally:
             self._lock.release()
 
