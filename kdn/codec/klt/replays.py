@@ -2,8 +2,8 @@
 
 A launch takes some ten microseconds of the interpreter's time, and one of Triton's several times
 that. Beside an engine, whose own Python runs all the time, that is most of what decoding costs it.
-Work that comes again and again in the same memory is recorded when it comes for the second time:
-the first time it may compile, and take memory that it keeps.
+Work that comes again and again in the same memory is recorded when it comes for the third time:
+the first time it may compile, and take memory that it keeps; and many a cache is filled just once.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import torch
 
 log = logging.getLogger(__name__)
 
-MAX_RECORDED = 128
+MAX_KNOWN = 128
+RECORDED_TIME = 3
 
 
 @dataclass
 class _Known:
     memory: tuple[object, ...]
     """What the launches read and write: kept, so that nothing else gets its place."""
+    times: int = 0
     graph: Any = None
-    cannot: bool = False
 
 
 class Replays:
@@ -45,15 +46,13 @@ class Replays:
             work()
             return
         key = (kind, *map(id, memory))
-        known = self._known.get(key)
-        if known is None:
-            if len(self._known) == MAX_RECORDED:
-                self._known.clear()
-            self._known[key] = _Known(memory)
-        elif known.graph is None and not known.cannot:
+        if key not in self._known and len(self._known) == MAX_KNOWN:
+            self._known.clear()
+        known = self._known.setdefault(key, _Known(memory))
+        known.times += 1
+        if known.times == RECORDED_TIME:
             known.graph = recorded(work, self._pool)
-            known.cannot = known.graph is None
-        if known is None or known.graph is None:
+        if known.graph is None:
             work()
         else:
             known.graph.replay()
