@@ -26,6 +26,7 @@ from kdn.codec import CODECS
 from kdn.config import find_credentials
 from kdn.credentials import Credentials
 from kdn.defaults import ENGINE_QUALITY
+from kdn.engines.vllm.event_publisher import checked_endpoint
 from kdn.errors import UnsupportedError
 from kdn.places.places import Place, checked_places
 from kdn.session.quality import QUALITIES, enough_kld
@@ -58,6 +59,11 @@ class Settings:
     staging_bytes: int = STAGING_BYTES
     """GPU memory for chunks that wait to be encoded; what does not fit is published later, or not
     at all."""
+    events_endpoint: str = ""
+    """ZeroMQ's address for events of kdn's own; empty: vLLM publishes them among its own, if it
+    publishes any."""
+    events_topic: str = ""
+    """Empty: kv@HOST@MODEL."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Settings:
@@ -154,6 +160,8 @@ _OWN: Mapping[str, Check] = {
     "lookup_s": _seconds,
     "allow_coarser": _flag,
     "staging_bytes": _bytes,
+    "events_endpoint": lambda name, value: checked_endpoint(name, value),
+    "events_topic": checked_text,
     "load_failure": partial(checked_choice, known=("recompute", "fail")),
 }
 
