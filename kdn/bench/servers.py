@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kdn.bench.node_servers import ServerError, free_port
+from kdn.errors import KdnError
 
 START_S = 20.0
 STOP_S = 5.0
@@ -28,12 +29,16 @@ NODE_TIMEOUT_MS = 2000
 QUIET = ("--save", "", "--appendonly", "no", "--daemonize", "no", "--loglevel", "notice")
 
 
+class ServerError(KdnError):
+    """A server did not start, or died."""
+
+
 class MissingError(ServerError):
     """A program is not installed."""
 
 
 def redis_program() -> str:
-    return _program("redis-server", "apt-get install redis-server")
+    return needed("redis-server", "apt-get install redis-server")
 
 
 def valkey_program() -> str:
@@ -47,12 +52,23 @@ def valkey_program() -> str:
     return str(get_binary_path())
 
 
-def _program(name: str, advice: str) -> str:
+def find_program(name: str) -> str | None:
     """Debian keeps servers where not every PATH looks."""
-    found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
+
+
+def needed(name: str, advice: str) -> str:
+    found = find_program(name)
     if found is None:
         raise MissingError(f"{name} is missing: {advice}")
     return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class RedisServer:
@@ -166,7 +182,7 @@ class RedisClusterServers:
     def __init__(self, program: str, folder: Path, node_timeout_ms: int) -> None:
         self.servers: list[RedisServer] = []
         self._program, self._folder, self._timeout_ms = program, folder, node_timeout_ms
-        self._cli = _program("redis-cli", "apt-get install redis-tools")
+        self._cli = needed("redis-cli", "apt-get install redis-tools")
 
     @property
     def url(self) -> str:
