@@ -162,7 +162,7 @@ def test_objects_are_chunks_of_exactly_this_size() -> None:
 
 
 def test_what_is_absent_is_told_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_servers, "_program", lambda name: None)
+    monkeypatch.setattr(node_servers, "find_program", lambda name: None)
     told = absent()
     assert set(told) == set(PACKAGES)
     assert "apt-get install redis-server" in told["redis"]
