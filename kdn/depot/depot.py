@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 from kdn.config import DepotSettings, TenantSettings
 from kdn.depot.manifests import chunks_of
 from kdn.depot.names import Must, NameStore, Totals, Version
+from kdn.depot.sqlite_names import SqliteNames
 from kdn.depot.stores import open_store
 from kdn.depot.tenants import Tenant, owners_of, tenants_of
 from kdn.depot.turns import Turns, Work
@@ -203,7 +204,7 @@ async def open_depot(
     except OSError as error:
         raise StoreError(f"data folder {data}: {error}") from error
     async with AsyncExitStack() as opened:
-        names = NameStore(data / "names.sqlite")
+        names = SqliteNames(data / "names.sqlite")
         opened.push_async_callback(names.close)
         owners = owners_of(tenants)
         policy = open_policy(settings.policy, owners=owners)
