@@ -20,7 +20,7 @@ from kdn.credentials import Credentials
 from kdn.errors import LimitError, StoreError
 from kdn.store.base import Entry, Span, Stats, Store, check_put, is_taken
 from kdn.store.disk_format import decode_header, encode_header
-from kdn.store.object_bucket import Abilities, Bucket
+from kdn.store.object_bucket import Abilities, Bucket, Version
 from kdn.store.object_heads import TRIES, Heads, There
 from kdn.store.object_layout import MAX_OBJECT_BYTES, before, folder_of, key_of, path_of
 from kdn.store.object_location import open_client, parse_location
@@ -72,27 +72,31 @@ class ObjectStore(Store):
     async def _put(self, entry: Entry, data: bytes, replacing: bytes | None) -> Entry:
         key, header = entry.key, encode_header(entry, data)
         can = await self.bucket.abilities()
-        looks = replacing is not None or not can.create
-        there: There | None = None
+        looks_first = replacing is not None or not can.create
         for attempt in range(TRIES):
-            if looks or attempt:
-                there = await self._heads.find(key)
-            if there is not None and there.entry and is_taken(there.entry, replacing):
-                return there.entry
-            over = there.version if there else None
-            version = await self.bucket.put(path_of(key), header + data, over=over)
-            if version is not None and not (can.create and version.is_known):
-                there = await self._heads.find(key)  # ours, unless somebody came in between
-                if there is None or there.entry is None or there.entry.etag != entry.etag:
-                    continue
-                version = there.version
+            old = await self._heads.find(key) if looks_first or attempt else None
+            if old is not None and old.entry and is_taken(old.entry, replacing):
+                return old.entry
+            version = await self._put_over(old, entry, header + data, can)
             if version is not None:
-                self._count_put(entry, len(header), there if over else None)
+                self._count_put(entry, len(header), old)
                 self._heads.replaced(key, version, decode_header(header))
                 return replace(entry, head=b"")
             if attempt:
                 await asyncio.sleep(LOOK_S)
         raise StoreError(f"{self.bucket.name}: {key.hex()} changes faster than it can be put")
+
+    async def _put_over(
+        self, old: There | None, entry: Entry, laid_out: bytes, can: Abilities
+    ) -> Version | None:
+        """None if somebody came in between. Where conditions are ignored, a second look tells."""
+        over = old.version if old else None
+        version = await self.bucket.put(path_of(entry.key), laid_out, over=over)
+        if version is None or (can.create and version.is_known):
+            return version
+        there = await self._heads.find(entry.key)
+        is_ours = there is not None and there.entry and there.entry.etag == entry.etag
+        return there.version if there is not None and is_ours else None
 
     def _count_put(self, entry: Entry, header_bytes: int, old: There | None) -> None:
         self._counts.puts += 1

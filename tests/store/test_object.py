@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
+from kdn.bench.s3_servers import S3Server
 from kdn.store.base import Store
 from tests.store.contract import StoreContract, closing
 
@@ -38,3 +40,37 @@ class TestFile(StoreContract):
     async def open(self, capacity_bytes: int) -> AsyncIterator[Store]:
         async with closing(open_object_store(f"file://{self.folder}/kdn")) as store:
             yield store
+
+
+class S3Contract(StoreContract):
+    evicts = False
+    counts = False
+    server: S3Server
+
+    @asynccontextmanager
+    async def open(self, capacity_bytes: int) -> AsyncIterator[Store]:
+        url = self.server.url(f"tests/{secrets.token_hex(8)}")
+        async with closing(open_object_store(url)) as store:
+            yield store
+
+
+class TestMoto(S3Contract):
+    @pytest.fixture(autouse=True)
+    def _server(self, moto_s3: S3Server, s3_environment: None) -> None:
+        self.server = moto_s3
+
+
+class TestRclone(S3Contract):
+    """It ignores conditions of puts and of gets."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, rclone_s3: S3Server, s3_environment: None) -> None:
+        self.server = rclone_s3
+
+
+class TestRcloneAsItIs(S3Contract):
+    """It answers ranges with status 200, too."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, rclone_s3_as_it_is: S3Server, s3_environment: None) -> None:
+        self.server = rclone_s3_as_it_is
