@@ -119,9 +119,7 @@ async def read_prompt(
 
 def check(prompt: Sequence[Item], buffers: Buffers, seen: Seen, rng: Random) -> None:
     """The size of every object, and every byte of one of them."""
-    short = sum(
-        size != item.size_bytes for item, size in zip(prompt, buffers.sizes, strict=True)
-    )
+    short = sum(size != item.size_bytes for item, size in zip(prompt, buffers.sizes, strict=True))
     seen.missing += short
     at = rng.randrange(len(prompt))
     if buffers.sizes[at] == prompt[at].size_bytes and not prompt[at].is_whole(buffers.got(at)):

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kdn.bench.servers import START_S, RedisServer, free_port, redis_program, redis_server, until
+from kdn.bench.servers import START_S, RedisServer, free_port, redis_server, until
 
 SLOTS = 16384
 
