@@ -36,6 +36,10 @@ bench = lazy_group(
         ),
         "ttft": ("kdn.bench.ttft:run", "Time to first token over shaped links, with a real model."),
         "vllm": ("kdn.bench.vllm:run", "First token of a fresh vLLM engine, beside LMCache."),
+        "cluster": (
+            "kdn.bench.cluster.command:run",
+            "Shards, nodes and regions, and their faults.",
+        ),
         "gpu": ("kdn.bench.gpu:run", "Decoding on a GPU beside prefill, and over links."),
     }
 )

@@ -4,7 +4,6 @@ leaves what it had."""
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -42,9 +41,9 @@ class Rows:
 class Run:
     """One run of the benchmark: what all its parts share."""
 
-    def __init__(self, plan: Plan, rows: Rows, seed: int, folder: TemporaryDirectory[str]) -> None:
+    def __init__(self, plan: Plan, rows: Rows, seed: int, root: Path) -> None:
         self.plan, self.rows, self.seed = plan, rows, seed
-        self._root, self._number = Path(folder.name), 0
+        self._root, self._number = root, 0
 
     def folder(self, name: str) -> Path:
         """A new one."""

@@ -1,0 +1,84 @@
+"""The figures that everything comes to, whether they hold, and tables of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import geometric_mean
+from typing import Any
+
+from rich.console import Console
+
+from kdn.bench.cluster.rows import Row, Rows, shown
+from kdn.bench.report import print_end, table_of
+
+OF_RAW_BAR = 0.8
+COPIES_BAR = 1.05
+OVER_CLUSTER_BAR_S = 1.0
+NOT_SHOWN = ("part", "what", "histogram", "reasons")
+
+
+def figures_of(rows: Rows) -> dict[str, Any]:
+    """Those of the parts that were run."""
+    told: dict[str, Any] = {}
+    for store in ("redis", "s3"):
+        ratios = [row["ratio"] for row in rows.of("ratio") if row["store"] == store]
+        if ratios:
+            told[f"{store}_of_raw"] = geometric_mean(ratios)
+    for name in ("acknowledged_lost", "wrong_bytes"):
+        found = [row[name] for row in rows.rows if name in row]
+        if found:
+            told[name] = sum(found)
+    if kills := rows.of("kill a master"):
+        told["failover_s"] = max(row["back_s"] for row in kills)
+        told["failover_over_cluster_s"] = max(row["back_s"] - row["cluster_s"] for row in kills)
+    for what, name in (
+        ("kill a node", "node_errors"),
+        ("add a shard and reshard", "reshard_errors"),
+    ):
+        if found := rows.of(what):
+            told[name] = sum(row["errors"] for row in found)
+    if copies := rows.of("one document"):
+        told["long_link_copies"] = max(row["long_link_copies"] for row in copies)
+    if stale := rows.of("staleness"):
+        told["not_monotonic"] = sum(row["not_monotonic"] for row in stale)
+    if checked := rows.of("force_latest"):
+        told["stale_force_latest"] = sum(row["stale_force_latest"] for row in checked)
+    return told
+
+
+def passes_of(told: Mapping[str, Any]) -> dict[str, bool]:
+    bars = {
+        "redis_of_raw": lambda value: value >= OF_RAW_BAR,
+        "s3_of_raw": lambda value: value >= OF_RAW_BAR,
+        "failover_over_cluster_s": lambda value: value <= OVER_CLUSTER_BAR_S,
+        "long_link_copies": lambda value: value <= COPIES_BAR,
+    }
+    nothing = ("acknowledged_lost", "wrong_bytes", "node_errors", "reshard_errors",
+               "not_monotonic", "stale_force_latest")  # fmt: skip
+    passes = {name: bool(bar(told[name])) for name, bar in bars.items() if name in told}
+    return passes | {name: told[name] == 0 for name in nothing if name in told}
+
+
+def print_report(console: Console, results: Mapping[str, Any]) -> None:
+    every: dict[tuple[str, str, tuple[str, ...]], list[Row]] = {}
+    for row in results["rows"]:
+        names = tuple(name for name in row if name not in NOT_SHOWN)
+        every.setdefault((row["part"], row["what"], names), []).append(row)
+    for (part, what, names), rows in every.items():
+        _print_table(console, f"{part}: {what}", names, rows)
+    for row in results["rows"]:
+        if "histogram" in row:
+            told = ", ".join(f"{name}: {count}" for name, count in row["histogram"].items())
+            console.print(f"Ages of default reads in regions: {told}")
+        for reason in row.get("reasons", ()):
+            console.print(f"{row['what']}: {reason}", style="dim")
+    told = {name: value for name, value in results.items() if isinstance(value, int | float)}
+    console.print("  ".join(f"{name} {shown(value)}" for name, value in told.items()))
+    print_end(console, results)
+
+
+def _print_table(console: Console, title: str, names: Sequence[str], rows: Sequence[Row]) -> None:
+    table = table_of(title, names, texts=0)
+    for row in rows:
+        table.add_row(*(shown(row[name]) for name in names))
+    console.print(table)
