@@ -10,6 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.servers import (  # noqa: F401  (fixtures)
+    redis_cluster,
+    redis_sentinel,
+    redis_server,
+    valkey_server,
+)
+
 # Small in every direction, and no two sizes alike: a mixed-up axis shows.
 TINY: dict[str, Any] = {
     "vocab_size": 128,
