@@ -274,6 +274,10 @@ class Bucket:
         except _ANSWERS:
             return None
 
+    async def overwrite(self, path: str, data: bytes) -> None:
+        """Put in place of whatever is there, or of nothing."""
+        await self._put(path, data, "overwrite")
+
     async def delete(self, path: str) -> None:
         """Also where there is nothing."""
         with suppress(FileNotFoundError):
