@@ -126,6 +126,7 @@ def checked_url(url: str) -> str:
         parts = urlsplit(url)
         fits = parts.scheme in ("http", "https") and bool(parts.hostname)
         fits = fits and (parts.port is None or parts.port > 0) and url.isprintable()
+        fits = fits and "," not in parts.netloc
     except ValueError:
         fits, parts = False, urlsplit("")
     if "@" in (parts.netloc if fits else url):

@@ -25,8 +25,9 @@ from kdn.store.rendezvous import rank
 
 WELL_S = 1.0
 """So long may a node be silent over something large before it is asked whether it is well."""
-
 GRACE_S = 0.01
+LAGGING = 3.0
+"""So many times as long as the others' may a node's part take before it is asked for twice."""
 
 
 class Job(ABC):
@@ -73,6 +74,10 @@ class Attempt:
     def quiet_s(self) -> float:
         return self._clock() - self.heard_s
 
+    @property
+    def took_s(self) -> float:
+        return self._clock() - self.began_s
+
 
 async def carry_out(
     members: Members,
@@ -94,11 +99,30 @@ async def carry_out(
         key = job.key(item)
         chosen = max(well, key=lambda member: rank(key, member.seed)) if len(well) > 1 else well[0]
         shares.setdefault(chosen, []).append(item)
-    has_others = len(open_) > 1
+    pace = _Pace(len(shares)) if len(open_) > 1 else None
     await _all_of(
-        [_Share(members, job, member, share, tried | {member}, has_others).run()
-         for member, share in shares.items()]
-    )  # fmt: skip
+        [
+            _Share(members, job, member, share, tried | {member}, pace).run()
+            for member, share in shares.items()
+        ]
+    )
+
+
+class _Pace:
+    """How fast the shares of one call are done: the last one should not be much slower."""
+
+    def __init__(self, num_shares: int) -> None:
+        self._running = num_shares
+        self._slowest_s = 0.0  # for one item
+
+    def finished(self, num_items: int, took_s: float) -> None:
+        self._running -= 1
+        self._slowest_s = max(self._slowest_s, took_s / num_items)
+
+    def limit_s(self, num_items: int) -> float | None:
+        """After which the last of several lags behind; None while there is no telling."""
+        is_last = self._running == 1 and self._slowest_s > 0
+        return LAGGING * self._slowest_s * num_items if is_last else None
 
 
 class _Share:
@@ -111,16 +135,23 @@ class _Share:
         member: Member,
         items: Sequence[int],
         tried: frozenset[Member],
-        has_others: bool,
+        pace: _Pace | None,
     ) -> None:
+        """`pace`: of all shares; None if there is no other node."""
         self._members, self._job, self._member = members, job, member
-        self._items, self._tried, self._has_others = items, tried, has_others
+        self._items, self._tried, self._pace = items, tried, pace
         self._attempt = Attempt(members, member)
 
     async def run(self) -> None:
-        if not self._has_others:
+        if self._pace is None:
             await self._ask()
             return
+        try:
+            await self._run()
+        finally:
+            self._pace.finished(len(self._items), self._attempt.took_s)
+
+    async def _run(self) -> None:
         own = asyncio.create_task(self._ask())
         others: asyncio.Task[None] | None = None
         try:
@@ -157,7 +188,7 @@ class _Share:
         is_late = self._is_silent if self._job.is_quick else self._is_unwell
         while True:
             limit_s = self._limit_s
-            wait_s = limit_s - self._attempt.quiet_s
+            wait_s = min(limit_s - self._attempt.quiet_s, self._member.hedge_s)
             await asyncio.wait([own], timeout=wait_s if wait_s > 0 else limit_s / 4)
             if not own.done():  # it may be this side that was busy: see what lies here by now
                 await asyncio.wait([own], timeout=GRACE_S)
@@ -165,6 +196,14 @@ class _Share:
                 return False
             if self._attempt.quiet_s >= limit_s and await is_late(limit_s):
                 return not own.done()
+            if self._job.is_quick and self._lags() and self._members.may_hedge():
+                return True
+
+    def _lags(self) -> bool:
+        """Behind all the others, by much."""
+        assert self._pace is not None
+        limit_s = self._pace.limit_s(len(self._items))
+        return limit_s is not None and self._attempt.took_s >= self._member.hedge_s + limit_s
 
     @property
     def _limit_s(self) -> float:

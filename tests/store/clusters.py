@@ -39,6 +39,10 @@ class Gate:
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
 
+    @property
+    def num_connections(self) -> int:
+        return len(self._writers)
+
     async def open(self) -> None:
         self._server = await asyncio.start_server(self._serve, self.host, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
