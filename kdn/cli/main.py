@@ -38,7 +38,7 @@ bench = lazy_group(
         "vllm": ("kdn.bench.vllm:run", "First token of a fresh vLLM engine, beside LMCache."),
         "cluster": (
             "kdn.bench.cluster.command:run",
-            "Shards, nodes and regions, and their faults.",
+            "Shards, nodes, regions, and their faults.",
         ),
         "gpu": ("kdn.bench.gpu:run", "Decoding on a GPU beside prefill, and over links."),
     }
