@@ -6,5 +6,5 @@
   the servers directly, by `raw.py`. `shards.py` starts clusters of any size.
 - Part b, `faults.py`: servers are killed and cut off under the load of `ledger.py`, which knows
   what was acknowledged.
-- Part c, `regions.py`: regions over shaped links.
+- Part c, `regions.py`: regions over the shaped links of `long_link.py`.
 """

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from kdn.bench.cluster.ledger import Ledger, load, verify
-from kdn.bench.cluster.link import long_link
+from kdn.bench.cluster.long_link import long_link
 from kdn.bench.cluster.rows import Run
 from kdn.bench.cluster.speed import opened
 from kdn.bench.node_servers import Server, start_kdn

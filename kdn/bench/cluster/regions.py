@@ -14,7 +14,7 @@ from typing import Any
 
 from kdn.bench.cluster.crowd import BATCH, Buffers, Seen, percentile, read_prompt
 from kdn.bench.cluster.items import SMALL_BYTES, Item, make_items, put_all
-from kdn.bench.cluster.link import LongLink, long_link
+from kdn.bench.cluster.long_link import LongLink, long_link
 from kdn.bench.cluster.rows import Run
 from kdn.bench.cluster.speed import opened
 from kdn.bench.node_servers import Server, start_kdn

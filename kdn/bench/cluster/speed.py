@@ -74,24 +74,40 @@ async def _crowd_at(run: Run, urls: str, items: Sequence[Item], about: dict[str,
 async def beside(
     run: Run, store: Store, items: Sequence[Item], raw: RawRedis | RawS3
 ) -> dict[str, float]:
-    """Bytes a second of all, in turns; the medians of the rounds' ratios. Readers of kdn look up
-    first; whoever reads directly knows what is there. So both are told: reading alone, and both."""
+    """Bytes a second of all. They take turns prompt by prompt, so that whatever else the machine
+    does meanwhile slows all of them; a round's ratio is that of the times they took, and the median
+    of the rounds counts. Readers of kdn look up first; whoever reads directly knows what is there.
+    So both are told: reading alone, and with the lookup."""
     readers = Readers(store, raw, items)
     every = (await readers.look_up(), readers.with_lookup, readers.directly)
     for read in every:
         await _check_once(read, items, readers)
-    found: list[list[float]] = [[] for _ in every]
-    for number in range(run.plan.rounds):
-        order = list(zip(every, found, strict=True))
-        for read, rates in order[number % 3 :] + order[: number % 3]:
-            rates.append(await _rate(read, items, run.plan.round_s))
-    mine, looking, raws = found
+    rounds = [await _round(every, items, run.plan.round_s, at) for at in range(run.plan.rounds)]
+    mine, looking, raws = ([one[at] for one in rounds] for at in range(3))
     ratios = [one / theirs for one, theirs in zip(mine, raws, strict=True)]
     return {
         "ratio": median(ratios), "lowest": min(ratios), "highest": max(ratios),
         "with_lookup": median(one / theirs for one, theirs in zip(looking, raws, strict=True)),
         "kdn_bytes_per_s": median(mine), "raw_bytes_per_s": median(raws),
     }  # fmt: skip
+
+
+async def _round(
+    every: Sequence[Read], items: Sequence[Item], window_s: float, number: int
+) -> list[float]:
+    """Bytes a second of each reader, whose turns come in another order each time."""
+    took_s, num_bytes = [0.0] * len(every), [0] * len(every)
+    turn = number
+    while min(took_s) < window_s:
+        first = turn * BATCH % len(items)
+        prompt = [items[(first + at) % len(items)] for at in range(BATCH)]
+        for at in range(len(every)):
+            which = (at + turn) % len(every)
+            began_s = time.perf_counter()
+            num_bytes[which] += await every[which](prompt)
+            took_s[which] += time.perf_counter() - began_s
+        turn += 1
+    return [size / seconds for size, seconds in zip(num_bytes, took_s, strict=True)]
 
 
 class Readers:
@@ -133,15 +149,6 @@ async def _check_once(read: Read, items: Sequence[Item], readers: Readers) -> No
     assert num_bytes == sum(item.size_bytes for item in prompt), f"{num_bytes} bytes came"
     for item, data in zip(prompt, readers.memory, strict=True):
         assert item.is_whole(data[: item.size_bytes]), "wrong bytes"
-
-
-async def _rate(read: Read, items: Sequence[Item], window_s: float) -> float:
-    num_bytes, at, began_s = 0, 0, time.perf_counter()
-    while (took_s := time.perf_counter() - began_s) < window_s:
-        prompt = [items[(at + number) % len(items)] for number in range(BATCH)]
-        num_bytes += await read(prompt)
-        at = (at + BATCH) % len(items)
-    return num_bytes / took_s
 
 
 @asynccontextmanager
