@@ -42,6 +42,10 @@ class HttpLimits:
     """Of a whole request."""
 
 
+MAX_LINE_BYTES = 64 << 10
+"""Of an answer that goes on and on."""
+
+
 class _CutError(StoreError):
     """The connection ended before the answer began."""
 
@@ -135,6 +139,24 @@ class NodeClient:
                 raise StoreError(f"expected to list on after {after!r}, found {following!r}")
             after = following
 
+    @asynccontextmanager
+    async def endless(
+        self, path: str, query: Mapping[str, str], silence_s: float
+    ) -> AsyncIterator[tuple[Reply, AsyncIterator[bytes]]]:
+        """An answer that goes on and on, as lines; of any status but 200, the whole answer. It is
+        given up when nothing comes for `silence_s`."""
+        timeout = aiohttp.ClientTimeout(
+            total=None, connect=self.limits.connect_s, sock_read=silence_s
+        )
+        try:
+            async with self._opened().get(
+                self.url + path, params=query, allow_redirects=False, timeout=timeout
+            ) as answer:
+                body = b"" if answer.status == 200 else await answer.content.read(MAX_JSON_BYTES)
+                yield Reply(answer.status, body, answer.headers), _lines(answer.content)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise StoreError(f"{self.url}: GET failed: {explain(error)}") from error
+
     async def close(self) -> None:
         """For all who share it."""
         if self._session is not None:
@@ -188,3 +210,14 @@ class NodeClient:
                 raise_for_status=False,
             )  # fmt: skip
         return self._session
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Each as it comes; StoreError if one does not end. What is cut off is left out."""
+    rest = b""
+    async for data in content.iter_any():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+        if len(rest) > MAX_LINE_BYTES:
+            raise StoreError(f"expected lines of at most {MAX_LINE_BYTES} bytes")
