@@ -17,7 +17,7 @@ begin anew.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 
@@ -163,6 +163,29 @@ class NameStore(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Release everything. Nothing may be called afterwards."""
+
+
+class SharedNames(NameStore):
+    """Names in a store that many nodes share, and what else they must agree on: how much each
+    tenant holds, and what no cache may keep."""
+
+    @abstractmethod
+    async def count(self, tenant: str, more_bytes: int) -> int:
+        """The tenant's objects take so much more (or less). What objects and manifests take now, as
+        counted by all nodes; never below 0."""
+
+    @abstractmethod
+    async def begin_recount(self, tenant: str, every_s: float) -> bool:
+        """True for one caller in that time, who then counts the tenant's objects anew."""
+
+    @abstractmethod
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """These objects were deleted (by their store keys): caches that follow let go of them."""
+
+    @abstractmethod
+    async def removed(self, after: int) -> tuple[int, list[bytes] | None]:
+        """A sequence, and the objects that were removed between that one and this one; None if that
+        is no longer known: anything may have been."""
 
 
 def make_version(name: str, version: int, created_s: float, manifest: bytes) -> Version:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from importlib import import_module
+from importlib.util import find_spec
 
 from kdn.checked import shown
 from kdn.credentials import Credentials
@@ -46,15 +47,23 @@ def open_remote(url: str, credentials: Credentials) -> Store:
     """
     scheme = scheme_of(url)
     if scheme in REDIS:
+        _need("redis", "redis")
         store: Store = import_module("kdn.store.redis").open_redis_store(url, credentials)
         return store
     if scheme in OBJECTS:
-        opened: Store = import_module("kdn.store.object").open_object_store(url)
-        return opened
+        _need("obstore", "s3")
+        from kdn.store.object import open_object_store
+
+        return open_object_store(url, credentials)
     if scheme in NODE:
         return _open_node(url, credentials)
     known = ", ".join(sorted(REDIS | OBJECTS | NODE))
     raise UnsupportedError(f"expected the URL of a store ({known}), found {shown(url)}")
+
+
+def _need(package: str, extra: str) -> None:
+    if find_spec(package) is None:
+        raise UnsupportedError(f"expected the package {package}: pip install 'kdn[{extra}]'")
 
 
 def _open_node(url: str, credentials: Credentials) -> Store:

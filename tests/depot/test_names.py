@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
+from secrets import token_hex
 
 import pytest
 
-from kdn.depot import sqlite_names
-from kdn.depot.names import MAX_VERSIONS, NameStore, Totals, Version
+from kdn.bench.s3_servers import S3Server
+from kdn.bench.servers import RedisServer
+from kdn.credentials import Credentials
+from kdn.depot import object_log, redis_names, sqlite_names
+from kdn.depot.names import MAX_VERSIONS, NameStore, SharedNames, Totals, Version
+from kdn.depot.shared_names import open_shared_names
 from kdn.depot.sqlite_names import SqliteNames
-from kdn.errors import ConditionError, ForgottenError, QuotaError
+from kdn.errors import ConditionError, ForgottenError, QuotaError, UnsupportedError
 from tests.node.harness import run
+from tests.servers import emptied
 
 Opened = Callable[[], AbstractAsyncContextManager[NameStore]]
 FEW = 20
@@ -28,22 +35,40 @@ def unless_there(newest: str | None) -> bool:
     return newest is None
 
 
-@pytest.fixture(params=["sqlite"])
+@pytest.fixture(params=["sqlite", "redis", "cluster", "file", "s3"])
 def opened(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Opened:
     """Opens one store of names; again and again the same."""
-    monkeypatch.setattr(sqlite_names, "MAX_CHANGES", FEW)
+    for module in (sqlite_names, redis_names, object_log):
+        monkeypatch.setattr(module, "MAX_CHANGES", FEW)
+    monkeypatch.setattr(object_log, "STATE_EVERY", 8)
+    if request.param == "sqlite":
+        return lambda: closing_names(SqliteNames(tmp_path / "names.sqlite"))
+    url = store_url(request, request.param, tmp_path)
+    return lambda: closing_names(open_shared_names(url, Credentials()))
 
-    @asynccontextmanager
-    async def sqlite() -> AsyncIterator[NameStore]:
-        names = SqliteNames(tmp_path / "names.sqlite")
-        try:
-            yield names
-        finally:
-            await names.close()
 
-    return {"sqlite": sqlite}[request.param]
+def store_url(request: pytest.FixtureRequest, kind: str, folder: Path) -> str:
+    """Of an empty store."""
+    if kind == "redis":
+        server = request.getfixturevalue("redis_server")
+        emptied(server)
+        return str(server.url)
+    if kind == "cluster":
+        return f"{request.getfixturevalue('redis_cluster').url}?prefix=t{token_hex(4)}"
+    if kind == "s3":
+        request.getfixturevalue("s3_environment")
+        return str(request.getfixturevalue("moto_s3").url(token_hex(4)))
+    return f"file://{folder}/bucket"
+
+
+@asynccontextmanager
+async def closing_names(names: NameStore) -> AsyncIterator[NameStore]:
+    try:
+        yield names
+    finally:
+        await names.close()
 
 
 def on(opened: Opened, test: Callable[[NameStore], Awaitable[None]]) -> None:
@@ -267,3 +292,153 @@ def test_all_is_there_when_opened_again(opened: Opened) -> None:
             assert (await names.put("t", "n", b"", [], yes)).version == 2
 
     run(work())
+
+
+NODES, WRITERS, ROUNDS = 3, 2, 6
+
+
+async def at_once(opened: Opened, work: Callable[[NameStore, int], Awaitable[None]]) -> None:
+    """By several writers at each of several nodes of one store."""
+    async with AsyncExitStack() as stack:
+        nodes = [await stack.enter_async_context(opened()) for _ in range(NODES)]
+        async with asyncio.TaskGroup() as group:
+            for number in range(NODES * WRITERS):
+                group.create_task(work(nodes[number % NODES], number))
+
+
+@pytest.fixture
+def shared(opened: Opened, request: pytest.FixtureRequest) -> Opened:
+    if "sqlite" in request.node.name:
+        pytest.skip("one process has it open")
+    return opened
+
+
+def test_every_acknowledged_version_is_there_and_nobody_elses(shared: Opened) -> None:
+    made: dict[int, tuple[Version, bytes]] = {}
+
+    async def write(names: NameStore, number: int) -> None:
+        for count in range(ROUNDS):
+            body = f"{number} {count}".encode()
+            about = await names.put("t", "n", body, [body], yes)
+            assert about.version not in made, "two acknowledged puts have one version"
+            made[about.version] = about, body
+
+    async def test() -> None:
+        await at_once(shared, write)
+        assert sorted(made) == list(range(1, NODES * WRITERS * ROUNDS + 1))
+        async with shared() as names:
+            history = await names.history("t", "n")
+            assert history == [made[version][0] for version in sorted(made, reverse=True)]
+            for version in (1, 7, max(made)):
+                assert await names.get("t", "n", version) == made[version]
+            assert await names.totals("t") == Totals(
+                1, sum(len(body) for _, body in made.values()), len(made)
+            )
+
+    run(test())
+
+
+def test_compare_and_set_counts_to_what_was_acknowledged(shared: Opened) -> None:
+    async def add(names: NameStore, number: int) -> None:
+        for _ in range(ROUNDS):
+            while True:
+                found = await names.get("t", "n")
+                about, body = found if found else (None, b"0")
+                etag = about.etag if about else None
+                value = str(int(body) + 1).encode()
+                try:
+                    await names.put("t", "n", value, [], lambda newest, etag=etag: newest == etag)
+                except ConditionError:
+                    continue
+                break
+
+    async def test() -> None:
+        await at_once(shared, add)
+        async with shared() as names:
+            found = await names.get("t", "n")
+            assert found is not None
+            assert int(found[1]) == NODES * WRITERS * ROUNDS
+            assert found[0].version == NODES * WRITERS * ROUNDS
+
+    run(test())
+
+
+def test_what_one_node_acknowledged_the_others_see_at_once(shared: Opened) -> None:
+    async def test() -> None:
+        async with shared() as one, shared() as other:
+            begin = await one.sequence()
+            for count in range(12):
+                writer, reader = (one, other) if count % 2 else (other, one)
+                made = await writer.put("t", "n", b"%d" % count, [], yes)
+                assert await reader.get("t", "n") == (made, b"%d" % count)
+                assert (await reader.changes(begin, 100))[-1].etag == made.etag
+            assert await other.delete("t", "n", yes)
+            assert await one.find("t", "n") is None
+            assert (await one.put("t", "n", b"", [], unless_there)).version == 1
+
+    run(test())
+
+
+def test_counts_of_all_nodes(shared: Opened) -> None:
+    async def test() -> None:
+        async with shared() as one, shared() as other:
+            assert isinstance(one, SharedNames)
+            assert isinstance(other, SharedNames)
+            await one.put("t", "n", b"12345", [], yes)
+            assert await one.count("t", 100) == 105
+            assert await other.count("t", 0) == 105
+            assert await other.count("t", -40) == 65
+            assert await one.count("t", -1000) == 5
+            assert await one.count("u", 0) == 0
+            assert await one.begin_recount("t", 3600.0)
+            assert not await other.begin_recount("t", 3600.0)
+            assert await other.begin_recount("t", 0.0)
+
+    run(test())
+
+
+def test_removed_objects_are_told(shared: Opened) -> None:
+    async def test() -> None:
+        async with shared() as one, shared() as other:
+            assert isinstance(one, SharedNames)
+            assert isinstance(other, SharedNames)
+            await one.sequence()
+            begin, known = await one.removed(0)
+            assert known is None, "nobody knows what was before"
+            assert await one.removed(begin) == (begin, [])
+            await other.remove([b"a", b"b"])
+            await other.put("t", "n", b"", [], yes)
+            await other.remove([b"c"])
+            now, found = await one.removed(begin)
+            assert found == [b"a", b"b", b"c"]
+            assert await one.removed(now) == (now, [])
+
+    run(test())
+
+
+def test_a_server_that_ignores_conditions_holds_no_names(
+    rclone_s3: S3Server, s3_environment: None
+) -> None:
+    async def test() -> None:
+        async with closing_names(open_shared_names(rclone_s3.url("n"), Credentials())) as names:
+            assert await names.find("t", "n") is None
+            with pytest.raises(UnsupportedError, match="conditional writes"):
+                await names.put("t", "n", b"{}", [], yes)
+
+    run(test())
+
+
+def test_a_server_that_evicts_any_key_holds_no_names(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    async def test() -> None:
+        async with closing_names(open_shared_names(redis_server.url, Credentials())) as names:
+            with pytest.raises(UnsupportedError, match="allkeys-lru"):
+                await names.put("t", "n", b"{}", [], yes)
+
+    emptied(redis_server)
+    redis_server.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru", "maxmemory", "100mb")
+    try:
+        run(test())
+    finally:
+        redis_server.ask("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", "0")
