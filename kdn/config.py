@@ -59,11 +59,18 @@ class DepotSettings:
     disk_bytes: int = 50 * 2**30
     policy: str = "cost"
     upstream: str = ""
-    """URL of a node behind this one."""
+    """URL of the centre: the node behind this one, which makes this one a region."""
     upstream_token: str = field(default="", repr=False)
     upstream_token_file: str = ""
     upstream_tls_ca: str = ""
     """A PEM file: the authority that signed the upstream's certificate, if a private one did."""
+    outbox_bytes: int = 10 * 2**30
+    """Of a region, on disk: what was put here and is not yet at the centre; 0: a put waits for the
+    centre."""
+    max_stale_s: float = 5.0
+    """Of a region: the age of what it says of names without asking the centre."""
+    upstream_timeout_s: float = 5.0
+    """For the centre to answer a question about names."""
     store_timeout_s: float = 60.0
     """For one operation of the store."""
 
@@ -168,6 +175,9 @@ class TenantSettings:
     """Of all versions of all manifests."""
     max_named_chunks: int = 200_000
     """Chunks of all names, each counted once for every name: a node keeps them all in memory."""
+    upstream_token: str = field(default="", repr=False)
+    """Of a region: this tenant's token at the centre."""
+    upstream_token_file: str = ""
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,10 @@ class QuotaError(NoSpaceError):
     """A tenant would hold more than it may."""
 
 
+class CentreAwayError(StoreError):
+    """A region cannot reach its centre, and was asked for what only that can tell."""
+
+
 class RefusedError(StoreError):
     """A place says no to whoever asks this: trying again changes nothing."""
 

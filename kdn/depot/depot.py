@@ -26,7 +26,7 @@ from kdn.files import private_folder
 from kdn.store.base import Entry, Store, is_taken
 from kdn.store.evict import Retention, open_policy
 
-DATA = re.compile(r"\w+\.sqlite(?:-\w+)?|objects|lost\+found")
+DATA = re.compile(r"\w+\.sqlite(?:-\w+)?|objects|outbox|lost\+found")
 """What there may be in a data folder."""
 DELETES_AT_ONCE = 32
 SLICE_S = 0.0005
@@ -65,6 +65,10 @@ class Depot:
             raise StoreError(f"the store took longer than {self.timeout_s} s") from None
 
     # objects
+
+    def is_central(self, key: bytes) -> bool:
+        """Whether all who share this depot's objects have it, not only this one."""
+        return True
 
     async def held_bytes(self, tenant: Tenant) -> int:
         """What a tenant's objects and manifests take of its quota."""

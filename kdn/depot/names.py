@@ -63,8 +63,38 @@ class Change:
     etag: str | None
 
 
+@dataclass(frozen=True)
+class Asked:
+    """How new an answer about a name must be. It matters where names are copies (`region/`)."""
+
+    latest: bool = False
+    """Not older than any update that was acknowledged before the question."""
+    stale_ok: bool = False
+    """If that cannot be known now: any answer, that says how old it may be."""
+    seen: int = 0
+    """Not older than this sequence, of which the one who asks has heard."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """An answer about a name."""
+
+    about: Version | None
+    sequence: int
+    """No answer of a later sequence is older than this one."""
+    stale_s: float | None = None
+    """None: it is as new as was asked for. A number: it may be older, by so many seconds."""
+
+
 class NameStore(ABC):
     """All tenants' names. Methods may be called from many tasks of one event loop."""
+
+    async def read(
+        self, tenant: str, name: str, version: int | None = None, asked: Asked | None = None
+    ) -> Told:
+        """The newest version, or that one, as new as asked for."""
+        about = await self.find(tenant, name, version)
+        return Told(about, await self.sequence())
 
     @abstractmethod
     async def find(self, tenant: str, name: str, version: int | None = None) -> Version | None:

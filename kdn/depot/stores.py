@@ -1,4 +1,4 @@
-"""The stores of a data folder, by its settings: RAM over disk, over another node if there is one.
+"""The stores of a data folder, by its settings: RAM over disk.
 
 Each tenant has its share of RAM and disk, by weight, and what others leave of theirs.
 """
@@ -15,7 +15,6 @@ from kdn.store.tiered import Tier, TieredStore
 
 MEMORY_DEADLINE_S = 1.0
 DISK_DEADLINE_S = 30.0
-UPSTREAM_DEADLINE_S = 20.0
 
 
 async def open_store(settings: DepotSettings, disk_policy: Retention, owners: Owners) -> Store:
@@ -25,22 +24,11 @@ async def open_store(settings: DepotSettings, disk_policy: Retention, owners: Ow
     if settings.memory_bytes:
         memory = MemoryStore(settings.memory_bytes, open_policy(settings.policy, owners=owners))
         tiers.append(Tier("memory", memory, MEMORY_DEADLINE_S))
-    if settings.upstream:
-        tiers.append(Tier("upstream", _open_upstream(settings), UPSTREAM_DEADLINE_S))
     if settings.disk_bytes:
         disk = await open_disk(
             settings.data / "objects", settings.disk_bytes, disk_policy, deadline_s=DISK_DEADLINE_S
         )
-        tiers.insert(1 if settings.memory_bytes else 0, Tier("disk", disk, DISK_DEADLINE_S))
+        tiers.append(Tier("disk", disk, DISK_DEADLINE_S))
     if not tiers:
         raise UnsupportedError("memory_bytes and disk_bytes are both 0: nowhere to keep bytes")
     return TieredStore(tiers) if len(tiers) > 1 else tiers[0].store
-
-
-def _open_upstream(settings: DepotSettings) -> Store:
-    from kdn.store.http import HttpStore
-    from kdn.store.node_client import NodeClient
-    from kdn.store.tls import client_tls
-
-    own = settings.upstream_credentials
-    return HttpStore(NodeClient(settings.upstream, token=own.token, tls=client_tls(own.tls_ca)))

@@ -36,6 +36,7 @@ from kdn.protocol.limits import (
 )
 from kdn.protocol.strict import parse_hex, parse_object
 from kdn.store.base import Entry, clip
+from kdn.store.streaming import Ask
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +219,15 @@ async def _send(
     response = web.StreamResponse(headers={"Content-Type": frames.CONTENT_TYPE})
     response.content_length = num_bytes
     await response.prepare(request)
-    with Sender(node, request, (tenant.name, request[CLIENT])) as sender:
+    asks = [
+        Ask(entry.key, start, end, entry.etag)
+        for _, status, entry, _, start, end in answers
+        if status == frames.OK and entry is not None and end > len(entry.head)
+    ]
+    with (
+        node.depot.store.expecting(asks),
+        Sender(node, request, (tenant.name, request[CLIENT])) as sender,
+    ):
         for index, answer in enumerate(answers):
             if index % SENT == SENT - 1 and work.is_over:
                 await work.rest()

@@ -34,6 +34,7 @@ from kdn.node.shares import Shares
 from kdn.node.state import Node
 from kdn.node.tenants import Tenants
 from kdn.node.traces import TraceRate
+from kdn.region.depot import open_region
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +180,8 @@ async def _reap(connections: Connections) -> None:
 @asynccontextmanager
 async def open_node(config: Config, queue: Queue | None = None) -> AsyncIterator[Node]:
     """A node with its depot, which is closed (and flushed) on leaving."""
-    async with open_depot(config.node, config.tenants) as depot:
+    opening = open_region if config.node.upstream else open_depot
+    async with opening(config.node, config.tenants) as depot:
         yield make_node(config, depot, queue)
 
 

@@ -17,6 +17,7 @@ from kdn.node.bodies import BodyReader
 from kdn.node.budget import Budget
 from kdn.node.checksums import Checksums
 from kdn.node.egress import Egress
+from kdn.node.feed import Feed
 from kdn.node.rates import Rates
 from kdn.node.shares import Shares
 from kdn.node.stats import NodeStats
@@ -49,9 +50,12 @@ class Node:
     """By tenant: held during each part of a long lookup."""
     num_requests: int = 0
     stopping: bool = False
+    feed: Feed = field(init=False)
+    """Of names, for those who follow them."""
 
     def __post_init__(self) -> None:
         self.depot.changed = self.checksums.forget
+        self.feed = Feed(self.depot.names)
 
     def is_alone(self, tenant: Tenant) -> bool:
         """Whether nobody else has a request in progress."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
@@ -138,8 +138,12 @@ class Store(ABC):
             span = await self.get(ask.key, ask.start, ask.end, etag=ask.etag)
             yield Piece(number, ask.start, None if span is None else span.data)
 
+    def expecting(self, asks: Sequence[Ask]) -> AbstractContextManager[None]:
+        """While these are read with `get`, in order: a store that is far away may fetch ahead."""
+        return nullcontext()
+
     async def read_into(self, asks: Sequence[Ask], receiver: Receiver) -> None:
-        """The same, put where the reader wants it."""
+        """What `read_spans` gives, put where the reader wants it."""
         async with aclosing(self.read_spans(asks)) as pieces:
             async for number, start, data in pieces:
                 if data is None:

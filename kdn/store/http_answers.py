@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kdn.errors import (
+    CentreAwayError,
     ChecksumError,
     FormatError,
     KdnError,
@@ -29,6 +30,7 @@ _ERRORS: dict[str, type[KdnError]] = {
     "checksum_mismatch": ChecksumError,
     "format_error": FormatError,
     "mismatch": MismatchError,
+    "centre_unreachable": CentreAwayError,
     "quota_exceeded": NoSpaceError,
     "no_space": NoSpaceError,
     "too_large": NoSpaceError,

@@ -49,6 +49,10 @@ class HttpLimits:
     """How long the addresses of a name are taken to be the same (`members.py`)."""
 
 
+MAX_LINE_BYTES = 64 << 10
+"""Of an answer that goes on and on."""
+
+
 class _CutError(UnavailableError):
     """The connection ended before the answer began."""
 
@@ -172,6 +176,24 @@ class NodeClient(Asking):
         except (OSError, TimeoutError) as error:
             raise UnavailableError(f"{self._shown}: POST failed: {explain(error)}") from error
 
+    @asynccontextmanager
+    async def endless(
+        self, path: str, query: Mapping[str, str], silence_s: float
+    ) -> AsyncIterator[tuple[Reply, AsyncIterator[bytes]]]:
+        """An answer that goes on and on, as lines; of any status but 200, the whole answer. It is
+        given up when nothing comes for `silence_s`."""
+        timeout = aiohttp.ClientTimeout(
+            total=None, connect=self.limits.connect_s, sock_read=silence_s
+        )
+        try:
+            async with self._opened().get(
+                self.url + path, params=query, allow_redirects=False, timeout=timeout
+            ) as answer:
+                body = b"" if answer.status == 200 else await answer.content.read(MAX_JSON_BYTES)
+                yield Reply(answer.status, body, answer.headers), _lines(answer.content)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise UnavailableError(f"{self._shown}: GET failed: {explain(error)}") from error
+
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
@@ -248,3 +270,14 @@ class _Fixed(AbstractResolver):
 
     async def close(self) -> None:
         pass
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Each as it comes; StoreError if one does not end. What is cut off is left out."""
+    rest = b""
+    async for data in content.iter_any():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+        if len(rest) > MAX_LINE_BYTES:
+            raise StoreError(f"expected lines of at most {MAX_LINE_BYTES} bytes")
