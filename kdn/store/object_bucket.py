@@ -254,6 +254,10 @@ class Bucket(Requests):
         except ANSWERS:
             return None
 
+    async def overwrite(self, path: str, data: bytes) -> None:
+        """Put in place of whatever is there, or of nothing."""
+        await self._put(path, data, "overwrite")
+
     async def _put_large(self, path: str, data: bytes, can: Abilities) -> Version | None:
         """In parts, side by side. An upload in parts takes no conditions, a copy does: so it goes
         to a place of its own first, if the server copies where nothing is and only there."""
