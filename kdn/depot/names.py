@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields
 from hashlib import blake2b
 
 from kdn.errors import ForgottenError
+from kdn.store.tally import Usage
 
 MAX_VERSIONS = 100
 MAX_CHANGES = 10_000
@@ -170,9 +171,9 @@ class SharedNames(NameStore):
     tenant holds, and what no cache may keep."""
 
     @abstractmethod
-    async def count(self, tenant: str, more_bytes: int) -> int:
-        """The tenant's objects take so much more (or less). What objects and manifests take now, as
-        counted by all nodes; never below 0."""
+    async def count(self, tenant: str, more: Usage) -> Usage:
+        """The tenant has so many more objects (or fewer), which take so much more. What it has now,
+        as all nodes counted it, never below 0; manifests are among the bytes."""
 
     @abstractmethod
     async def begin_recount(self, tenant: str, every_s: float) -> bool:

@@ -30,6 +30,7 @@ from kdn.depot.names import (
 )
 from kdn.depot.redis_primary import RedisPrimary
 from kdn.errors import ChecksumError, ConditionError, FormatError, QuotaError, StoreError
+from kdn.store.tally import Usage
 
 MAX_REMOVED = 1 << 16
 REMOVED_AT_ONCE = 4096
@@ -170,9 +171,11 @@ class RedisNames(SharedNames):
 
     # what nodes agree on
 
-    async def count(self, tenant: str, more_bytes: int) -> int:
+    async def count(self, tenant: str, more: Usage) -> Usage:
         keys = [f"done:{token_hex(8)}", f"{tenant}:totals"]
-        return int(await self._redis.write(scripts.COUNT, keys, more_bytes))
+        found = await self._redis.write(scripts.COUNT, keys, more.objects, more.size_bytes)
+        objects, size_bytes = map(int, found.split())
+        return Usage(objects, size_bytes)
 
     async def begin_recount(self, tenant: str, every_s: float) -> bool:
         keys = [f"done:{token_hex(8)}", f"{tenant}:totals"]

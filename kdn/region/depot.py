@@ -30,6 +30,7 @@ from kdn.store.disk import open_disk
 from kdn.store.evict import Retention, open_policy
 from kdn.store.http_answers import unhex
 from kdn.store.node_client import HttpLimits
+from kdn.store.tally import Usage
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +52,9 @@ class RegionDepot(Depot):
     def is_central(self, key: bytes) -> bool:
         return self.region.is_central(key)
 
-    async def held_bytes(self, tenant: Tenant) -> int:
+    async def held(self, tenant: Tenant) -> Usage:
         outbox = self.region.outbox
-        return outbox.usage(tenant.prefix).size_bytes if outbox else 0
+        return outbox.usage(tenant.prefix) if outbox else Usage()
 
     async def check_room(
         self, tenant: Tenant, key: bytes, size_bytes: int, replacing: bytes | None

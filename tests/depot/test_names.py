@@ -19,6 +19,7 @@ from kdn.depot.names import MAX_VERSIONS, NameStore, SharedNames, Totals, Versio
 from kdn.depot.shared_names import open_shared_names
 from kdn.depot.sqlite_names import SqliteNames
 from kdn.errors import ConditionError, ForgottenError, QuotaError, UnsupportedError
+from kdn.store.tally import Usage
 from tests.node.harness import run
 from tests.servers import emptied
 
@@ -385,11 +386,11 @@ def test_counts_of_all_nodes(shared: Opened) -> None:
             assert isinstance(one, SharedNames)
             assert isinstance(other, SharedNames)
             await one.put("t", "n", b"12345", [], yes)
-            assert await one.count("t", 100) == 105
-            assert await other.count("t", 0) == 105
-            assert await other.count("t", -40) == 65
-            assert await one.count("t", -1000) == 5
-            assert await one.count("u", 0) == 0
+            assert await one.count("t", Usage(2, 100)) == Usage(2, 105)
+            assert await other.count("t", Usage()) == Usage(2, 105)
+            assert await other.count("t", Usage(-1, -40)) == Usage(1, 65)
+            assert await one.count("t", Usage(-7, -1000)) == Usage(0, 5)
+            assert await one.count("u", Usage()) == Usage()
             assert await one.begin_recount("t", 3600.0)
             assert not await other.begin_recount("t", 3600.0)
             assert await other.begin_recount("t", 0.0)
