@@ -72,3 +72,7 @@ class ConditionError(KdnError):
     def __init__(self, newest: str | None):
         super().__init__("the newest version is another one")
         self.newest = newest
+
+
+class ForgottenError(KdnError):
+    """Changes of names were asked for that are no longer known: list all names instead."""

@@ -6,6 +6,7 @@ started is ended with the `with` block, however that ends; every wait has a dead
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ SLOTS_FIELD = 8
 """Of a line of CLUSTER NODES."""
 NODE_TIMEOUT_MS = 2000
 """After so long a Cluster or a Sentinel gives a silent master up."""
+PORTS = range(12_000, 32_000)
 QUIET = ("--save", "", "--appendonly", "no", "--daemonize", "no", "--loglevel", "notice")
 
 
@@ -65,10 +67,14 @@ def needed(name: str, advice: str) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Not one of those that the system gives to clients: before a server listens there, a client
+    might have it."""
+    for _ in range(100):
+        port = PORTS.start + secrets.randbelow(len(PORTS))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError(f"no free port from {PORTS.start} to {PORTS.stop}")
 
 
 class RedisServer:

@@ -196,12 +196,15 @@ def node(
     insecure: Annotated[
         bool | None, typer.Option("--insecure", help="Listen beyond loopback without tokens.")
     ] = None,
+    store: Annotated[
+        str | None, typer.Option(help="A store that many nodes share, as redis:// or s3://.")
+    ] = None,
 ) -> None:
     """Serve stores over HTTP. Works without any configuration, on loopback."""
     from kdn.config import load_config
     from kdn.node.server import run
 
-    flags = {"data": data, "host": host, "port": port, "insecure": insecure}
+    flags = {"data": data, "host": host, "port": port, "insecure": insecure, "store": store}
     run(load_config(config, {f"node.{name}": value for name, value in flags.items()}))
 
 
