@@ -37,6 +37,7 @@ bench = lazy_group(
         "ttft": ("kdn.bench.ttft:run", "Time to first token over shaped links, with a real model."),
         "vllm": ("kdn.bench.vllm:run", "First token of a fresh vLLM engine, beside LMCache."),
         "gpu": ("kdn.bench.gpu:run", "Decoding on a GPU beside prefill, and over links."),
+        "export": ("kdn.bench.export:run", "A delivery from plain nginx beside one from a node."),
     }
 )
 app.add_typer(bench, name="bench", help="Measure on real data, with tables, JSON and plots.")
