@@ -108,6 +108,11 @@ def is_url(place: Place) -> bool:
     return str(place).startswith(("http://", "https://"))
 
 
+def is_read_only(where: Sequence[Place]) -> bool:
+    """Whether nothing can be written to any of them: all are exports."""
+    return all(is_url(place) and is_export(str(place)) for place in where)
+
+
 @dataclass(frozen=True)
 class _Opened:
     endpoint: Endpoint

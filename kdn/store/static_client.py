@@ -34,8 +34,9 @@ FORBIDDEN = 403
 
 
 def is_export(url: str) -> bool:
-    """A node's URL has no path; that of an export has, if only the name of its root file."""
-    return urlsplit(url).path.strip("/") != ""
+    """A node's URL has no path; that of an export has, if only the name of its root file. A list of
+    URLs is one of nodes."""
+    return "," not in url and urlsplit(url).path.strip("/") != ""
 
 
 @dataclass(frozen=True)
