@@ -3,6 +3,8 @@
 One string may name several nodes that share a store, and answer alike: URLs separated by commas, or
 a name that has several addresses (`store/many_nodes.py`).
 
+A URL with a path is an export (`kdn export`) on any web server: it is only read.
+
 A folder is a depot, as a node has one: the same stores, the same names, the same layout on disk.
 What was learned into it can be served later, with `kdn node --data FOLDER`; one process at a time
 may have it open. Everything is read from all places, folders first. What is new goes to one of
@@ -25,10 +27,13 @@ from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.depot.depot import open_depot
 from kdn.errors import UnsupportedError
 from kdn.places.names import FolderNames, Names, NodeNames
+from kdn.places.static_names import LayeredNames, StaticNames
 from kdn.store.base import Store
 from kdn.store.many_nodes import ManyNodes, node_store, open_nodes
 from kdn.store.node_client import HttpLimits, NodeClient
 from kdn.store.part import PartStore
+from kdn.store.static import StaticProfiles, StaticStore
+from kdn.store.static_client import StaticClient, is_export
 from kdn.store.tls import client_tls
 
 MEMORY_BYTES = 256 << 20
@@ -49,7 +54,7 @@ class Places:
     profiles: tuple[Store, ...]
     """Profiles by profile id; the first is where new ones go."""
     names: Names
-    """Of the place that takes what is new."""
+    """Of the place that takes what is new; what it does not have, exports may."""
 
 
 @asynccontextmanager
@@ -72,16 +77,21 @@ async def open_places(
     async with AsyncExitStack() as stack:
         opened = []
         for place in every:
-            if is_url(place):
+            if is_url(place) and is_export(str(place)):
+                export = StaticClient(str(place), limits=limits, tls=tls)
+                opened.append(_open_export(stack, str(place), export))
+            elif is_url(place):
                 opened.append(_open_node(stack, str(place), node(str(place))))
             else:
                 path = Path(place).expanduser()
                 opened.append(await _open_folder(stack, path, memory_bytes, disk_bytes))
-        first = next((one for one in opened if not one.endpoint.local), opened[0])
+        first = min(opened, key=_rank)
         opened.sort(key=lambda one: one is not first)
         endpoints = Endpoints([one.endpoint for one in opened])
         profiles = tuple(one.profiles for one in opened)
-        yield Places(endpoints, first.endpoint, profiles, first.names)
+        below = [one.names for one in opened[1:] if one.endpoint.store.read_only]
+        names = LayeredNames(first.names, below) if below else first.names
+        yield Places(endpoints, first.endpoint, profiles, names)
 
 
 def checked_places(where: Where) -> list[Place]:
@@ -101,11 +111,28 @@ def is_url(place: Place) -> bool:
     return str(place).startswith(("http://", "https://"))
 
 
+def is_read_only(where: Sequence[Place]) -> bool:
+    """Whether nothing can be written to any of them: all are exports."""
+    return all(is_url(place) and is_export(str(place)) for place in where)
+
+
 @dataclass(frozen=True)
 class _Opened:
     endpoint: Endpoint
     profiles: Store
     names: Names
+
+
+def _rank(place: _Opened) -> tuple[bool, bool]:
+    """What is new goes to the first of the best: one that can be written to, better a node."""
+    return place.endpoint.store.read_only, place.endpoint.local
+
+
+def _open_export(stack: AsyncExitStack, url: str, export: StaticClient) -> _Opened:
+    """Nothing is asked of its server yet, either."""
+    stack.push_async_callback(export.close)
+    endpoint = Endpoint(StaticStore(export), name=url)
+    return _Opened(endpoint, StaticProfiles(export), StaticNames(export))
 
 
 def _open_node(stack: AsyncExitStack, url: str, node: NodeClient | ManyNodes) -> _Opened:
