@@ -60,7 +60,7 @@ class Gate:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
-        with suppress(OSError):
+        with suppress(OSError, asyncio.CancelledError):
             source, target = await asyncio.open_connection("127.0.0.1", self._target)
             self._writers.add(target)
             await asyncio.gather(
