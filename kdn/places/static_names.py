@@ -26,7 +26,7 @@ class StaticNames(Names):
     def __init__(self, client: StaticClient) -> None:
         self._client = client
 
-    async def get(self, name: str) -> Named | None:
+    async def get(self, name: str, *, latest: bool = False, stale_ok: bool = False) -> Named | None:
         told = await self._told(name)
         if told is None:
             return None
@@ -76,8 +76,8 @@ class LayeredNames(Names):
     def __init__(self, own: Names, below: Sequence[Names]) -> None:
         self._own, self._below = own, below
 
-    async def get(self, name: str) -> Named | None:
-        found = await self._own.get(name)
+    async def get(self, name: str, *, latest: bool = False, stale_ok: bool = False) -> Named | None:
+        found = await self._own.get(name, latest=latest, stale_ok=stale_ok)
         for one in self._below:
             if found is not None:
                 break

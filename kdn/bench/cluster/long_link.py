@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from kdn.bench.link_proxy import PIECE_BYTES, LinkPace
+from kdn.bench.link_proxy import LinkPace
 from kdn.bench.servers import free_port
 from kdn.session.loop import LoopThread
 
 START_S = 5.0
+PIECE_BYTES = 64 << 10
 MAX_PIECES = 64
 """That are under way on one connection, in one direction: 4 MiB."""
 
