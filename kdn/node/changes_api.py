@@ -42,10 +42,7 @@ async def _follow(
     node: Node, request: web.Request, response: web.StreamResponse, after: int, arrived_s: float
 ) -> None:
     tenant, feed, told_s = request[TENANT].name, node.feed, arrived_s
-    while True:
-        await feed.newer(told_s, after, HEARTBEAT_S)
-        if node.stopping:
-            return
+    while await feed.newer(told_s, after, HEARTBEAT_S, lambda: node.stopping):
         sequence, told_s = feed.sequence, feed.as_of_s
         while after < sequence:
             changes = await node.depot.wait(node.depot.names.changes(after, PAGE))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from kdn.background import supervise
@@ -47,16 +47,22 @@ class Feed:
                 self._task.cancel()
                 self._task = None
 
-    async def newer(self, than_s: float, sequence: int, patience_s: float) -> None:
-        """Wait until the store has been looked at after `than_s` and is beyond `sequence`; with
-        patience only for the former. ConnectionResetError if the store cannot be looked at."""
+    async def newer(
+        self, than_s: float, sequence: int, patience_s: float, ends: Callable[[], bool]
+    ) -> bool:
+        """Wait until the store has been looked at after `than_s` and is beyond `sequence`; after
+        `patience_s` only for the former. False if everything `ends`; ConnectionResetError if the
+        store cannot be looked at."""
         loop = asyncio.get_running_loop()
         end_s, give_up_s = loop.time() + patience_s, loop.time() + GIVE_UP_S
         async with self._polled:
             while self.as_of_s <= than_s or (self.sequence <= sequence and loop.time() < end_s):
+                if ends():
+                    return False
                 if loop.time() > give_up_s:
                     raise ConnectionResetError("the store of names does not answer")
                 await self._polled.wait()
+        return True
 
     async def _poll(self) -> None:
         while True:

@@ -7,7 +7,9 @@ read: whoever comes second reads again.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -26,7 +28,9 @@ from kdn.store.node_client import Asking
 
 SILENCE_S = 30.0
 """While a node deletes what a name used, it says nothing."""
-ATTEMPTS = 8
+ATTEMPTS = 16
+MAX_TURN_S = 0.02
+"""Those who change one name at the same time wait for a random time, longer each time."""
 _REPORTED = ("deleted", "kept", "missing")
 MAX_DIGITS = 18
 """Of a sequence that is sent along."""
@@ -76,6 +80,7 @@ class Names(ABC):
             manifest = update(found.manifest if found else {})
             if await self.put(name, manifest, found.etag if found else None):
                 return
+            await asyncio.sleep(random.uniform(0, MAX_TURN_S * (attempt + 1)))
         raise StoreError(f"{name!r} is being changed by others all the time; try again")
 
 

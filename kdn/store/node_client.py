@@ -152,7 +152,7 @@ class NodeClient(Asking):
     async def _ask(self, limit_bytes: int, *asked: Any) -> Reply:
         async with self._sent(*asked) as answer:
             length = answer.content_length
-            if length is None and answer.status != 204:
+            if length is None and answer.status not in (204, 304):
                 raise UnavailableError(f"{self._shown}: expected Content-Length, found none")
             if (length or 0) > limit_bytes:
                 raise LimitError(

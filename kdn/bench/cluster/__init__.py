@@ -6,5 +6,7 @@
   the servers directly, by `raw.py`. `shards.py` starts clusters of any size.
 - Part b, `faults.py`: servers are killed and cut off under the load of `ledger.py`, which knows
   what was acknowledged.
-- Part c, `regions.py`: regions over the shaped links of `long_link.py`.
+- Part c, `regions.py`: regions over the shaped links of `long_link.py`; `linearizable.py` lets
+  clients of several regions change names while links (`link.py`) and nodes (`processes.py`) fail,
+  and `history.py` checks what they were told.
 """

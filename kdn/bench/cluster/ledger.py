@@ -106,7 +106,7 @@ async def _write(store: Store, ledger: Ledger, seed: Sequence[int], stop: asynci
                 ledger.acknowledged[item.key] = told
             ledger.note("put", began_s)
         except (KdnError, OSError) as error:
-            ledger.note("put", began_s, _reason(error))
+            ledger.note("put", began_s, reason_of(error))
         await asyncio.sleep(PAUSE_S)
 
 
@@ -127,7 +127,7 @@ async def _read_one(store: Store, ledger: Ledger, key: bytes) -> None:
     try:
         span = await store.get(key)
     except (KdnError, OSError) as error:
-        ledger.note("get", began_s, _reason(error))
+        ledger.note("get", began_s, reason_of(error))
         return
     ledger.note("get", began_s)
     if span is None:
@@ -136,7 +136,7 @@ async def _read_one(store: Store, ledger: Ledger, key: bytes) -> None:
         ledger.wrong_bytes += 1
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:120]}"
 
 

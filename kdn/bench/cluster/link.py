@@ -105,5 +105,5 @@ class Link:
                 self.up_bytes += len(piece)
             sink.write(piece)
             await sink.drain()
-        with suppress(OSError):
+        with suppress(OSError, RuntimeError):  # uvloop says so of a transport that is gone
             sink.write_eof()

@@ -44,6 +44,7 @@ class Plan:
     """How long names are written and read for the histogram."""
     name_operations: int = 10_000
     name_clients: int = 8
+    name_faults: int = 40
 
 
 QUICK = Plan(
@@ -62,4 +63,5 @@ QUICK = Plan(
     calm_s=0.5,
     stale_s=2.0,
     name_operations=1000,
+    name_faults=6,
 )

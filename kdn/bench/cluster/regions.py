@@ -6,14 +6,17 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
 
+from kdn.bench.cluster import linearizable
 from kdn.bench.cluster.crowd import BATCH, Buffers, Seen, percentile, read_prompt
 from kdn.bench.cluster.items import SMALL_BYTES, Item, make_items, put_all
+from kdn.bench.cluster.ledger import reason_of
 from kdn.bench.cluster.long_link import LongLink, long_link
 from kdn.bench.cluster.rows import Run
 from kdn.bench.cluster.speed import opened
@@ -58,6 +61,7 @@ async def measure_regions(run: Run) -> None:
         await one_copy(run, one)
     with world(run, run.plan.regions) as several:
         await staleness(run, several)
+    await force_latest(run)
 
 
 # what crosses the link
@@ -130,10 +134,10 @@ async def staleness(run: Run, several: World) -> None:
     ages = [written.age_s(asked_s, version) for own, _ in found for asked_s, version in own]
     run.rows.add(
         "c", "staleness", reads=len(ages), versions=len(written.versions),
-        errors=sum(errors for _, errors in found), age_p50_s=percentile(ages, 50),
+        errors=sum(len(errors) for _, errors in found), age_p50_s=percentile(ages, 50),
         age_p99_s=percentile(ages, 99), age_max_s=max(ages, default=0.0),
         not_monotonic=sum(_steps_back([version for _, version in own]) for own, _ in found),
-        histogram=histogram(ages),
+        histogram=histogram(ages), reasons=sorted({one for _, own in found for one in own})[:5],
     )  # fmt: skip
 
 
@@ -153,19 +157,20 @@ async def _write(url: str, written: Versions, stop: asyncio.Event) -> None:
         await node.close()
 
 
-async def _read(url: str, stop: asyncio.Event) -> tuple[list[tuple[float, int]], int]:
+async def _read(url: str, stop: asyncio.Event) -> tuple[list[tuple[float, int]], list[str]]:
+    """When each version was asked for, and what went wrong."""
     node = NodeClient(url)
     names = NodeNames(node)
     seen: list[tuple[float, int]] = []
-    errors = 0
+    errors: list[str] = []
     try:
         while not stop.is_set():
             asked_s = time.monotonic()
             try:
                 found = await names.get("bench")
                 seen.append((asked_s, found.version if found else 0))
-            except KdnError:
-                errors += 1
+            except KdnError as error:
+                errors.append(reason_of(error))
             await asyncio.sleep(READ_S)
     finally:
         await node.close()
@@ -184,3 +189,29 @@ def histogram(ages_s: Sequence[float]) -> dict[str, int]:
         at = next((at for at, edge in enumerate(EDGES_S) if age_s <= edge), len(EDGES_S))
         counts[names[at]] += 1
     return counts
+
+
+# whether the latest was the latest
+
+
+async def force_latest(run: Run) -> None:
+    """Clients of three regions read and write names while links are cut and nodes killed; all they
+    were told is checked (`history.py`)."""
+    plan = run.plan
+    told = await linearizable.run(
+        run.folder("names"),
+        linearizable.Plan(
+            operations=plan.name_operations, clients=plan.name_clients, faults=plan.name_faults,
+            seed=run.seed,
+        ),
+    )  # fmt: skip
+    rules = Counter(one.rule for one in told.violations)
+    run.rows.add(
+        "c", "force_latest", operations=len(told.operations), seconds=told.seconds,
+        stale_force_latest=told.stale_force_latest, not_monotonic=rules["monotonic"],
+        too_old=rules["stale"], acknowledged_lost=told.acknowledged_lost,
+        age_p50_s=percentile(told.ages_s, 50), age_p99_s=percentile(told.ages_s, 99),
+        **{name.replace(" ", "_"): count for name, count in sorted(told.counts.items())},
+        faults=dict(told.faults), reasons=[one.what for one in told.violations[:5]],
+        histogram=histogram(told.ages_s),
+    )  # fmt: skip

@@ -17,9 +17,10 @@ OVER_CLUSTER_BAR_S = 1.0
 NO_ERRORS = {"node_errors": "kill a node", "reshard_errors": "add a shard and reshard"}
 """Where every request has somebody to answer it."""
 NOTHING = (
-    "acknowledged_lost", "wrong_bytes", *NO_ERRORS, "not_monotonic", "stale_force_latest",
+    "acknowledged_lost", "wrong_bytes", *NO_ERRORS, "not_monotonic", "too_old",
+    "stale_force_latest",
 )  # fmt: skip
-NOT_SHOWN = ("part", "what", "histogram", "reasons")
+NOT_SHOWN = ("part", "what", "histogram", "reasons", "faults")
 
 
 def figures_of(rows: Rows) -> dict[str, Any]:
@@ -29,7 +30,8 @@ def figures_of(rows: Rows) -> dict[str, Any]:
         ratios = [row["ratio"] for row in rows.of("ratio") if row["store"] == store]
         if ratios:
             told[f"{store}_of_raw"] = geometric_mean(ratios)
-    for name in ("acknowledged_lost", "wrong_bytes"):
+    for name in ("acknowledged_lost", "wrong_bytes", "not_monotonic", "too_old",
+                 "stale_force_latest"):  # fmt: skip
         found = [row[name] for row in rows.rows if name in row]
         if found:
             told[name] = sum(found)
@@ -41,10 +43,6 @@ def figures_of(rows: Rows) -> dict[str, Any]:
             told[name] = sum(row["errors"] for row in found)
     if copies := rows.of("one document"):
         told["long_link_copies"] = max(row["long_link_copies"] for row in copies)
-    if stale := rows.of("staleness"):
-        told["not_monotonic"] = sum(row["not_monotonic"] for row in stale)
-    if checked := rows.of("force_latest"):
-        told["stale_force_latest"] = sum(row["stale_force_latest"] for row in checked)
     return told
 
 
