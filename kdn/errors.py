@@ -62,7 +62,7 @@ class QuotaError(NoSpaceError):
     """A tenant would hold more than it may."""
 
 
-class CentreAwayError(StoreError):
+class CentreAwayError(UnavailableError):
     """A region cannot reach its centre, and was asked for what only that can tell."""
 
 

@@ -31,9 +31,9 @@ SILENCE_S = 30.0
 ATTEMPTS = 16
 MAX_TURN_S = 0.02
 """Those who change one name at the same time wait for a random time, longer each time."""
-_REPORTED = ("deleted", "kept", "missing")
 MAX_DIGITS = 18
 """Of a sequence that is sent along."""
+_REPORTED = ("deleted", "kept", "missing")
 
 
 @dataclass(frozen=True)
