@@ -338,6 +338,10 @@ class TestPublisher:
         assert endpoint_of("ipc:///x", 1) == "ipc:///x_dp1"
         assert endpoint_of("tcp://*:5557", 0) == "tcp://*:5557"
 
+    def test_places_elsewhere_are_told_from_folders(self) -> None:
+        assert not Settings.parse({"url": "/data"}).is_remote
+        assert Settings.parse({"url": ["/data", "http://x:1"]}).is_remote
+
     def test_settings(self) -> None:
         given = {"events_endpoint": "tcp://*:1", "events_topic": "kv@a@b"}
         told = Settings.parse({"url": "x", **given})

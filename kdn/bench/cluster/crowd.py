@@ -18,6 +18,8 @@ from kdn.store.streaming import Ask
 
 BATCH = 32
 """Chunks of a prompt: 8,192 tokens."""
+CLIENT_BYTES = 10 << 20
+"""Memory of one client of many: of large chunks it reads fewer at a time."""
 
 
 class Buffers:
@@ -76,21 +78,21 @@ async def crowd(
     store: Store, items: Sequence[Item], clients: int, window_s: float, seed: int = 0
 ) -> dict[str, Any]:
     """Each reads one prompt after the other, for so long."""
+    batch = max(1, min(BATCH, CLIENT_BYTES // max(item.size_bytes for item in items)))
     seen, began_s = Seen(), time.perf_counter()
     until_s = began_s + window_s
-    await asyncio.gather(
-        *(_client(store, items, until_s, Random(f"{seed} {at}"), seen) for at in range(clients))
-    )
-    return seen.told(time.perf_counter() - began_s)
+    rngs = [Random(f"{seed} {at}") for at in range(clients)]
+    await asyncio.gather(*(_client(store, items, batch, until_s, rng, seen) for rng in rngs))
+    return {"chunks": batch, **seen.told(time.perf_counter() - began_s)}
 
 
 async def _client(
-    store: Store, items: Sequence[Item], until_s: float, rng: Random, seen: Seen
+    store: Store, items: Sequence[Item], batch: int, until_s: float, rng: Random, seen: Seen
 ) -> None:
-    buffers = Buffers(BATCH, max(item.size_bytes for item in items))
+    buffers = Buffers(batch, max(item.size_bytes for item in items))
     while time.perf_counter() < until_s:
         first = rng.randrange(len(items))
-        prompt = [items[(first + at) % len(items)] for at in range(BATCH)]
+        prompt = [items[(first + at) % len(items)] for at in range(batch)]
         try:
             await read_prompt(store, prompt, buffers, seen)
         except (KdnError, OSError):

@@ -45,7 +45,6 @@ from kdn.engines.vllm.targets import layers_in_order, scales_of
 from kdn.engines.vllm.warming import in_own_thread, warm_up_gpu
 from kdn.engines.vllm.weights import Weights
 from kdn.engines.vllm.worker import WorkerSide
-from kdn.places.places import is_url
 
 logger = logging.getLogger("vllm.kdn")
 
@@ -151,7 +150,7 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
         assert self._scheduler is not None
         host = min(self._scheduler.host_tokens(request.request_id), num_external_tokens)
-        is_remote = any(map(is_url, self._settings.session.where))
+        is_remote = self._settings.is_remote
         place = CacheHitSource.EXTERNAL_UNSPECIFIED if is_remote else CacheHitSource.DISK
         found = {CacheHitSource.HOST: host, place: num_external_tokens - host}
         return {source: count for source, count in found.items() if count}

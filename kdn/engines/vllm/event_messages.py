@@ -30,7 +30,6 @@ except ImportError:  # before 0.32 both had one form
 
 GROUP = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
 """Of the only group of layers that there is: `check_blocks` refuses others."""
-LOCALITY = {Medium.HOST: "LOCAL", Medium.PLACE: "REMOTE"}
 
 
 def are_wanted(config: Any, settings: Settings) -> bool:
@@ -46,6 +45,8 @@ class Messages:
     def __init__(self, config: Any, settings: Settings) -> None:
         self._block_tokens = int(config.cache_config.block_size)
         self.events = Events(self._block_tokens, self._extra_keys)
+        place = "REMOTE" if settings.is_remote else "LOCAL"
+        self._locality = {Medium.HOST: "LOCAL", Medium.PLACE: place}
         parallel = config.parallel_config
         self._rank = int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
         self._publisher: EventPublisher | None = None
@@ -72,7 +73,7 @@ class Messages:
             self._publisher.close()
 
     def _message(self, event: Event) -> Any:
-        about = {"medium": event.medium.value, "locality": LOCALITY[event.medium]}
+        about = {"medium": event.medium.value, "locality": self._locality[event.medium]}
         if not isinstance(event, Stored):
             return BlockRemoved(block_hashes=_names(event.hashes), group_idx=0, **about)
         blocks = event.blocks

@@ -81,6 +81,12 @@ class Settings:
         )
         return cls(session, **_checked(given, _OWN))
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether some place is elsewhere: neither a folder nor the URL of one."""
+        places = map(str, self.session.where)
+        return any("://" in place and not place.startswith("file://") for place in places)
+
     def for_engine(
         self, *, consumes: bool, produces: bool, ranks: int = 1, rank: int | None = None
     ) -> Settings:
