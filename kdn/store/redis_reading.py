@@ -143,6 +143,12 @@ class SpanJob(Job):
     def progress(self) -> int:
         return self._position
 
+    @property
+    def travelling_bytes(self) -> int:
+        part = self._position // PART_BYTES
+        end = min(self._end, (part + 1) * PART_BYTES)
+        return 2 * RECORD_BYTES + max(0, end - self._position)
+
     def commands(self) -> Sequence[Command]:
         """From where the last attempt got to: a receiver takes every byte once."""
         self.is_gone = self._accepted = False
