@@ -52,7 +52,9 @@ class Pools:
     async def ask(self, server: Server, jobs: Sequence[Job], *, asking: bool = False) -> None:
         """CutError if the server is not there, or goes; then some jobs may be answered."""
         options = self._address.options
-        silence_s = max(options.silence_s, options.wait_s + 1)
+        silence_s = options.silence_s
+        if any(job.writes for job in jobs):  # a server that waits for replicas says nothing
+            silence_s = max(silence_s, options.wait_s + 1)
         try:
             async with self._pool(server).leased(self, server) as connection:
                 await connection.ask(jobs, silence_s, asking=asking)

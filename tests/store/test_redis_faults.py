@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,8 @@ from tests.servers import emptied, started
 from tests.store.contract import closing, content, etag_of, put, read
 
 LIMIT_S = 40.0
+SLACK_S = 2.0
+"""After a failover: one second, and as much for a busy machine."""
 
 
 def run(test: Awaitable[None], limit_s: float = LIMIT_S) -> None:
@@ -53,7 +55,7 @@ class Load:
         self.wrong: list[bytes] = []
         self.lost: list[bytes] = []
         self.errors: list[str] = []
-        self.longest_s = 0.0
+        self.longest_read_s = 0.0
         self._goes_on = True
 
     @asynccontextmanager
@@ -69,25 +71,24 @@ class Load:
     async def _write(self) -> None:
         while self._goes_on:
             key, data = os.urandom(8), os.urandom(20_000)
-            if await self._timed(put(self.store, key, data)):
+            if await self._tried(put(self.store, key, data)):
                 self.kept[key] = data
             await asyncio.sleep(0.005)
 
     async def _read(self) -> None:
         while self._goes_on:
             some = list(self.kept)[-32:]
-            await self._timed(self.check(some))
+            began_s = time.monotonic()
+            await self._tried(self.check(some))
+            self.longest_read_s = max(self.longest_read_s, time.monotonic() - began_s)
             await asyncio.sleep(0.005)
 
-    async def _timed(self, work: Awaitable[object]) -> bool:
-        began_s = time.monotonic()
+    async def _tried(self, work: Awaitable[object]) -> bool:
         try:
             await work
         except StoreError as error:
             self.errors.append(str(error))
             return False
-        finally:
-            self.longest_s = max(self.longest_s, time.monotonic() - began_s)
         return True
 
     async def check(self, keys: list[bytes]) -> None:
@@ -130,7 +131,7 @@ def test_masters_die_under_load_and_nothing_acknowledged_is_lost(
                     failovers_s.append(await kill_master(cluster))
             assert len(load.kept) > 30
             await load.check_all()
-            assert load.longest_s < max(failovers_s) + 1.0
+            assert load.longest_read_s < max(failovers_s) + SLACK_S
             # While a new master has no replica yet, puts are refused; nothing else is.
             assert all("replicas have it" in error for error in load.errors), load.errors
 
@@ -144,7 +145,7 @@ def test_slots_move_under_load_without_an_error(cluster: RedisClusterServers) ->
             async with load.running():
                 await asyncio.sleep(0.3)
                 new = await asyncio.to_thread(cluster.add_shard)
-                await asyncio.to_thread(cluster.reshard, new, 1500)
+                await asyncio.to_thread(cluster.reshard, new, 300)
                 await asyncio.sleep(0.2)
             assert load.errors == []
             await load.check_all()
@@ -257,19 +258,33 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 async def talking(talk: Talk) -> AsyncIterator[str]:
     """A server that answers as it likes; its address."""
 
+    tasks: set[asyncio.Task[None]] = set()
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await talk(reader, writer)
-        except (ConnectionError, asyncio.IncompleteReadError):
+        except ConnectionError:
             pass
         finally:
-            writer.close()
+            await closed(writer)
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.create_task(answer(reader, writer)))
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
     try:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def closed(writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
 
 
 async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most: int) -> None:
@@ -287,9 +302,11 @@ def test_a_read_goes_on_where_a_connection_broke(redis_server: RedisServer) -> N
     async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection("127.0.0.1", redis_server.port)
         asking = asyncio.create_task(_relay(reader, back, 1 << 30))
-        await _relay(there, writer, 77_777)
-        asking.cancel()
-        back.close()
+        try:
+            await _relay(there, writer, 77_777)
+        finally:
+            asking.cancel()
+            await closed(back)
 
     async def test() -> None:
         async with closing(open_redis_store(redis_server.url, Credentials())) as store:
@@ -333,7 +350,7 @@ def test_a_lying_server_is_an_error_or_a_miss_in_time(lie: str) -> None:
 
     async def test() -> None:
         async with talking(talk) as address:
-            url = f"redis://{address}?deadline_s=0.3&silence_s=0.2&wait=0"
+            url = f"redis://{address}?deadline_s=0.1&silence_s=0.1&wait=0&wait_s=0.1"
             async with closing(open_redis_store(url, Credentials())) as store:
                 for ask in (
                     store.get(b"key"),
