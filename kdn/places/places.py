@@ -1,5 +1,8 @@
 """Where knowledge lives, opened from strings: a folder, the URL of a node, or several of both.
 
+One string may name several nodes that share a store, and answer alike: URLs separated by commas, or
+a name that has several addresses (`store/many_nodes.py`).
+
 A folder is a depot, as a node has one: the same stores, the same names, the same layout on disk.
 What was learned into it can be served later, with `kdn node --data FOLDER`; one process at a time
 may have it open. Everything is read from all places, folders first. What is new goes to one of
@@ -16,14 +19,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kdn.checked import checked_url, shown
+from kdn.checked import checked_urls, shown
 from kdn.config import DepotSettings
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.depot.depot import open_depot
 from kdn.errors import UnsupportedError
 from kdn.places.names import FolderNames, Names, NodeNames
 from kdn.store.base import Store
-from kdn.store.http import HttpStore
+from kdn.store.many_nodes import ManyNodes, node_store, open_nodes
 from kdn.store.node_client import HttpLimits, NodeClient
 from kdn.store.part import PartStore
 from kdn.store.tls import client_tls
@@ -65,7 +68,7 @@ async def open_places(
     sizes bound folders."""
     every = checked_places(where)
     tls = client_tls(tls_ca)
-    node = partial(NodeClient, token=token, client=client, tls=tls, limits=limits)
+    node = partial(open_nodes, token=token, client=client, tls=tls, limits=limits)
     async with AsyncExitStack() as stack:
         opened = []
         for place in every:
@@ -90,7 +93,7 @@ def checked_places(where: Where) -> list[Place]:
         if not isinstance(place, str | Path) or not str(place).strip() or "\0" in str(place):
             raise UnsupportedError(f"expected a folder or the URL of a node, found {shown(place)}")
         if is_url(place) or (isinstance(place, str) and "://" in place):
-            checked_url(str(place))
+            checked_urls(str(place))
     return list(every)
 
 
@@ -105,12 +108,11 @@ class _Opened:
     names: Names
 
 
-def _open_node(stack: AsyncExitStack, url: str, node: NodeClient) -> _Opened:
-    """Nothing is asked of the node yet: one that is away now may be there later."""
+def _open_node(stack: AsyncExitStack, url: str, node: NodeClient | ManyNodes) -> _Opened:
+    """Nothing is asked of the node yet: one that is away now may be there later. Several nodes that
+    answer alike are one endpoint: who of them is asked is their store's affair."""
     stack.push_async_callback(node.close)
-    chunks, profiles = (
-        HttpStore(node, collection=collection) for collection in ("chunks", "profiles")
-    )
+    chunks, profiles = (node_store(node, collection) for collection in ("chunks", "profiles"))
     return _Opened(Endpoint(chunks, name=url), profiles, NodeNames(node))
 
 
