@@ -121,7 +121,7 @@ class Depot:
                 if self.counts is not None:
                     await self.wait(self.counts.settle(tenant))
             if replacing is not None:
-                await self._tell_removed([entry.key])
+                await self.tell_removed([entry.key])
             return kept, old is None and kept.etag == entry.etag
 
     async def delete(self, key: bytes) -> bool:
@@ -131,7 +131,7 @@ class Depot:
         if was_here and entry is not None:
             self.changed(entry)
             self._count(self._owner(key), [entry], [])
-        await self._tell_removed([key])
+        await self.tell_removed([key])
         return was_here
 
     def _owner(self, key: bytes) -> Tenant:
@@ -143,7 +143,7 @@ class Depot:
             more_bytes -= sum(entry.size_bytes for entry in gone)
             self.counts.add(tenant, len(came) - len(gone), more_bytes)
 
-    async def _tell_removed(self, keys: Sequence[bytes]) -> None:
+    async def tell_removed(self, keys: Sequence[bytes]) -> None:
         """The caches of other nodes: when this returns, they are going to know."""
         if isinstance(self.names, SharedNames) and keys:
             with suppress(UnsupportedError):  # where nothing can be told, no node uses a cache
@@ -212,7 +212,7 @@ class Depot:
         for entry in filter(None, entries):
             self.changed(entry)
         self._count(tenant, list(filter(None, entries)), [])
-        await self._tell_removed(keys)
+        await self.tell_removed(keys)
         left = await self.store.lookup(keys)
         if any(left):
             raise StoreError(f"{sum(map(bool, left))} chunks are still there after deletion")
