@@ -49,6 +49,11 @@ class StoreError(KdnError):
     """A store cannot do what was asked: broken, full or gone. Nothing acknowledged is lost."""
 
 
+class UnavailableError(StoreError):
+    """A node cannot be reached, broke off, or says that it is in trouble: another may do better.
+    What was asked of it may have happened all the same."""
+
+
 class NoSpaceError(StoreError):
     """An object is larger than what the store may hold or the disk has left."""
 
@@ -65,6 +70,10 @@ class NotAllowedError(RefusedError):
     """This token, or none, may not do that there."""
 
 
+class ReadOnlyError(RefusedError):
+    """Nothing can be written there: an export is changed by `kdn export` alone."""
+
+
 class ConditionError(KdnError):
     """A change was made for another version of a name than `newest`: the etag that is there, None
     if there is no such name."""
@@ -72,3 +81,7 @@ class ConditionError(KdnError):
     def __init__(self, newest: str | None):
         super().__init__("the newest version is another one")
         self.newest = newest
+
+
+class ForgottenError(KdnError):
+    """Changes of names were asked for that are no longer known: list all names instead."""

@@ -11,9 +11,13 @@ import pytest
 import torch
 
 from tests.servers import (  # noqa: F401  (fixtures)
+    moto_s3,
+    rclone_s3,
+    rclone_s3_as_it_is,
     redis_cluster,
     redis_sentinel,
     redis_server,
+    s3_environment,
     valkey_server,
 )
 

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import pytest
 
-from kdn.bench import servers
+from kdn.bench import s3_servers, servers
+from kdn.bench.s3_servers import S3Server
 from kdn.bench.servers import MissingError, RedisClusterServers, RedisServer, SentinelServers
 
 T = TypeVar("T")
@@ -59,3 +60,34 @@ def emptied(*each: RedisServer) -> None:
     """Of all keys; replicas empty themselves after their masters."""
     for server in each:
         server.ask("FLUSHALL")
+
+
+@pytest.fixture(scope="session")
+def rclone_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """It takes no conditions."""
+    folder = tmp_path_factory.mktemp("rclone")
+    with ExitStack() as stack:
+        yield started(stack, lambda: s3_servers.rclone_s3(folder))
+
+
+@pytest.fixture(scope="session")
+def rclone_s3_as_it_is(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """Its ranges are refused by clients, too."""
+    folder = tmp_path_factory.mktemp("rclone-as-it-is")
+    with ExitStack() as stack:
+        yield started(stack, lambda: s3_servers.rclone_s3(folder, as_it_is=True))
+
+
+@pytest.fixture(scope="session")
+def moto_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """It keeps to conditions."""
+    folder = tmp_path_factory.mktemp("moto")
+    with ExitStack() as stack:
+        yield started(stack, lambda: s3_servers.moto_s3(folder))
+
+
+@pytest.fixture
+def s3_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials for all of these."""
+    for name, value in s3_servers.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
