@@ -49,6 +49,11 @@ class StoreError(KdnError):
     """A store cannot do what was asked: broken, full or gone. Nothing acknowledged is lost."""
 
 
+class UnavailableError(StoreError):
+    """A node cannot be reached, broke off, or says that it is in trouble: another may do better.
+    What was asked of it may have happened all the same."""
+
+
 class NoSpaceError(StoreError):
     """An object is larger than what the store may hold or the disk has left."""
 

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
@@ -48,6 +49,11 @@ class Document:
     chunks: Sequence[Chunk]
     cache: KVCache
     expected_kld: Sequence[float]
+
+
+class Place(NamedTuple):
+    address: tuple[str, int]
+    path: str
 
 
 class Goal(NamedTuple):
@@ -139,27 +145,25 @@ async def measure(
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Delivery]:
     await publish_and_export(folder, document)
-    with served(folder, "nginx", None) as url:  # untimed: kernels are compiled on first use
-        await delivered(url, document, Goal(None, 0.0))
     rows = []
-    for mbit in mbits:
-        for goal in goals:
-            for number in range(repeats):
-                for server in SERVERS if number % 2 else SERVERS[::-1]:
-                    with served(folder, server, mbit) as url:
-                        row = await delivered(url, document, goal)
-                    row = replace(row, server=server, mbit=mbit)
-                    tell(f"{mbit:g} Mbit/s, {server}: {row.done_s:.2f} s, level {_level(row):.2f}")
-                    rows.append(row)
+    with served(folder, "node") as node, served(folder, "nginx") as nginx:
+        at = {"node": node, "nginx": nginx}
+        await delivered(at["node"], None, document, Goal(None, 0.0))  # kernels are compiled
+        for mbit, goal, number in product(mbits, goals, range(repeats)):
+            for server in SERVERS if number % 2 else SERVERS[::-1]:
+                row = await delivered(at[server], mbit, document, goal)
+                row = replace(row, server=server)
+                tell(f"{mbit:g} Mbit/s, {server}: {row.done_s:.2f} s, level {_level(row):.2f}")
+                rows.append(row)
     return rows
 
 
 async def publish_and_export(folder: Path, document: Document) -> None:
     """Into folder/node/data, for a node, and folder/export."""
-    from kdn.cli.export import STREAMS
     from kdn.delivery.publish import Publisher, Values
     from kdn.places.export import export
     from kdn.places.places import open_places
+    from kdn.session.exporting import STREAMS
 
     chunks, values = document.chunks, Values(document.cache, final=True)
     async with open_places(folder / "node" / "data") as places:
@@ -177,24 +181,20 @@ async def publish_and_export(folder: Path, document: Document) -> None:
 
 
 @contextmanager
-def served(folder: Path, server: str, mbit: float | None) -> Iterator[str]:
-    """The URL of a place behind a link."""
+def served(folder: Path, server: str) -> Iterator[Place]:
     from kdn.bench.node_servers import start_kdn
     from kdn.bench.web_server import start_web
 
-    bits_per_s = None if mbit is None else mbit * 1e6
     if server == "nginx":
-        with (
-            start_web(folder / "export", folder / "web") as web,
-            shaped(web.address, bits_per_s) as link,
-        ):
-            yield f"http://127.0.0.1:{link.address[1]}/kdn"
+        with start_web(folder / "export", folder / "web") as web:
+            yield Place(web.address, "/kdn")
     else:
-        with start_kdn(folder / "node") as node, shaped(node.address, bits_per_s) as link:
-            yield f"http://127.0.0.1:{link.address[1]}"
+        with start_kdn(folder / "node") as node:
+            yield Place(node.address, "")
 
 
-async def delivered(url: str, document: Document, goal: Goal) -> Delivery:
+async def delivered(place: Place, mbit: float | None, document: Document, goal: Goal) -> Delivery:
+    """Over a link of its own."""
     from kdn.delivery.client import deliver
     from kdn.delivery.request import FAR_S, Request
     from kdn.delivery.sink import HostSink
@@ -205,10 +205,12 @@ async def delivered(url: str, document: Document, goal: Goal) -> Delivery:
     request = Request(
         chunks, codec, document.expected_kld, sink, goal.deadline_s or FAR_S, goal.enough_kld
     )
-    async with open_places(url) as places:
-        result = await deliver(request, places.endpoints)
+    with shaped(place.address, None if mbit is None else mbit * 1e6) as link:
+        url = f"http://127.0.0.1:{link.address[1]}{place.path}"
+        async with open_places(url) as places:
+            result = await deliver(request, places.endpoints)
     return Delivery(
-        "", 0.0, goal.deadline_s, result.done_s, result.lookup_s, result.kld,
+        "", mbit or 0.0, goal.deadline_s, result.done_s, result.lookup_s, result.kld,
         result.fetched_bytes, tuple(result.levels), len(result.troubles),
     )  # fmt: skip
 

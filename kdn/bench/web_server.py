@@ -15,6 +15,23 @@ from pathlib import Path
 
 from kdn.errors import KdnError
 
+SERVER = """
+server {
+    listen 80;
+    location /kdn/ {
+        alias /srv/kdn/;
+        default_type application/octet-stream;
+        add_header Cache-Control "public, max-age=5";
+        location /kdn/chunks/ {
+            alias /srv/kdn/chunks/;
+            add_header Cache-Control "public, max-age=31536000, immutable";
+        }
+    }
+    keepalive_requests 100000;
+    sendfile on;
+    tcp_nopush on;
+}
+"""
 START_S = 10.0
 STOP_S = 5.0
 
@@ -45,15 +62,15 @@ def nginx_program() -> str | None:
 
 
 @contextmanager
-def start_web(export: Path, work: Path, settings: str = "") -> Iterator[WebServer]:
-    """Serves the folder `export` under /kdn; `work` is for files of its own. `settings`: more lines
-    for its locations."""
+def start_web(export: Path, work: Path, server: str = SERVER) -> Iterator[WebServer]:
+    """Serves the folder `export` under /kdn; `work` is for files of its own. `server` is its block
+    of nginx's settings for a folder /srv/kdn and port 80."""
     program = nginx_program()
     if program is None:
         raise WebServerError("nginx is not installed: apt-get install nginx-light")
     work.mkdir(parents=True, exist_ok=True)
     port = _free_port()
-    (work / "nginx.conf").write_text(_settings(export, work, port, settings))
+    (work / "nginx.conf").write_text(_settings(export, work, port, server))
     log = work / "error.log"
     command = [program, "-p", str(work), "-c", str(work / "nginx.conf"), "-e", str(log)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -69,12 +86,13 @@ def start_web(export: Path, work: Path, settings: str = "") -> Iterator[WebServe
             process.wait()
 
 
-def _settings(export: Path, work: Path, port: int, settings: str) -> str:
+def _settings(export: Path, work: Path, port: int, server: str) -> str:
     temporary = "".join(
         f"{kind}_temp_path {work / kind}; "
         for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
     user = pwd.getpwuid(os.getuid()).pw_name
+    own = server.replace("listen 80;", f"listen 127.0.0.1:{port};").replace("/srv/kdn", str(export))
     return f"""
 daemon off; master_process off; pid {work / "nginx.pid"};
 {f"user {user};" if os.getuid() == 0 else ""}
@@ -82,20 +100,7 @@ events {{ worker_connections 1024; }}
 http {{
   log_format lines "$request_method $uri $status $http_range";
   access_log {work / "access.log"} lines; {temporary}
-  sendfile on; tcp_nopush on; keepalive_requests 100000; default_type application/octet-stream;
-  server {{
-    listen 127.0.0.1:{port};
-    location /kdn/ {{
-      alias {export}/;
-      add_header Cache-Control "public, max-age=5";
-      {settings}
-    }}
-    location /kdn/chunks/ {{
-      alias {export}/chunks/;
-      add_header Cache-Control "public, max-age=31536000, immutable";
-      {settings}
-    }}
-  }}
+  {own}
 }}
 """
 

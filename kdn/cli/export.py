@@ -13,12 +13,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kdn.checked import shown
 from kdn.cli.remote import NO_LIMIT, Whom
-from kdn.codec.format import Bitstream
-from kdn.codec.header import header_size
 from kdn.config import load_config
-from kdn.errors import MismatchError, UnsupportedError
-from kdn.places.export import Exported, OnChunk, Streams, export
+from kdn.errors import UnsupportedError
+from kdn.places.export import Exported, OnChunk, export
 from kdn.places.places import open_places
+from kdn.session.exporting import STREAMS
 
 
 def run(whom: Whom, folder: Path, names: list[str], prune: bool) -> None:
@@ -40,17 +39,6 @@ def run(whom: Whom, folder: Path, names: list[str], prune: bool) -> None:
                 )
 
     tell(asyncio.run(work()), folder)
-
-
-def verify(key: bytes, etag: bytes, data: bytes) -> None:
-    """Every byte of it, but for the seal, which takes the secret: readers verify that."""
-    stream = Bitstream.parse(data)
-    stream.verify()
-    if (stream.info.chunk_key, stream.stream_id) != (key, etag):
-        raise MismatchError(f"expected the chunk {key.hex()}, found another stream")
-
-
-STREAMS = Streams(verify, header_size)
 
 
 def tell(done: Exported, folder: Path) -> None:

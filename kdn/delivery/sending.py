@@ -18,7 +18,7 @@ from random import Random
 from xxhash import xxh3_64_intdigest
 
 from kdn.background import fault
-from kdn.delivery.endpoints import Endpoint, Rest
+from kdn.delivery.endpoints import Endpoint
 from kdn.delivery.parcel import Parcel
 from kdn.delivery.spool import Spool
 from kdn.errors import (
@@ -29,6 +29,7 @@ from kdn.errors import (
     RefusedError,
     StoreError,
 )
+from kdn.store.rest import Rest
 
 logger = logging.getLogger(__name__)
 

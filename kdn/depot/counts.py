@@ -1,10 +1,10 @@
 """How much a tenant holds, where many nodes share a store.
 
 The shared store has the sum (`SharedNames.count`). Asking it for every object would be a request
-more for each. So a node counts by itself until what it has not told comes to a 64th of the quota,
-and then tells it and learns the sum; and it does so before it refuses anything. A quota is thus
-exceeded by at most a 64th of it for every node, and by what is on its way in at that moment. A node
-tells the rest every COUNT_S, and when it closes.
+more for each. So a node counts by itself until what it has not told comes to a 64th of the quota;
+then it tells that and learns the sum, before it acknowledges more, and before it refuses anything.
+A quota is thus exceeded by at most a 64th of it for every node, and by what is on its way in at
+that moment. A node tells the rest every COUNT_S, and when it closes.
 
 The sum may drift: a node dies before it told all, two put the same object at the same moment, the
 store evicts by itself. So once in RECOUNT_S one node lists what a tenant with a quota has, in the
@@ -21,7 +21,7 @@ from contextlib import aclosing
 from kdn.background import supervise
 from kdn.depot.names import SharedNames
 from kdn.depot.tenants import Tenant
-from kdn.errors import KdnError
+from kdn.errors import KdnError, StoreError
 from kdn.store.base import Store
 from kdn.store.tally import Usage
 
@@ -54,6 +54,15 @@ class SharedCounts:
         """As all nodes have told by now."""
         await self._tell(tenant)
         return self._now(tenant)
+
+    async def settle(self, tenant: Tenant) -> None:
+        """Tell what was added, if it is much."""
+        untold = abs(self._untold[tenant.name].size_bytes)
+        if tenant.quota.limit_bytes and untold > tenant.quota.limit_bytes // SHARE:
+            try:
+                await self._tell(tenant)
+            except StoreError as error:  # the object is there: it is told with the next one
+                logger.warning("what %s holds was not told: %s", tenant.name, error)
 
     async def check(self, tenant: Tenant, more_bytes: int) -> None:
         """QuotaError if so much more would be too much."""

@@ -10,10 +10,9 @@ are there, and a depot has nothing of its own but caches. What is evicted is up 
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -35,8 +34,6 @@ from kdn.store.base import Entry, Store, is_taken
 from kdn.store.evict import Retention, open_policy
 from kdn.store.shared import SharedStore
 from kdn.store.tally import Usage
-
-logger = logging.getLogger(__name__)
 
 DATA = re.compile(r"\w+\.sqlite(?:-\w+)?|objects|cache|followed(?:\.new)?|lost\+found")
 """What there may be in a data folder."""
@@ -121,8 +118,10 @@ class Depot:
                 self.changed(known)
             if kept.etag == entry.etag:
                 self._count(tenant, [old] if old else [], [kept])
+                if self.counts is not None:
+                    await self.wait(self.counts.settle(tenant))
             if replacing is not None:
-                await self._tell_removed([entry.key])
+                await self.tell_removed([entry.key])
             return kept, old is None and kept.etag == entry.etag
 
     async def delete(self, key: bytes) -> bool:
@@ -132,7 +131,7 @@ class Depot:
         if was_here and entry is not None:
             self.changed(entry)
             self._count(self._owner(key), [entry], [])
-        await self._tell_removed([key])
+        await self.tell_removed([key])
         return was_here
 
     def _owner(self, key: bytes) -> Tenant:
@@ -144,13 +143,11 @@ class Depot:
             more_bytes -= sum(entry.size_bytes for entry in gone)
             self.counts.add(tenant, len(came) - len(gone), more_bytes)
 
-    async def _tell_removed(self, keys: Sequence[bytes]) -> None:
+    async def tell_removed(self, keys: Sequence[bytes]) -> None:
         """The caches of other nodes: when this returns, they are going to know."""
         if isinstance(self.names, SharedNames) and keys:
-            try:
+            with suppress(UnsupportedError):  # where nothing can be told, no node uses a cache
                 await self.wait(self.names.remove(keys))
-            except UnsupportedError as error:  # there are no names, either: told in docs/cluster.md
-                logger.warning("other nodes may still have deleted objects in memory: %s", error)
 
     # names
 
@@ -215,7 +212,7 @@ class Depot:
         for entry in filter(None, entries):
             self.changed(entry)
         self._count(tenant, list(filter(None, entries)), [])
-        await self._tell_removed(keys)
+        await self.tell_removed(keys)
         left = await self.store.lookup(keys)
         if any(left):
             raise StoreError(f"{sum(map(bool, left))} chunks are still there after deletion")

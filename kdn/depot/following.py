@@ -54,17 +54,23 @@ class Follower:
         await supervise("following deletions", self._run)
 
     async def _run(self) -> None:
+        is_told = False
         while True:
             try:
                 async with asyncio.timeout(STALE_S):
                     await self.follow()
+                is_told = False
             except (KdnError, OSError, TimeoutError) as error:
-                logger.warning("caches are not in use: what was deleted is not known: %s", error)
+                if not is_told:
+                    logger.warning("it is not known what others deleted, so caches rest: %s", error)
+                is_told = True
             await asyncio.sleep(FOLLOW_S)
 
     async def follow(self) -> None:
         """Drop what was removed until now."""
         now_s = self._clock()
+        if self._current_s is None:
+            await self._names.sequence()  # from now on there is something to follow
         sequence, removed = await self._names.removed(self._sequence)
         if removed is None:
             await self._store.drop_all()

@@ -173,20 +173,26 @@ class RedisNames(SharedNames):
 
     async def count(self, tenant: str, more: Usage) -> Usage:
         keys = [f"done:{token_hex(8)}", f"{tenant}:totals"]
-        found = await self._redis.write(scripts.COUNT, keys, more.objects, more.size_bytes)
+        found = await self._redis.write(
+            scripts.COUNT, keys, more.objects, more.size_bytes, may_be_evicted=True
+        )
         objects, size_bytes = map(int, found.split())
         return Usage(objects, size_bytes)
 
     async def begin_recount(self, tenant: str, every_s: float) -> bool:
         keys = [f"done:{token_hex(8)}", f"{tenant}:totals"]
-        answer = await self._redis.write(scripts.RECOUNT, keys, repr(self._clock()), every_s)
+        answer = await self._redis.write(
+            scripts.RECOUNT, keys, repr(self._clock()), every_s, may_be_evicted=True
+        )
         return answer == b"yours"
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         for first in range(0, len(keys), REMOVED_AT_ONCE):
             some = (key.hex() for key in keys[first : first + REMOVED_AT_ONCE])
             done, start = f"done:{token_hex(8)}", time.time_ns() // 1000
-            await self._redis.write(scripts.REMOVE, [done, *_REMOVALS], start, MAX_REMOVED, *some)
+            await self._redis.write(
+                scripts.REMOVE, [done, *_REMOVALS], start, MAX_REMOVED, *some, may_be_evicted=True
+            )
 
     async def removed(self, after: int) -> tuple[int, list[bytes] | None]:
         begun = await self._redis.read(scripts.BEGIN, _REMOVALS[:2], time.time_ns() // 1000)
@@ -194,8 +200,8 @@ class RedisNames(SharedNames):
             return int(begun[1]), None
         found = await self._redis.read(scripts.AFTER, _REMOVALS, after, MAX_REMOVED)
         first, last, told = found or (0, 0, [])
-        if not int(first) <= after <= int(last):
-            return int(last), None
+        if not int(first) <= after <= int(last) or len(told) != int(last) - after:
+            return int(last), None  # forgotten, or evicted
         return int(last), [bytes.fromhex(one.split()[1].decode()) for one in told]
 
     async def close(self) -> None:

@@ -38,12 +38,16 @@ class RedisPrimary:
     async def read(self, script: str, keys: Sequence[str], *args: Any) -> Any:
         return await self._try(lambda connection: self._eval(connection, script, keys, args))
 
-    async def write(self, script: str, keys: Sequence[str], *args: Any) -> bytes:
+    async def write(
+        self, script: str, keys: Sequence[str], *args: Any, may_be_evicted: bool = False
+    ) -> bytes:
         """What a script answers, when as many replicas have it as the options say; StoreError if
-        they have not in time: then it may have happened."""
+        they have not in time: then it may have happened. UnsupportedError where the server might
+        evict what must not be."""
 
         async def work(connection: Any) -> bytes:
-            await self._check_evictions(connection)
+            if not may_be_evicted:
+                await self._check_evictions(connection)
             answer: bytes = await self._eval(connection, script, keys, args)
             await self._wait(connection)
             return answer

@@ -193,9 +193,13 @@ class _Export:
                 self._num_done += 1
                 self._on_chunk(self._num_done, len(todo), self._done.new_bytes)
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(AT_ONCE):
-                group.create_task(work())
+        workers = [asyncio.create_task(work()) for _ in range(AT_ONCE)]
+        try:
+            await asyncio.gather(*workers)
+        finally:  # where one failed, the others end before the folder is given up
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
         return written
 
     async def _write_chunk(self, store: Store, entry: Entry) -> bool:

@@ -74,7 +74,12 @@ class ExportFolder:
     def entries(self) -> dict[bytes, Entry]:
         """All chunks that were exported before, and are still whole."""
         told = self._read(LIST_FILE)
-        every = [] if told is None else parse_list(told)
+        try:
+            every = [] if told is None else parse_list(told)
+        except FormatError as error:
+            raise StoreError(
+                f"{self.path / LIST_FILE} is damaged ({error}): export into an empty folder"
+            ) from error
         return {one.key: one for one in every if self.has_chunk(one)}
 
     def has_chunk(self, entry: Entry) -> bool:
@@ -122,7 +127,7 @@ class ExportFolder:
             changed += self._write_changed(index_path(name), pack_page(told, plan.onward))
             pointers |= {key: pack_pointer(key, name) for key in plan.members[1:]}
         for key, data in pointers.items():
-            changed += self._write_changed(index_path(key), data)
+            changed += self._write_changed(index_path(key), data, durable=False)
         self._write_changed(LIST_FILE, pack_list([entries[key] for key in sorted(entries)]))
         return changed
 
@@ -183,16 +188,22 @@ class ExportFolder:
         except FileNotFoundError:
             return None
 
-    def _write_changed(self, path: str, data: bytes) -> bool:
+    def _write_changed(self, path: str, data: bytes, durable: bool = True) -> bool:
+        """What every export compares need not be durable: the next one writes it again."""
         if self._read(path) == data:
             return False
-        self._write(path, data)
+        self._write(path, data, durable)
         return True
 
-    def _write(self, path: str, data: bytes) -> None:
+    def _write(self, path: str, data: bytes, durable: bool = True) -> None:
         whole = self.path / path
+        aside = whole.with_name(f"{ASIDE_FILE}-{whole.name}")
         whole.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(whole, data, whole.with_name(f"{ASIDE_FILE}-{whole.name}"), FILE_MODE)
+        if durable:
+            write_whole(whole, data, aside, FILE_MODE)
+        else:
+            aside.write_bytes(data)
+            aside.rename(whole)
 
 
 def _is_ours(name: str) -> bool:

@@ -22,11 +22,12 @@ from kdn.errors import ConditionError, FormatError, StoreError, UnsupportedError
 from kdn.places.manifests import Manifest
 from kdn.protocol.limits import MAX_LISTED, MAX_MANIFEST_BYTES, MAX_REPORT_BYTES
 from kdn.store.http_answers import member
-from kdn.store.node_client import NodeClient
+from kdn.store.node_client import Asking
 
 SILENCE_S = 30.0
 """While a node deletes what a name used, it says nothing."""
 ATTEMPTS = 8
+_REPORTED = ("deleted", "kept", "missing")
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Names(ABC):
 class NodeNames(Names):
     """The client belongs to its owner, who closes it."""
 
-    def __init__(self, node: NodeClient) -> None:
+    def __init__(self, node: Asking) -> None:
         self._node = node
 
     async def get(self, name: str) -> Named | None:
@@ -92,19 +93,43 @@ class NodeNames(Names):
     async def put(self, name: str, manifest: Manifest, after: str | None) -> bool:
         condition = {"If-None-Match": "*"} if after is None else {"If-Match": f'"{after}"'}
         headers = {"Content-Type": "application/json", **condition}
+        data = _dump(manifest)
         answer = await self._node.ask(
-            "PUT", _path(name), _dump(manifest), headers=headers, expect=(200, 201, 412)
+            "PUT", _path(name), data, headers=headers, expect=(200, 201, 412)
         )
-        return answer.status != 412
+        return answer.status != 412 or await self._has_put(name, data, after)
+
+    async def _has_put(self, name: str, data: bytes, after: str | None) -> bool:
+        """Whether the version right after that one has these bytes. A request is repeated when its
+        answer was lost, and then finds its own version there."""
+        versions = {about.version: about for about in await self.history(name)}
+        before = (one.version for one in versions.values() if one.etag == after)
+        number = 1 if after is None else next(before, 0) + 1
+        made = versions.get(number)
+        if made is None or made.size_bytes != len(data) or (after and number == 1):
+            return False
+        answer = await self._node.ask(
+            "GET", _path(name), query={"version": str(number)}, expect=(200, 404),
+            limit_bytes=MAX_MANIFEST_BYTES,
+        )  # fmt: skip
+        return answer.status == 200 and answer.body == data
 
     async def delete(self, name: str, *, chunks: bool = True) -> Report | None:
-        answer = await self._node.ask(
-            "DELETE", _path(name), query={"chunks": "true" if chunks else "false"},
-            expect=(200, 404), limit_bytes=MAX_REPORT_BYTES, silence_s=SILENCE_S,
-        )  # fmt: skip
-        if answer.status == 404:
-            return None
-        return {kind: member(answer.json, kind, list) for kind in ("deleted", "kept", "missing")}
+        """The newest version that there is: a request that is repeated because its answer was lost
+        must not delete what somebody else made meanwhile."""
+        for _ in range(ATTEMPTS):
+            versions = await self.history(name)
+            if not versions:
+                return None
+            answer = await self._node.ask(
+                "DELETE", _path(name), headers={"If-Match": f'"{versions[0].etag}"'},
+                query={"chunks": "true" if chunks else "false"}, expect=(200, 404, 412),
+                limit_bytes=MAX_REPORT_BYTES, silence_s=SILENCE_S,
+            )  # fmt: skip
+            told = answer.json if answer.status == 200 else {}
+            if answer.status != 412:  # 404: it was there, and is gone
+                return {k: member({k: [], **told}, k, list) for k in _REPORTED}
+        raise StoreError(f"{name!r} is being changed by others all the time; try again")
 
     async def history(self, name: str) -> list[Version]:
         answer = await self._node.ask("GET", f"{_path(name)}/history", expect=(200, 404))

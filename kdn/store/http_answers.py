@@ -18,6 +18,7 @@ from kdn.errors import (
     NotAllowedError,
     RefusedError,
     StoreError,
+    UnavailableError,
 )
 from kdn.protocol.frames import OK, Frame
 from kdn.store.base import Entry, Hints, Span, clip
@@ -60,7 +61,12 @@ class Reply:
             code, message = member(self.json, "code", str), member(self.json, "message", str)
         except StoreError:
             code, message = "unknown", repr(self.body[:200])
-        return _ERRORS.get(code, StoreError)(f"{url}: {self.status} {code}: {message}")
+        kind = _ERRORS.get(code, UnavailableError if self._is_trouble(code) else StoreError)
+        return kind(f"{url}: {self.status} {code}: {message}")
+
+    def _is_trouble(self, code: str) -> bool:
+        """The node's own, or whoever answers is no node: not the fault of what was asked."""
+        return self.status >= 500 or code in ("timeout", "unknown")
 
 
 def entry_of(frame: Frame) -> Entry:

@@ -39,6 +39,23 @@ def is_store_url(text: str) -> bool:
     return scheme_of(text) in REDIS | OBJECTS
 
 
+def check_store_url(url: str) -> None:
+    """UnsupportedError if this is not the whole URL of a store. Nothing is opened."""
+    if scheme_of(url) in REDIS:
+        from kdn.store.redis_address import parse_redis_url
+
+        parse_redis_url(url, Credentials())
+    else:
+        from kdn.store.object_location import parse_location
+
+        parse_location(url)
+
+
+def without_password(url: str) -> str:
+    """For messages."""
+    return re.sub(r"(?<=://)[^/@]*@", "", url)
+
+
 def open_remote(url: str, credentials: Credentials) -> Store:
     """The store at a URL. Nothing is asked of it yet: one that is away now may be there later.
 

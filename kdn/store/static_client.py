@@ -6,6 +6,7 @@ export's server is not a node, and need not be somebody who is told a tenant's t
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from kdn.checked import checked_url
-from kdn.errors import KdnError, LimitError, RefusedError, StoreError
+from kdn.checked import checked_url, shown
+from kdn.errors import KdnError, LimitError, RefusedError, StoreError, UnsupportedError
 from kdn.store.http_answers import Reply, member
 from kdn.store.node_client import HttpLimits
 from kdn.store.read_connections import ReadLimits
@@ -30,6 +31,7 @@ from kdn.store.streaming import Ask, Receiver
 from kdn.store.tls import explain
 
 READ_STEP_BYTES = 1 << 20
+_PATH = re.compile(r"[\x21-\x7e]*")
 FORBIDDEN = 403
 
 
@@ -56,8 +58,10 @@ class StaticClient:
     ) -> None:
         """`url` is the folder's, or that of the file `kdn-export.json` in it."""
         parts = urlsplit(checked_url(url))
-        if parts.query or parts.fragment:
-            raise StoreError("expected the URL of an export without '?' and '#'")
+        if parts.query or parts.fragment or not _PATH.fullmatch(parts.path):
+            raise UnsupportedError(
+                f"expected the URL of an export, percent-encoded, without '?', found {shown(url)}"
+            )
         self.url = url.rstrip("/").removesuffix(ROOT_FILE).rstrip("/")
         self.limits = limits or HttpLimits()
         self._tls = tls
@@ -153,6 +157,8 @@ class StaticClient:
                 method, f"{self.url}/{path}", headers=headers, allow_redirects=False
             ) as answer:
                 told = {name.lower(): value for name, value in answer.headers.items()}
+                if answer.status == FORBIDDEN and path != ROOT_FILE:
+                    await self.check()  # who may read that may read all that there is
                 if answer.status in self._missing:
                     return None
                 if answer.status == 304 and "If-None-Match" in headers:

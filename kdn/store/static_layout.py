@@ -42,6 +42,7 @@ MAX_LIST_BYTES = 1 << 30
 MAX_PAGE_BYTES = 4 << 20
 MAX_HEAD_BYTES = 4096
 """Of a stream, in a page. What is missing of a longer header is read from the stream's own file."""
+MAX_PAGE_FRAMES = 4096
 MAX_ONWARD = 4096
 """Pages that are listed after a chunk: 64 KiB."""
 
@@ -118,6 +119,8 @@ def parse_page(name: bytes, body: bytes, *, complete: bool) -> Page:
             break
         if frame.number != number or (number == 0 and frame.key != name):
             raise FormatError(f"expected frame {number} of the index of {name.hex()}")
+        if number >= MAX_PAGE_FRAMES:
+            raise LimitError(f"expected at most {MAX_PAGE_FRAMES} frames of an index")
         page.parsed_bytes += frame.head_bytes + frame.length
         _take(page, frame, bytes(data))
     if complete and not page.entries and page.instead is None:

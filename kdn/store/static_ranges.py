@@ -282,8 +282,11 @@ class RangeConnection(ReadConnection):
                 if self._answer is not None and not self._answer.done():
                     self._answer.set_result(None)
         except Exception as error:  # also a mistake of the receiver's: who waits learns of it
-            self._ranges = None
             self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._ranges = None  # what still comes is nobody's
+        super()._fail(error)
 
     def connection_lost(self, error: Exception | None) -> None:
         began = self._ranges is not None and self._ranges.began

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kdn.errors import FormatError, StoreError, TruncatedError
+from kdn.errors import FormatError, TruncatedError, UnavailableError
 from kdn.protocol import frames
 from kdn.protocol.frames import FAILED, FIXED_BYTES, OK, Frame
 
@@ -175,7 +175,7 @@ class FrameReader:
         if frame.key != ask.key:
             raise FormatError(f"expected key {ask.key.hex()}, found {frame.key.hex()}")
         if frame.status == FAILED:
-            raise StoreError("the node's own store failed")
+            raise UnavailableError("the node's own store failed")
         if frame.status == OK and (frame.etag, frame.start) != (ask.etag, self._position):
             raise FormatError(f"expected bytes from {self._position} on, found {frame.start}")
         if frame.status == OK and frame.start + frame.length > ask.end:

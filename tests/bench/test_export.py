@@ -19,9 +19,9 @@ def test_nginx_delivers_as_a_node_does(tmp_path: Path) -> None:
     size_bytes = sum(map(len, world.streams))
     parts = [[getattr(one, name) for one in world.caches] for name in ("keys", "values")]
     cache = KVCache(*(torch.cat(each, 1) for each in parts))
-    mbit = 8 * size_bytes / 2.0 / 1e6  # all of it takes two seconds
+    mbit = 8 * size_bytes / 1.5 / 1e6  # all of it takes so many seconds
     document = Document(world.codec, world.chunks, cache, world.expected_kld)
-    rows = run(measure(tmp_path, document, [mbit], [Goal(1.0, 0.0), Goal(None, 0.0)], 1), 60.0)
+    rows = run(measure(tmp_path, document, [mbit], [Goal(0.9, 0.0), Goal(None, 0.0)], 1), 60.0)
     assert not any(row.troubles for row in rows)
     partial, whole = compare(rows)
     assert partial.node_s < 1.2

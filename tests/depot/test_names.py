@@ -295,7 +295,7 @@ def test_all_is_there_when_opened_again(opened: Opened) -> None:
     run(work())
 
 
-NODES, WRITERS, ROUNDS = 3, 2, 6
+NODES, WRITERS, ROUNDS = 3, 2, 4
 
 
 async def at_once(opened: Opened, work: Callable[[NameStore, int], Awaitable[None]]) -> None:

@@ -9,10 +9,10 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from kdn.bench.web_server import nginx_program
-from kdn.cli.export import STREAMS
 from kdn.codec.header import Header
 from kdn.places.export import Exported, export
 from kdn.places.places import Places, open_places
+from kdn.session.exporting import STREAMS
 from kdn.store.base import Hints
 from tests.node.harness import chunk_stream, key_of
 

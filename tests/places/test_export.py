@@ -4,16 +4,20 @@ with its place, and what it refuses."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import aiohttp
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from kdn.bench.web_server import start_web
-from kdn.cli.export import STREAMS
+from kdn.codec.header import Header
 from kdn.errors import ReadOnlyError, RefusedError, StoreError, UnsupportedError
 from kdn.places.export import export
 from kdn.places.export_folder import ExportFolder
 from kdn.places.places import open_places
+from kdn.session.exporting import STREAMS
 from kdn.store.static_layout import chunk_path
 from tests.node.harness import chunk_stream, key_of, run
 from tests.places.exports import Chain, exported, manifest_of, needs_nginx
@@ -60,12 +64,15 @@ def test_one_request_answers_a_lookup_and_ranges_read_the_rest(tmp_path: Path) -
 
 
 @needs_nginx
-def test_contexts_that_branch_are_found_from_every_beginning_and_middle(tmp_path: Path) -> None:
-    """A beginning of two chunks that 70 contexts share, one of them 100 long; and a context of 700
-    chunks with branches."""
-    shared = [[1, 2, 1000 + n] for n in range(70)]
-    long, huge = [1, 2, *range(3000, 3100)], list(range(5000, 5700))
-    side = [*huge[:300], 9001, 9002]
+def test_contexts_that_branch_are_found_from_every_beginning_and_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A beginning of two chunks that 50 contexts share, one of them long; and a context that is
+    longer than a page, with branches."""
+    monkeypatch.setattr("kdn.places.export_index.CHAIN_CHUNKS", 250)
+    shared = [[1, 2, 1000 + n] for n in range(50)]
+    long, huge = [1, 2, *range(3000, 3050)], list(range(5000, 5300))
+    side = [*huge[:200], 9001, 9002]
 
     async def work() -> None:
         await exported(tmp_path / "a", tmp_path / "x", [*shared, long, huge, side])
@@ -74,7 +81,7 @@ def test_contexts_that_branch_are_found_from_every_beginning_and_middle(tmp_path
             assert await found(web.url, [*long, 7]) == long
             assert await found(web.url, huge) == huge
             assert await found(web.url, side) == side
-            assert await found(web.url, huge[500:]) == huge[500:]  # the rest is held elsewhere
+            assert await found(web.url, huge[270:]) == huge[270:]  # the rest is held elsewhere
             assert await found(web.url, [1, 2, 4]) == [1, 2]
             assert await found(web.url, [4, 1, 2]) == [1, 2]
             assert await found(web.url, [77, 78, 79, 80, 81]) == []
@@ -135,13 +142,9 @@ def test_a_damaged_chunk_is_left_out_and_a_missing_one_told(tmp_path: Path) -> N
             bad = bytearray(chunk_stream(key_of(2), seed=2))
             good = bytes(bad)
             bad[-1] ^= 1
-            from xxhash import xxh3_64_intdigest as checksum
-
-            from kdn.codec.header import Header
-
             etag = Header.parse(good).stream_id
             data = bytes(bad)
-            await store.put(key_of(2), data, etag=etag, checksum=checksum(data))
+            await store.put(key_of(2), data, etag=etag, checksum=xxh3_64_intdigest(data))
             await places.names.put("n", manifest_of([2, 3]), None)
             done = await export(places, tmp_path / "x", STREAMS)
         assert done.damaged == [key_of(2).hex()]
@@ -203,5 +206,27 @@ def test_an_export_is_read_only_and_one_that_is_not_there_is_told(tmp_path: Path
             async with open_places(web.url + "/elsewhere") as places:
                 with pytest.raises(RefusedError, match=r"no export here: no file kdn-export\.json"):
                     await places.publish_to.store.lookup([key_of(1)])
+
+    run(work())
+
+
+@needs_nginx
+def test_the_settings_in_the_docs_serve_an_export(tmp_path: Path) -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    [server] = re.findall(r"```nginx\n(.*?)```", docs, re.DOTALL)
+
+    async def headers(url: str) -> tuple[int, str]:
+        async with aiohttp.ClientSession() as session, session.get(url) as answer:
+            return answer.status, answer.headers.get("Cache-Control", "")
+
+    async def work() -> None:
+        await exported(tmp_path / "a", tmp_path / "x", [[1, 2]], {"n": [1, 2]})
+        etag = Header.parse(chunk_stream(key_of(1), seed=1)).stream_id
+        with start_web(tmp_path / "x", tmp_path / "web", server) as web:
+            assert await found(web.url, [1, 2]) == [1, 2]
+            assert await headers(f"{web.url}/names.json") == (200, "public, max-age=5")
+            status, caching = await headers(f"{web.url}/{chunk_path(key_of(1), etag)}")
+            assert (status, "immutable" in caching) == (200, True)
+            assert (await headers(f"{web.url}/.lock"))[0] == 403
 
     run(work())

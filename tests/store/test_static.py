@@ -193,6 +193,16 @@ def test_a_wrong_answer_is_an_error_by_name(bad: bytes, why: str) -> None:
 
 def test_a_refusal_is_told_before_it_is_known_to_be_an_export_and_a_miss_after() -> None:
     forbidden = answer("403 Forbidden", b"")
+
+    class Bucket(Web):
+        def reply(self, path: str, head: str) -> bytes | None:
+            return super().reply(path, head) if path in self.files else forbidden
+
+    assert Bucket().look_up(1) == []
+    closed = Bucket()
+    closed.files.clear()
+    with pytest.raises(NotAllowedError):
+        closed.look_up(1)
     with pytest.raises(NotAllowedError):
         Web(forbidden).read([ask(1)])
     page = pack_page([Entry(key(1), ETAG, 9, head=b"h")], {})

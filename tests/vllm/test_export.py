@@ -7,9 +7,9 @@ import asyncio
 from pathlib import Path
 
 from kdn.bench.web_server import start_web
-from kdn.cli.export import STREAMS
 from kdn.places.export import export
 from kdn.places.places import open_places
+from kdn.session.exporting import STREAMS
 from tests.places.exports import needs_nginx
 from tests.vllm.harness import TINY_VOCAB, Engine, Node, connector, tiny_model
 
