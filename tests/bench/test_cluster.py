@@ -134,6 +134,16 @@ class TestLedger:
         }  # fmt: skip
 
 
+    def test_what_still_waits_is_held_up(self) -> None:
+        ledger, start_s = Ledger(), time.monotonic()
+        with ledger.noted("get"):
+            ledger.under_way = {0: ("get", start_s - 3.0)}
+            assert ledger.outage(start_s)["back_s"] >= 0.0
+            assert ledger.since(start_s)[0].was_held_up
+            ledger.under_way = dict.fromkeys(range(2), ("get", start_s))
+        assert [one.kind for one in ledger.operations] == ["get"]
+
+
 class TestCrowd:
     def test_reads_are_timed_and_right(self) -> None:
         async def test() -> None:

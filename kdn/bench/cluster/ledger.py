@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
@@ -52,15 +52,31 @@ class Acknowledged(NamedTuple):
 class Ledger:
     acknowledged: dict[bytes, Acknowledged] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
+    under_way: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """Kinds and beginnings of those that have not ended."""
     missing: int = 0
     """Reads of what was acknowledged that found nothing, at the time."""
     wrong_bytes: int = 0
+    _numbers: Iterator[int] = field(default_factory=count)
 
-    def note(self, kind: str, began_s: float, error: str = "") -> None:
-        self.operations.append(Operation(kind, began_s, time.monotonic(), error))
+    @contextmanager
+    def noted(self, kind: str) -> Iterator[None]:
+        """Around an operation, whose failure is noted and no more."""
+        number, began_s, error = next(self._numbers), time.monotonic(), ""
+        self.under_way[number] = kind, began_s
+        try:
+            yield
+        except (KdnError, OSError) as failure:
+            error = reason_of(failure)
+        finally:
+            del self.under_way[number]
+            self.operations.append(Operation(kind, began_s, time.monotonic(), error))
 
     def since(self, start_s: float) -> list[Operation]:
-        return [one for one in self.operations if one.ended_s >= start_s]
+        """Those that still wait count as if they had succeeded just now."""
+        now_s = time.monotonic()
+        waiting = [Operation(kind, began_s, now_s, "") for kind, began_s in self.under_way.values()]
+        return [one for one in self.operations + waiting if one.ended_s >= start_s]
 
     def outage(self, start_s: float) -> dict[str, Any]:
         """Of what happened at that time: for how long operations failed or were held up."""
@@ -99,14 +115,10 @@ async def _write(store: Store, ledger: Ledger, seed: Sequence[int], stop: asynci
     for item in make_items(ITEM_BYTES, seed):
         if stop.is_set():
             return
-        began_s = time.monotonic()
-        try:
+        with ledger.noted("put"):
             if await put_item(store, item):
                 told = Acknowledged(item.etag, item.size_bytes, item.checksum)
                 ledger.acknowledged[item.key] = told
-            ledger.note("put", began_s)
-        except (KdnError, OSError) as error:
-            ledger.note("put", began_s, reason_of(error))
         await asyncio.sleep(PAUSE_S)
 
 
@@ -123,17 +135,13 @@ async def _read(store: Store, ledger: Ledger, rng: Random, stop: asyncio.Event) 
 
 
 async def _read_one(store: Store, ledger: Ledger, key: bytes) -> None:
-    began_s, told = time.monotonic(), ledger.acknowledged[key]
-    try:
+    told = ledger.acknowledged[key]
+    with ledger.noted("get"):
         span = await store.get(key)
-    except (KdnError, OSError) as error:
-        ledger.note("get", began_s, reason_of(error))
-        return
-    ledger.note("get", began_s)
-    if span is None:
-        ledger.missing += 1
-    elif not told.is_same(span.entry.etag, span.data):
-        ledger.wrong_bytes += 1
+        if span is None:
+            ledger.missing += 1
+        elif not told.is_same(span.entry.etag, span.data):
+            ledger.wrong_bytes += 1
 
 
 def reason_of(error: Exception) -> str:

@@ -34,6 +34,11 @@ class Rows:
         if self._file is not None:
             write_json(self._file, {**figures, **self.facts, "rows": self.rows})
 
+    def skip(self, what: str, why: Exception) -> None:
+        """Something is not installed: the report says so."""
+        self.facts["notes"] = [*self.facts.get("notes", []), f"{what} is left out: {why}"]
+        self.say(self.facts["notes"][-1])
+
     def of(self, what: str) -> list[Row]:
         return [row for row in self.rows if row["what"] == what]
 

@@ -20,6 +20,7 @@ from kdn.bench.cluster.rows import Run
 from kdn.bench.cluster.shards import start_shards
 from kdn.bench.node_servers import start_kdn
 from kdn.bench.s3_servers import rclone_s3
+from kdn.bench.servers import MissingError
 from kdn.credentials import Credentials
 from kdn.store.base import Store
 from kdn.store.many_nodes import node_store, open_nodes
@@ -31,6 +32,14 @@ Read = Callable[[Sequence[Item]], Awaitable[int]]
 
 
 async def measure_speed(run: Run) -> None:
+    for measure in (_measure_redis, _measure_s3):
+        try:
+            await measure(run)
+        except MissingError as error:
+            run.rows.skip(measure.__name__.removeprefix("_measure_"), error)
+
+
+async def _measure_redis(run: Run) -> None:
     for number in run.plan.shards:
         with start_shards(run.folder(f"shards{number}"), number) as shards:
             raw = RawRedis(shards)
@@ -38,6 +47,9 @@ async def measure_speed(run: Run) -> None:
                 await _measure(run, "redis", shards.url, number, raw)
             finally:
                 raw.close()
+
+
+async def _measure_s3(run: Run) -> None:
     with rclone_s3(run.folder("s3") / "data") as server:
         url = server.url("bench")
         await _measure(run, "s3", url, 1, RawS3(open_client(parse_location(url), None)))
