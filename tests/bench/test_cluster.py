@@ -133,7 +133,6 @@ class TestLedger:
             "errors": 2, "error_s": 1.0, "back_s": 3.0, "operations": 5
         }  # fmt: skip
 
-
     def test_what_still_waits_is_held_up(self) -> None:
         ledger, start_s = Ledger(), time.monotonic()
         with ledger.noted("get"):

@@ -118,3 +118,27 @@ def _chained(events: list[Any]) -> None:
         assert event.parent_block_hash is None or event.parent_block_hash in seen
         assert len(event.token_ids) == BLOCK * len(event.block_hashes)
         seen |= set(event.block_hashes)
+
+
+def test_what_ranks_publish_reaches_routers(node: Node, logs: Path, tmp_path: Path) -> None:
+    """The workers' processes publish, and the scheduler's tells."""
+    model = tiny_model(tmp_path / "model", kv_heads=4)
+    port = free_port()
+    router = Router(f"tcp://127.0.0.1:{port}", "kv@")
+    given = connector(node.url, codec="exact", events_endpoint=f"tcp://*:{port}",
+                      events_topic="kv@two@tiny")  # fmt: skip
+    with Engine(
+        logs / "ranks.log", model=model, kv_transfer_config=given, tensor_parallel_size=2,
+        skip_tokenizer_init=True, block_size=BLOCK, max_model_len=1024, max_num_seqs=4,
+    ) as engine:  # fmt: skip
+        engine.generate(prompts=[OTHER], max_tokens=1, detokenize=False)
+        engine.generate(prompts=[PROMPT], max_tokens=1, detokenize=False)
+        until_s = time.monotonic() + 30.0
+        while len(router.hashes("STORAGE")) < 592 // BLOCK and time.monotonic() < until_s:
+            engine.generate(prompts=[OTHER], max_tokens=2, detokenize=False)
+            router.listen(0.2)
+    told = [one for one in router.stored("STORAGE") if len(one.token_ids) > len(OTHER)]
+    assert [t for one in told for t in one.token_ids] == PROMPT[: 592 // BLOCK * BLOCK]
+    assert router.topics == {"kv@two@tiny"}
+    _chained(router.stored("STORAGE"))
+    router.close()

@@ -29,7 +29,8 @@ def figures_of(rows: Rows) -> dict[str, Any]:
     for store in ("redis", "s3"):
         ratios = [row["ratio"] for row in rows.of("ratio") if row["store"] == store]
         if ratios:
-            told[f"{store}_of_raw"] = geometric_mean(ratios)
+            told[f"{store}_of_raw"] = min(ratios)  # of all sizes and numbers of shards
+            told[f"{store}_of_raw_mean"] = geometric_mean(ratios)
     for name in ("acknowledged_lost", "wrong_bytes", "not_monotonic", "too_old",
                  "stale_force_latest"):  # fmt: skip
         found = [row[name] for row in rows.rows if name in row]
@@ -65,7 +66,7 @@ def print_report(console: Console, results: Mapping[str, Any]) -> None:
     for row in results["rows"]:
         if "histogram" in row:
             ages = ", ".join(f"{name}: {count}" for name, count in row["histogram"].items())
-            console.print(f"Ages of default reads in regions: {ages}")
+            console.print(f"{row['what']}, ages of default reads: {ages}")
         for reason in row.get("reasons", ()):
             console.print(f"{row['what']}: {reason}", style="dim")
     told = {name: value for name, value in results.items() if isinstance(value, int | float)}
