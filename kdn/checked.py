@@ -30,6 +30,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 NAME_PART = re.compile(r"[A-Za-z0-9._-]{0,128}")
 """What a name begins with, or nothing."""
 NAME_EXPECTED = "expected a name of 1 to 128 letters, digits, '.', '_', '-'"
+_BETWEEN_URLS = re.compile(r",(?=\s*https?://)")
 _PLOTS = ("", ".png", ".pdf", ".svg")
 
 
@@ -125,6 +126,7 @@ def checked_url(url: str) -> str:
         parts = urlsplit(url)
         fits = parts.scheme in ("http", "https") and bool(parts.hostname)
         fits = fits and (parts.port is None or parts.port > 0) and url.isprintable()
+        fits = fits and "," not in parts.netloc
     except ValueError:
         fits, parts = False, urlsplit("")
     if "@" in (parts.netloc if fits else url):
@@ -134,6 +136,12 @@ def checked_url(url: str) -> str:
             f"expected the URL of a node, as http://HOST:PORT, found {shown(url)}"
         )
     return url
+
+
+def checked_urls(urls: str) -> list[str]:
+    """Of several nodes that answer alike, each once: separated by commas."""
+    every = [url.strip().rstrip("/") for url in _BETWEEN_URLS.split(urls)]
+    return [checked_url(url) for url in dict.fromkeys(every)]
 
 
 def checked_tokens(name: str, tokens: Any, vocab_size: int) -> Tokens:

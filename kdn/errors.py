@@ -49,12 +49,21 @@ class StoreError(KdnError):
     """A store cannot do what was asked: broken, full or gone. Nothing acknowledged is lost."""
 
 
+class UnavailableError(StoreError):
+    """A node cannot be reached, broke off, or says that it is in trouble: another may do better.
+    What was asked of it may have happened all the same."""
+
+
 class NoSpaceError(StoreError):
     """An object is larger than what the store may hold or the disk has left."""
 
 
 class QuotaError(NoSpaceError):
     """A tenant would hold more than it may."""
+
+
+class CentreAwayError(UnavailableError):
+    """A region cannot reach its centre, and was asked for what only that can tell."""
 
 
 class RefusedError(StoreError):
@@ -65,6 +74,10 @@ class NotAllowedError(RefusedError):
     """This token, or none, may not do that there."""
 
 
+class ReadOnlyError(RefusedError):
+    """Nothing can be written there: an export is changed by `kdn export` alone."""
+
+
 class ConditionError(KdnError):
     """A change was made for another version of a name than `newest`: the etag that is there, None
     if there is no such name."""
@@ -72,3 +85,7 @@ class ConditionError(KdnError):
     def __init__(self, newest: str | None):
         super().__init__("the newest version is another one")
         self.newest = newest
+
+
+class ForgottenError(KdnError):
+    """Changes of names were asked for that are no longer known: list all names instead."""

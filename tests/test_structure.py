@@ -18,13 +18,13 @@ import kdn
 ROOT = Path(kdn.__file__).parent
 ORDER = (
     "defaults", "errors", "files", "background", "checked", "protocol", "cache", "credentials",
-    "codec", "config", "store", "depot", "node", "delivery", "places",
+    "codec", "config", "store", "depot", "region", "node", "delivery", "places",
     "session", "engines", "client", "__init__", "calibrate", "bench", "cli",
     "__main__",
 )  # fmt: skip
 """Nobody imports what is to the right; so only the command line knows the benchmarks."""
 
-BYTES_ONLY = ("protocol", "config", "store", "depot", "node", "places")
+BYTES_ONLY = ("protocol", "config", "store", "depot", "region", "node", "places")
 """They move bytes: no torch, and of the codecs nothing but the container, in a node."""
 CONTAINER = ("kdn.codec.header.*", "kdn.codec.format.*")
 
@@ -72,8 +72,10 @@ def test_no_import_points_to_the_right() -> None:
 
 
 APART = {
-    "delivery": ("depot", "node"), "places": ("node",), "session": ("depot", "node"),
-    "engines": ("depot", "node", "store"), "client": ("depot", "node", "store"),
+    "delivery": ("depot", "region", "node"), "places": ("region", "node"),
+    "session": ("depot", "region", "node"),
+    "engines": ("depot", "region", "node", "store"),
+    "client": ("depot", "region", "node", "store"),
 }  # fmt: skip
 """These know nothing of what is named, though it is to their left."""
 

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from random import Random
 from typing import NamedTuple
 
 from kdn.store.base import Store
+from kdn.store.rest import Rest
 
-FIRST_REST_S = 0.02
-LONGEST_REST_S = 1.0
 MAX_REJECTED = 4096
 FIRST_REJECTION_S = 60.0
 LONGEST_REJECTION_S = 3600.0
@@ -28,30 +26,6 @@ class _Rejection(NamedTuple):
     etag: bytes
     rest_s: float
     until_s: float
-
-
-class Rest:
-    """A pause after failures, longer each time, until something works again."""
-
-    def __init__(self) -> None:
-        self.until_s = 0.0
-        self._failures = 0
-        self._failed_s = -1.0
-
-    def is_over(self, now_s: float) -> bool:
-        return now_s >= self.until_s
-
-    def failed(self, began_s: float, now_s: float, rng: Random) -> None:
-        """A request that began then has failed. Those that failed together count once."""
-        if began_s < self._failed_s:
-            return
-        rest_s = min(FIRST_REST_S * 2**self._failures, LONGEST_REST_S)
-        self._failures = min(self._failures + 1, 30)
-        self._failed_s = now_s
-        self.until_s = now_s + rest_s * rng.uniform(0.5, 1.0)
-
-    def worked(self) -> None:
-        self._failures = 0
 
 
 class Endpoint:

@@ -30,7 +30,7 @@ from kdn.codec.header import Header
 from kdn.defaults import QUEUE_BYTES
 from kdn.delivery.endpoints import Endpoint
 from kdn.delivery.parcel import Parcel
-from kdn.delivery.sending import Counts, Sender
+from kdn.delivery.sending import Counts, OnAccepted, Sender
 from kdn.delivery.spool import Spool
 from kdn.errors import KdnError
 from kdn.store.base import Hints, Store
@@ -87,6 +87,7 @@ class Admission(Enum):
     ALREADY = "already on its way"
     LOSSY = "computed on top of losses: refused"
     FULL = "too much is waiting: refused"
+    READ_ONLY = "the place takes nothing: refused"
 
 
 @dataclass(frozen=True)
@@ -122,12 +123,13 @@ class Publisher:
         spool: Spool | None = None,
         max_queue_bytes: int = QUEUE_BYTES,
         on_encoded: OnEncoded | None = None,
+        on_accepted: OnAccepted | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
     ) -> None:
         """Place and spool are closed by those who opened them, afterwards."""
         endpoint = place if isinstance(place, Endpoint) else Endpoint(place)
-        self._sender = Sender(endpoint, spool, clock=clock, rng=rng)
+        self._sender = Sender(endpoint, spool, on_accepted, clock=clock, rng=rng)
         self._codec, self._on_encoded = codec, on_encoded
         self._spool = spool
         self._max_queue_bytes = max_queue_bytes

@@ -18,7 +18,7 @@ from random import Random
 from xxhash import xxh3_64_intdigest
 
 from kdn.background import fault
-from kdn.delivery.endpoints import Endpoint, Rest
+from kdn.delivery.endpoints import Endpoint
 from kdn.delivery.parcel import Parcel
 from kdn.delivery.spool import Spool
 from kdn.errors import (
@@ -29,6 +29,7 @@ from kdn.errors import (
     RefusedError,
     StoreError,
 )
+from kdn.store.rest import Rest
 
 logger = logging.getLogger(__name__)
 
@@ -66,18 +67,23 @@ class Counts:
     """Failures nobody expected: a mistake in a codec or a store, which the log shows."""
 
 
+OnAccepted = Callable[[bytes], None]
+"""Hears the key of each chunk that the place has, now that it was sent there."""
+
+
 class Sender:
     def __init__(
         self,
         endpoint: Endpoint,
         spool: Spool | None = None,
+        on_accepted: OnAccepted | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
     ) -> None:
         self.counts = Counts()
         self.endpoint = endpoint
-        self._spool = spool
+        self._spool, self._on_accepted = spool, on_accepted
         self._clock = clock
         self._rng = rng or Random()
         self.refused: OrderedDict[bytes, str] = OrderedDict()
@@ -202,6 +208,8 @@ class Sender:
             self._rest.worked()
             self.counts.published += mine
             self.counts.known += not mine
+            if self._on_accepted is not None:
+                self._on_accepted(parcel.key)
         return True
 
     async def _put(self, parcel: Parcel) -> bool:

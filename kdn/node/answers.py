@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from kdn.errors import (
+    CentreAwayError,
     ChecksumError,
     ConditionError,
     FormatError,
@@ -44,6 +45,7 @@ _MEANINGS: tuple[tuple[type[KdnError], int, str], ...] = (
     (ChecksumError, 422, "checksum_mismatch"),
     (MismatchError, 422, "mismatch"),
     (FormatError, 422, "format_error"),
+    (CentreAwayError, 503, "centre_unreachable"),
 )
 """Errors that are told as they are; of those that fit, the first counts."""
 
@@ -71,9 +73,9 @@ def bad_request(message: str) -> Refusal:
     return Refusal(400, "bad_request", message)
 
 
-def not_found() -> Refusal:
+def not_found(headers: Mapping[str, str] | None = None) -> Refusal:
     """The same words for what is not there and what is another's."""
-    return Refusal(404, "not_found", "there is no such thing here")
+    return Refusal(404, "not_found", "there is no such thing here", headers)
 
 
 def refusal_of(error: KdnError) -> Refusal:

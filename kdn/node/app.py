@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from kdn.node import batch, names_api, objects, service
+from kdn.node import batch, estimate, names_api, objects, service
 from kdn.node.bodies import expect_later
 from kdn.node.guard import RIGHTS, Handler, guard
 from kdn.node.state import NODE, Node
@@ -20,6 +20,7 @@ ROUTES: tuple[tuple[str, str, Handler, Right | None], ...] = (
     ("DELETE", _COLLECTION + "/{key}", objects.delete_object, Right.PUBLISH),
     ("POST", "/v1/lookup", batch.lookup, Right.READ),
     ("POST", "/v1/read", batch.read, Right.READ),
+    ("POST", "/v1/estimate", estimate.estimate, Right.READ),
     ("GET", "/v1/names", names_api.list_names, Right.READ),
     ("GET", "/v1/names/{name}", names_api.get_name, Right.READ),
     ("PUT", "/v1/names/{name}", names_api.put_name, Right.PUBLISH),

@@ -36,6 +36,7 @@ from kdn.protocol.limits import (
 )
 from kdn.protocol.strict import parse_hex, parse_object
 from kdn.store.base import Entry, clip
+from kdn.store.streaming import Ask
 
 log = logging.getLogger(__name__)
 
@@ -85,13 +86,8 @@ async def lookup(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
     async with node.bodies.question(request, tenant.name, MAX_QUESTION_BYTES) as data:
         work = Work(node.depot.turns, tenant.name, LOOKUP_SLICE_S)
-        body = await _parse(work, data)
-        collection = _collection(body, {"collection", "keys", "head_bytes"})
-        keys = []
-        for number, key in enumerate(_items(body, "keys")):
-            keys.append(parse_hex("a key", key))
-            if number % SEEN == SEEN - 1 and work.is_over:
-                await work.rest()
+        body = await parse_body(work, data)
+        collection, keys = await asked_keys(work, body, {"collection", "keys", "head_bytes"})
         head_bytes = _number(body.get("head_bytes"), "head_bytes", MAX_HEAD_BYTES)
         wanted = head_bytes
         if wanted is None:
@@ -100,20 +96,33 @@ async def lookup(request: web.Request) -> web.StreamResponse:
             raise bad_request(f"keys times head_bytes: expected at most {MAX_HEADS_BYTES}")
         async with node.answers.share(tenant.name, len(keys) * (ANSWER_BYTES + wanted)):
             store_keys = [tenant.store_key(collection, key) for key in keys]
-            entries = await _look_up(node, tenant, work, store_keys, wanted)
+            entries = await look_up(node, tenant, work, store_keys, wanted)
             whole_header = head_bytes is None and collection == "chunks"
             answers = await _heads(tenant, work, keys, entries, whole_header)
             return await _send(node, request, work, answers)
 
 
-async def _parse(work: Work, data: bytes) -> dict[str, Any]:
+async def parse_body(work: Work, data: bytes) -> dict[str, Any]:
     """JSON is read in one go: 11 ms a MiB."""
     if len(data) > SMALL_BYTES:
         await work.rest()
     return parse_object(data)
 
 
-async def _look_up(
+async def asked_keys(
+    work: Work, body: dict[str, Any], members: set[str]
+) -> tuple[str, list[bytes]]:
+    """A collection, and keys of it. `members`: what the question may have."""
+    collection = _collection(body, members)
+    keys = []
+    for number, key in enumerate(_items(body, "keys")):
+        keys.append(parse_hex("a key", key))
+        if number % SEEN == SEEN - 1 and work.is_over:
+            await work.rest()
+    return collection, keys
+
+
+async def look_up(
     node: Node, tenant: Tenant, work: Work, store_keys: list[bytes], head_bytes: int = 0
 ) -> list[Entry | None]:
     entries: list[Entry | None] = []
@@ -163,7 +172,7 @@ async def read(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
     async with node.bodies.question(request, tenant.name, MAX_QUESTION_BYTES) as data:
         work = Work(node.depot.turns, tenant.name, READ_SLICE_S)
-        body = await _parse(work, data)
+        body = await parse_body(work, data)
         collection = _collection(body, {"collection", "spans"})
         spans = []
         for number, item in enumerate(_items(body, "spans")):
@@ -172,7 +181,7 @@ async def read(request: web.Request) -> web.StreamResponse:
                 await work.rest()
         async with node.answers.share(tenant.name, len(spans) * ANSWER_BYTES):
             store_keys = [tenant.store_key(collection, span[0]) for span in spans]
-            entries = await _look_up(node, tenant, work, list(dict.fromkeys(store_keys)))
+            entries = await look_up(node, tenant, work, list(dict.fromkeys(store_keys)))
             found = {entry.key: entry for entry in entries if entry}
             answers = await _spans(tenant, work, spans, [found.get(key) for key in store_keys])
             return await _send(node, request, work, answers)
@@ -210,7 +219,15 @@ async def _send(
     response = web.StreamResponse(headers={"Content-Type": frames.CONTENT_TYPE})
     response.content_length = num_bytes
     await response.prepare(request)
-    with Sender(node, request, (tenant.name, request[CLIENT])) as sender:
+    asks = [
+        Ask(entry.key, start, end, entry.etag)
+        for _, status, entry, _, start, end in answers
+        if status == frames.OK and entry is not None and end > len(entry.head)
+    ]
+    with (
+        node.depot.store.expecting(asks),
+        Sender(node, request, (tenant.name, request[CLIENT])) as sender,
+    ):
         for index, answer in enumerate(answers):
             if index % SENT == SENT - 1 and work.is_over:
                 await work.rest()

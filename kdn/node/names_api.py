@@ -1,42 +1,69 @@
-"""Handlers of `/v1/names`: what HTTP says of names, and which changes a request allows."""
+"""Handlers of `/v1/names`: what HTTP says of names, and which changes a request allows.
+
+Every answer tells how far the store of names is (`Kdn-Sequence`). A client that sends the highest
+it has seen (`Kdn-Seen`) is never answered with something older, by whichever node.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 
 from aiohttp import web
 
 from kdn.checked import NAME_EXPECTED, NAME_PART, is_name
-from kdn.depot.names import Must
-from kdn.node.answers import bad_request, dumps, not_found
+from kdn.depot.names import Asked, Must
+from kdn.errors import ConditionError
+from kdn.node.answers import Refusal, bad_request, dumps, not_found, refusal_of
 from kdn.node.bodies import checked_length
+from kdn.node.changes_api import follow
 from kdn.node.ranges import names_etag, quoted
 from kdn.node.sending import Sender
-from kdn.node.state import CLIENT, NODE, TENANT, query_flag, query_number
+from kdn.node.state import CLIENT, NODE, TENANT, Node, query_flag, query_number
 from kdn.protocol.limits import MAX_LISTED, MAX_MANIFEST_BYTES, MAX_VERSION
+
+CHANGES = "changes"
+"""A name like others, but not with the query `after`."""
+READS = 3
+"""Of a name that changes while it is read."""
 
 
 async def get_name(request: web.Request) -> web.StreamResponse:
-    node, tenant = request.app[NODE], request[TENANT]
+    node, tenant, name = request.app[NODE], request[TENANT], _name(request)
+    if name == CHANGES and "after" in request.query:
+        return await follow(request)
     version = query_number(request, "version", 0, 1, MAX_VERSION)
-    names = node.depot.names
-    about = await node.depot.wait(names.find(tenant.name, _name(request), version or None))
-    if about is None:
-        raise not_found()
-    headers = {"ETag": quoted(about.etag), "Kdn-Version": str(about.version)}
-    if names_etag(request.headers.get("If-None-Match", ""), about.etag):
-        return web.Response(status=304, headers=headers)
+    asked = _asked(request)
+    for _ in range(READS):
+        told = await node.depot.wait(
+            node.depot.names.read(tenant.name, name, version or None, asked)
+        )
+        headers = {"Kdn-Sequence": str(told.sequence)}
+        if told.stale_s is not None:
+            headers["Kdn-Stale"] = f"{told.stale_s:.3f}"
+        about = told.about
+        if about is None:
+            break
+        headers |= {"ETag": quoted(about.etag), "Kdn-Version": str(about.version)}
+        if names_etag(request.headers.get("If-None-Match", ""), about.etag):
+            return web.Response(status=304, headers=headers)
+        async with node.answers.share(tenant.name, about.size_bytes):
+            manifest = await node.depot.wait(node.depot.names.manifest(tenant.name, about))
+            if manifest is not None:
+                return await _send_manifest(request, manifest, headers)
+    raise not_found(headers)  # also: deleted or, with 100 newer versions, forgotten meanwhile
+
+
+async def _send_manifest(
+    request: web.Request, manifest: bytes, headers: dict[str, str]
+) -> web.StreamResponse:
     response = web.StreamResponse(headers=headers)
     response.content_type = "application/json"
-    response.content_length = about.size_bytes
-    async with node.answers.share(tenant.name, about.size_bytes):
-        manifest = await node.depot.wait(names.manifest(tenant.name, about))
-        if manifest is None:  # deleted or, with 100 newer versions, forgotten meanwhile
-            raise not_found()
-        await response.prepare(request)
-        with Sender(node, request, (tenant.name, request[CLIENT])) as sender:
-            await sender.add(manifest)
-            await sender.flush()
+    response.content_length = len(manifest)
+    await response.prepare(request)
+    with Sender(request.app[NODE], request, (request[TENANT].name, request[CLIENT])) as sender:
+        await sender.add(manifest)
+        await sender.flush()
     return response
 
 
@@ -45,19 +72,27 @@ async def put_name(request: web.Request) -> web.StreamResponse:
     name, must = _name(request), _condition(request)
     await node.depot.check_quota(tenant, checked_length(request, MAX_MANIFEST_BYTES))
     async with node.bodies.question(request, tenant.name, MAX_MANIFEST_BYTES) as manifest:
-        made = await node.depot.put_manifest(tenant, name, manifest, must)
+        try:
+            made = await node.depot.put_manifest(tenant, name, manifest, must)
+        except ConditionError as error:
+            raise await _refused(node, error) from error
     body = {"name": made.name, "version": made.version, "etag": made.etag}
     status = 201 if made.version == 1 else 200
-    return web.json_response(body, status=status, headers={"ETag": quoted(made.etag)}, dumps=dumps)
+    headers = {"ETag": quoted(made.etag), **await _sequence(node)}
+    return web.json_response(body, status=status, headers=headers, dumps=dumps)
 
 
 async def delete_name(request: web.Request) -> web.StreamResponse:
-    depot, tenant, name = request.app[NODE].depot, request[TENANT], _name(request)
+    node, tenant, name = request.app[NODE], request[TENANT], _name(request)
     chunks = query_flag(request, "chunks")
-    report = await depot.delete_manifest(tenant, name, _condition(request), chunks)
+    try:
+        report = await node.depot.delete_manifest(tenant, name, _condition(request), chunks)
+    except ConditionError as error:
+        raise await _refused(node, error) from error
+    headers = await _sequence(node)
     if report is None:
-        raise not_found()
-    return web.json_response({"name": name, **report}, dumps=dumps)
+        raise not_found(headers)
+    return web.json_response({"name": name, **report}, headers=headers, dumps=dumps)
 
 
 async def get_history(request: web.Request) -> web.StreamResponse:
@@ -74,11 +109,13 @@ async def list_names(request: web.Request) -> web.StreamResponse:
     prefix, after = (request.query.get(key, "") for key in ("prefix", "after"))
     if not NAME_PART.fullmatch(prefix) or not NAME_PART.fullmatch(after):
         raise bad_request("prefix and after: expected at most 128 characters of a name")
-    depot, tenant = request.app[NODE].depot, request[TENANT]
+    node, tenant = request.app[NODE], request[TENANT]
+    depot = node.depot
     found = await depot.wait(depot.names.page(tenant.name, prefix, after, limit + 1))
     more = found[limit - 1].name if len(found) > limit else None
     shown = [asdict(item) for item in found[:limit]]
-    return web.json_response({"names": shown, "next": more}, dumps=dumps)
+    headers = await _sequence(node)
+    return web.json_response({"names": shown, "next": more}, headers=headers, dumps=dumps)
 
 
 def _name(request: web.Request) -> str:
@@ -86,6 +123,33 @@ def _name(request: web.Request) -> str:
     if not is_name(name):
         raise bad_request(NAME_EXPECTED)
     return name
+
+
+def _asked(request: web.Request) -> Asked:
+    """How new an answer must be."""
+    latest, stale_ok = (_flag(request, header) for header in ("Kdn-Latest", "Kdn-Stale-Ok"))
+    seen = request.headers.get("Kdn-Seen", "0")
+    if not re.fullmatch(r"\d{1,18}", seen, re.ASCII):
+        raise bad_request("Kdn-Seen: expected a number")
+    return Asked(latest, stale_ok, int(seen))
+
+
+def _flag(request: web.Request, header: str) -> bool:
+    text = request.headers.get(header, "false")
+    if text not in ("true", "false"):
+        raise bad_request(f"{header}: expected true or false")
+    return text == "true"
+
+
+async def _sequence(node: Node) -> dict[str, str]:
+    """Read after what it is told with: nothing of that is later."""
+    return {"Kdn-Sequence": str(await node.depot.wait(node.depot.names.sequence()))}
+
+
+async def _refused(node: Node, error: ConditionError) -> Refusal:
+    meaning = refusal_of(error)
+    meaning.headers |= await _sequence(node)
+    return meaning
 
 
 def _condition(request: web.Request) -> Must:

@@ -32,6 +32,7 @@ from kdn.protocol.frames import MAX_DATA_BYTES, MAX_ETAG_BYTES, MAX_KEY_BYTES
 from kdn.protocol.limits import MAX_LISTED, MAX_SAVED_S
 from kdn.protocol.strict import parse_hex
 from kdn.store.base import Entry, Hints
+from kdn.store.streaming import Ask
 
 LIST_SLICE_S = 0.001
 Range = tuple[int, int]
@@ -47,6 +48,8 @@ async def get_object(request: web.Request) -> web.StreamResponse:
     if entry is None:
         raise not_found()
     headers = {"ETag": quoted(entry.etag), "Accept-Ranges": "bytes", **_hint_headers(tenant, entry)}
+    if not node.depot.is_central(store_key):
+        headers["Kdn-Central"] = "false"
     if names_etag(request.headers.get("If-None-Match", ""), entry.etag):
         return web.Response(status=304, headers=headers)
     start, end, status = _wanted(request, entry, headers)
@@ -71,6 +74,13 @@ def _wanted(request: web.Request, entry: Entry, headers: dict[str, str]) -> tupl
 
 
 async def _send_span(
+    node: Node, request: web.Request, response: web.StreamResponse, entry: Entry, span: Range
+) -> None:
+    with node.depot.store.expecting([Ask(entry.key, *span, entry.etag)]):
+        await _send_expected(node, request, response, entry, span)
+
+
+async def _send_expected(
     node: Node, request: web.Request, response: web.StreamResponse, entry: Entry, span: Range
 ) -> None:
     """The first part is read before anything is said: until then it can still be a miss."""
@@ -120,7 +130,9 @@ async def put_object(request: web.Request) -> web.StreamResponse:
             raise
         entry = Entry(store_key, etag, len(data), hints)
         entry, created = await node.depot.put(tenant, entry, data, told[0], replacing)
-    headers, told_back = {"ETag": quoted(entry.etag)}, _describe(tenant, entry)
+    headers, told_back = {"ETag": quoted(entry.etag)}, _describe(node.depot, tenant, entry)
+    if not node.depot.is_central(store_key):
+        headers["Kdn-Central"] = "false"
     if replacing is not None and entry.etag != etag:
         message = "the object here is another one"
         raise Refusal(412, "precondition_failed", message, headers, {"object": told_back})
@@ -146,7 +158,7 @@ async def list_objects(request: web.Request) -> web.StreamResponse:
         _collect(node.depot, tenant, tenant.store_key(collection, prefix),
                  tenant.store_key(collection, after), limit + 1)
     )  # fmt: skip
-    shown = [_describe(tenant, entry) for entry in islice(found, limit)]
+    shown = [_describe(node.depot, tenant, entry) for entry in islice(found, limit)]
     more = shown[-1]["key"] if len(found) > limit else None
     return web.json_response({"objects": shown, "next": more}, dumps=dumps)
 
@@ -170,22 +182,25 @@ async def _collect(
 
 async def get_stats(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
+    held = await node.depot.held(tenant)
     shown = {
-        "objects": node.depot.store.usage(tenant.prefix).objects,
-        "size_bytes": await node.depot.held_bytes(tenant),
+        "objects": held.objects,
+        "size_bytes": held.size_bytes,
         "quota_bytes": tenant.settings.quota_bytes,
     }
     return web.json_response(shown, dumps=dumps)
 
 
-def _describe(tenant: Tenant, entry: Entry) -> dict[str, Any]:
+def _describe(depot: Depot, tenant: Tenant, entry: Entry) -> dict[str, Any]:
     parent = entry.hints.parent
+    only_here = {} if depot.is_central(entry.key) else {"central": False}
     return {
         "key": tenant.public_key(entry.key).hex(),
         "etag": entry.etag.hex(),
         "size_bytes": entry.size_bytes,
         "parent": None if parent is None else tenant.public_key(parent).hex(),
         "saved_s": entry.hints.saved_s,
+        **only_here,
     }
 
 

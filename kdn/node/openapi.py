@@ -15,6 +15,7 @@ from kdn.protocol.limits import (
     MAX_LISTED,
     MAX_MANIFEST_KEYS,
     MAX_OFFSET,
+    MAX_RATE,
     MAX_SAVED_S,
     MAX_SPANS,
     MAX_VERSION,
@@ -142,11 +143,25 @@ def _batches() -> Json:
     spans = _list(SPAN, minItems=1, maxItems=MAX_SPANS)
     lookup = _object({"collection": COLLECTION, "keys": keys, "head_bytes": head_bytes}, ["keys"])
     read = _object({"collection": COLLECTION, "spans": spans}, ["spans"])
+    rate = {"type": "number", "minimum": 1, "maximum": MAX_RATE, "nullable": True}
+    client = {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,64}$", "nullable": True}
+    asked = {"collection": COLLECTION, "keys": keys, "client": client, "rate_bytes_per_s": rate}
+    estimate = _object(asked, ["keys"])
+    part = {"size_bytes": COUNT, "seconds": {**SECONDS, "nullable": True}}
+    told = _object(
+        {"known": COUNT, **part, "rate_bytes_per_s": {**SECONDS, "nullable": True},
+         "levels": _list(_object(part))}
+    )  # fmt: skip
     return {
         "/v1/lookup": {
             "post": _operation("Look many up.", {200: framed}, (), None, _content(lookup))
         },
         "/v1/read": {"post": _operation("Read many.", {200: framed}, (), None, _content(read))},
+        "/v1/estimate": {
+            "post": _operation(
+                "What loading would take.", {200: _content(told)}, (), None, _content(estimate)
+            )
+        },
     }
 
 

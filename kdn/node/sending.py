@@ -13,6 +13,7 @@ import asyncio
 from aiohttp import web
 from aiohttp.http import StreamWriter
 
+from kdn.node.rates import LEAST_BYTES, delivery_rate
 from kdn.node.state import Node
 from kdn.store.base import Entry
 
@@ -39,17 +40,24 @@ class Sender:
         self._draining_since_s: float | None = None
         self._reading_since_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._sent_bytes = 0
 
     def __enter__(self) -> Sender:
         writer = self._request.writer
         assert isinstance(writer, StreamWriter)
         writer.send_headers()
+        self._node.rates.sending += 1
         self._watch()
         return self
 
     def __exit__(self, *error: object) -> None:
         assert self._timer is not None
         self._timer.cancel()
+        rates = self._node.rates
+        rates.sending -= 1
+        if self._sent_bytes >= LEAST_BYTES:
+            rate = delivery_rate(self._request.transport)
+            rates.note((self._tenant, self._client), self._sent_bytes, rate)
 
     async def read(self, entry: Entry, start: int, end: int) -> Data | None:
         """Exactly these bytes of exactly this object, or None. A store that takes too long cuts
@@ -91,6 +99,7 @@ class Sender:
             if transport is None or transport.is_closing():
                 raise ConnectionResetError("the reader has gone")
             transport.writelines(parts)
+        self._sent_bytes += num_bytes
         self._node.stats.sent(self._tenant, num_bytes, turn.waited_s)
         if self._request.protocol.writing_paused:
             self._draining_since_s = self._loop.time()

@@ -27,18 +27,17 @@ from kdn.node.bodies import BodyReader
 from kdn.node.budget import Budget
 from kdn.node.connection import Connections
 from kdn.node.egress import Egress
+from kdn.node.listening import Acceptor, bind
 from kdn.node.logs import log_to
 from kdn.node.scheduler import FairQueue, Queue
 from kdn.node.shares import Shares
 from kdn.node.state import Node
 from kdn.node.tenants import Tenants
 from kdn.node.traces import TraceRate
+from kdn.region.depot import open_region
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 1024
-HANDSHAKE_S = 10.0
-"""For TLS to be agreed on: until then a connection is not even a stranger's."""
 REAP_S = 2.0
 FRAME_BYTES = 2**20
 LIMITED_FRAME_BYTES = 2**16
@@ -150,23 +149,20 @@ async def listen(config: Config, node: Node) -> AsyncIterator[Listening]:
     await runner.setup()
     assert runner.server is not None
     connections = Connections(node, runner.server)
-    loop = asyncio.get_running_loop()
     try:
-        server = await loop.create_server(
-            connections, config.node.host, config.node.port, ssl=context, backlog=BACKLOG,
-            ssl_handshake_timeout=HANDSHAKE_S if context else None,
-        )  # fmt: skip
+        sockets = bind(config.node.host, config.node.port)
     except OSError as error:
         await runner.cleanup()
         address = f"{config.node.host}:{config.node.port}"
         raise UnsupportedError(f"cannot listen on {address}: {error}") from error
+    host, port = sockets[0].getsockname()[:2]
+    acceptor = Acceptor(sockets, connections, context)
     reaper = asyncio.create_task(supervise("reaping connections", lambda: _reap(connections)))
-    host, port = server.sockets[0].getsockname()[:2]
     try:
         yield Listening(node, connections, host, port, context is not None)
     finally:
         node.stopping = True
-        server.close()
+        acceptor.close()
         await runner.cleanup()
         with suppress(TimeoutError):
             async with asyncio.timeout(config.node.shutdown_timeout_s):
@@ -184,7 +180,8 @@ async def _reap(connections: Connections) -> None:
 @asynccontextmanager
 async def open_node(config: Config, queue: Queue | None = None) -> AsyncIterator[Node]:
     """A node with its depot, which is closed (and flushed) on leaving."""
-    async with open_depot(config.node, config.tenants) as depot:
+    opening = open_region if config.node.upstream else open_depot
+    async with opening(config.node, config.tenants) as depot:
         yield make_node(config, depot, queue)
 
 

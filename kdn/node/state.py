@@ -17,6 +17,8 @@ from kdn.node.bodies import BodyReader
 from kdn.node.budget import Budget
 from kdn.node.checksums import Checksums
 from kdn.node.egress import Egress
+from kdn.node.feed import Feed
+from kdn.node.rates import Rates
 from kdn.node.shares import Shares
 from kdn.node.stats import NodeStats
 from kdn.node.tenants import Tenants
@@ -41,15 +43,19 @@ class Node:
     frame_bytes: int
     stats: NodeStats = field(default_factory=NodeStats)
     checksums: Checksums = field(default_factory=Checksums)
+    rates: Rates = field(default_factory=Rates)
     lookups: defaultdict[str, asyncio.Lock] = field(
         default_factory=lambda: defaultdict(asyncio.Lock)
     )
     """By tenant: held during each part of a long lookup."""
     num_requests: int = 0
     stopping: bool = False
+    feed: Feed = field(init=False)
+    """Of names, for those who follow them."""
 
     def __post_init__(self) -> None:
         self.depot.changed = self.checksums.forget
+        self.feed = Feed(self.depot.names)
 
     def is_alone(self, tenant: Tenant) -> bool:
         """Whether nobody else has a request in progress."""
@@ -64,9 +70,11 @@ CLIENT = web.RequestKey("client", str)
 def client_of(request: web.Request) -> str:
     """Who shares a tenant's egress: told in a header, else the peer's address."""
     told = request.headers.get("Kdn-Client")
-    if told is None:
-        return request.remote or "unknown"
-    if not _CLIENT.fullmatch(told):
+    return request.remote or "unknown" if told is None else checked_client(told)
+
+
+def checked_client(told: object) -> str:
+    if not isinstance(told, str) or not _CLIENT.fullmatch(told):
         raise bad_request("Kdn-Client: expected 1 to 64 letters, digits, '.', '_', '-'")
     return told
 

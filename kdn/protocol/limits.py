@@ -16,6 +16,8 @@ MAX_CONTAINERS = 1 << 14
 quarter of them."""
 MAX_SAVED_S = 1e9
 """Seconds that an object says it saves."""
+MAX_RATE = 1e15
+"""Bytes a second of a link that somebody asks about."""
 MAX_MANIFEST_BYTES = 8 << 20
 """A million tokens with room to spare. A node reads JSON in one go, 11 ms a MiB."""
 MAX_MANIFEST_KEYS = 8192

@@ -20,6 +20,7 @@ from kdn.codec.base import Codec
 from kdn.delivery.sink import Sink
 from kdn.errors import KdnError
 from kdn.session.delivered import Grade
+from kdn.session.host_folder import OnChange
 from kdn.session.host_memory import SHARED_MEMORY, HostMemory
 from kdn.session.host_streams import HostStreams
 from kdn.session.settings import SessionSettings
@@ -48,16 +49,30 @@ class Held(Protocol):
 
 
 def open_values(
-    settings: SessionSettings, spec: ModelSpec, codec: Codec, dtype: torch.dtype
+    settings: SessionSettings,
+    spec: ModelSpec,
+    codec: Codec,
+    dtype: torch.dtype,
+    on_change: OnChange | None = None,
 ) -> HostMemory | None:
     """Decoded values of this host."""
-    kld = codec.expected_kld
-    return _opened(settings, lambda place: HostMemory(place, spec, dtype, settings.host_bytes, kld))
+    size, kld = settings.host_bytes, codec.expected_kld
+    return _opened(
+        settings, lambda place: HostMemory(place, spec, dtype, size, kld, on_change=on_change)
+    )
 
 
-def open_streams(settings: SessionSettings, codec: Codec, dtype: torch.dtype) -> HostStreams | None:
+def open_streams(
+    settings: SessionSettings,
+    codec: Codec,
+    dtype: torch.dtype,
+    on_change: OnChange | None = None,
+) -> HostStreams | None:
     """Streams of this host."""
-    return _opened(settings, lambda place: HostStreams(place, codec, dtype, settings.host_bytes))
+    size = settings.host_bytes
+    return _opened(
+        settings, lambda place: HostStreams(place, codec, dtype, size, on_change=on_change)
+    )
 
 
 def _opened(settings: SessionSettings, opening: Callable[[Path], T]) -> T | None:

@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -37,14 +37,19 @@ _NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENXIO)
 """Links, and what others put there; not, say, too many open files."""
 _PART = re.compile(r"\.[0-9a-f]{16}\.part")
 
+OnChange = Callable[[str, bool], None]
+"""Hears the name of each file that this process puts there (True) or removes (False)."""
+
 
 class HostFolder:
     """`kdn-UID` in `place`. Any thread and any process of its user may use it."""
 
-    def __init__(self, place: Path, ours: re.Pattern[str]) -> None:
+    def __init__(
+        self, place: Path, ours: re.Pattern[str], on_change: OnChange | None = None
+    ) -> None:
         """`ours`: the names of its files. UnsupportedError if it is another's."""
         self.path = place / f"kdn-{os.geteuid()}"
-        self._ours = ours
+        self._ours, self._on_change = ours, on_change
         self.make()
 
     def make(self) -> None:
@@ -68,7 +73,7 @@ class HostFolder:
             about = os.fstat(fd)
             if about.st_uid != os.geteuid() or about.st_mode & OTHERS:
                 raise self._refusal()
-            here = Here(self.path, fd, self._ours)
+            here = Here(self.path, fd, self._ours, self._on_change)
             try:
                 yield here
             finally:
@@ -86,8 +91,10 @@ class HostFolder:
 class Here:
     """The folder while it is open."""
 
-    def __init__(self, path: Path, fd: int, ours: re.Pattern[str]) -> None:
-        self._path, self._fd, self._ours = path, fd, ours
+    def __init__(
+        self, path: Path, fd: int, ours: re.Pattern[str], on_change: OnChange | None = None
+    ) -> None:
+        self._path, self._fd, self._ours, self._on_change = path, fd, ours, on_change
 
     def leave(self) -> None:
         """It is being closed: who still asks gets an error, not another folder of that number."""
@@ -138,12 +145,18 @@ class Here:
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         """Whole, or not at all."""
         write_in_memory(self._fd, name, parts, aside=f".{secrets.token_hex(8)}.part")
+        self._tell(name, True)
 
     def remove(self, name: str) -> None:
         """If it is a file of this user's."""
         with suppress(FileNotFoundError):
             if is_own_file(os.stat(name, dir_fd=self._fd, follow_symlinks=False)):
                 os.unlink(name, dir_fd=self._fd)
+                self._tell(name, False)
+
+    def _tell(self, name: str, is_there: bool) -> None:
+        if self._on_change is not None:
+            self._on_change(name, is_there)
 
     def touch(self, name: str, used_ns: int, written_ns: int | None = None) -> None:
         """It was used then, and written then if that is told: else at the same time."""

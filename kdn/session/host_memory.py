@@ -37,7 +37,7 @@ from kdn.delivery.request import worst_kld
 from kdn.delivery.sink import Sink
 from kdn.errors import ChecksumError, FormatError, UnsupportedError
 from kdn.session.delivered import Grade
-from kdn.session.host_folder import Here, HostFolder
+from kdn.session.host_folder import Here, HostFolder, OnChange
 
 SHARED_MEMORY = Path("/dev/shm")
 HEADER_BYTES = 512
@@ -72,12 +72,13 @@ class HostMemory:
         max_bytes: int,
         expected_kld: Sequence[float],
         clock_ns: Callable[[], int] = time.time_ns,
+        on_change: OnChange | None = None,
     ) -> None:
         """`dtype`: the engine's; values that one of another dtype has rounded are not its own.
         `expected_kld`: what the codec says of each level, to tell how many were decoded."""
         if dtype not in DTYPES:
             raise UnsupportedError(f"decoded chunks of {dtype}")
-        self._folder = HostFolder(place, _NAME)
+        self._folder = HostFolder(place, _NAME, on_change)
         self._spec, self._dtype = spec, dtype
         self._max_bytes, self._clock_ns = max_bytes, clock_ns
         self._expected_kld = expected_kld

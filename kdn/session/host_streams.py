@@ -37,7 +37,7 @@ from kdn.delivery.sink import Arrival, Sink
 from kdn.errors import FormatError, KdnError, MismatchError, TruncatedError, UnsupportedError
 from kdn.session.delivered import Grade
 from kdn.session.fading import SPARE, Kept, Room
-from kdn.session.host_folder import Here, HostFolder
+from kdn.session.host_folder import Here, HostFolder, OnChange
 from kdn.session.stream_file import FileHead, HeldLevels, ends_in_file, parse_head, read_start
 
 logger = logging.getLogger(__name__)
@@ -87,9 +87,10 @@ class HostStreams:
         max_bytes: int,
         clock_ns: Callable[[], int] = time.time_ns,
         spare: float = SPARE,
+        on_change: OnChange | None = None,
     ) -> None:
         """`dtype`: the engine's; streams that do not decode to it are not for it."""
-        self._folder = HostFolder(place, _NAME)
+        self._folder = HostFolder(place, _NAME, on_change)
         self._codec, self._dtype, self._clock_ns = codec, dtype, clock_ns
         self._expected_kld = codec.expected_kld
         self._room = Room(max_bytes, clock_ns, spare)

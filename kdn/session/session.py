@@ -47,6 +47,7 @@ from kdn.delivery.request import (
 from kdn.delivery.sink import Sink
 from kdn.delivery.spool import Spool
 from kdn.places.places import Places, open_places
+from kdn.session.changes import Changes
 from kdn.session.delivered import Delivered, Grade, may_be_published
 from kdn.session.held import Held, open_streams, open_values
 from kdn.session.host_memory import HostMemory
@@ -85,6 +86,8 @@ class Session(Opened):
         self.settings, self.spec, self.dtype, self.device = settings, spec, dtype, device
         self.estimator = Estimator()
         self._gauge = Gauge(None, can_compute=False)
+        self.changes = Changes()
+        """Of what this host and the place hold, by this session: for engines that tell routers."""
         self.host: HostMemory | None = None
         """Decoded values, where those are what this host holds: engines `keep` them."""
         self.streams: HostStreams | None = None
@@ -116,7 +119,7 @@ class Session(Opened):
         spool = await asyncio.shield(opening)
         self.publisher = Publisher(
             self.places.publish_to, self.codec, spool=spool, max_queue_bytes=settings.queue_bytes,
-            on_encoded=self._keep_published,
+            on_encoded=self._keep_published, on_accepted=self.changes.note_published,
         )  # fmt: skip
         await self._parts.enter_async_context(self.publisher)
 
@@ -124,9 +127,13 @@ class Session(Opened):
         """What this host's memory holds for this engine: streams if they are decoded on its device,
         else values."""
         if self.codec.decodes_on(self.device):
-            self.streams = open_streams(self.settings, self.codec, self.dtype)
+            self.streams = open_streams(
+                self.settings, self.codec, self.dtype, self.changes.note_file
+            )
         else:
-            self.host = open_values(self.settings, self.spec, self.codec, self.dtype)
+            self.host = open_values(
+                self.settings, self.spec, self.codec, self.dtype, self.changes.note_file
+            )
         if self.host is not None:
             self._keeper = Keeper(self.host)
             self._parts.callback(self._keeper.close)
@@ -286,11 +293,18 @@ class Session(Opened):
 
     # publishing
 
+    @property
+    def is_read_only(self) -> bool:
+        """No place takes what is new: nothing is published, and nothing waits to be."""
+        return self.places.publish_to.store.read_only
+
     def publish(
         self, chunk: Chunk, source: Source, *, exact_until: int | None, saved_s: float = 0.0
     ) -> Admission:
         """Publish a chunk that the model computed, unless it rests on losses: see
         `Delivered.exact_until`. `saved_s`: how long the model took for it."""
+        if self.is_read_only:
+            return Admission.READ_ONLY
         if not may_be_published(chunk, exact_until):
             return Admission.LOSSY
         return self.publisher.publish(chunk, source, saved_s=saved_s)

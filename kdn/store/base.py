@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
 from kdn.errors import ChecksumError, LimitError
 from kdn.protocol.frames import MAX_ETAG_BYTES
+from kdn.store.costs import Costs
 from kdn.store.streaming import Ask, Piece, Receiver, hand_over
 from kdn.store.tally import Usage
 
@@ -75,6 +76,8 @@ class Stats:
     evictions: int = 0
     corruptions: int = 0
     """Objects found damaged, each counted once: never served, set aside."""
+    costs: Costs = field(default_factory=Costs)
+    """Of a store elsewhere: requests and bytes."""
 
 
 class Store(ABC):
@@ -82,6 +85,8 @@ class Store(ABC):
 
     volatile = False
     """Nothing here survives the end of the process."""
+    read_only = False
+    """Puts and deletes raise ReadOnlyError."""
 
     async def put(
         self,
@@ -135,8 +140,12 @@ class Store(ABC):
             span = await self.get(ask.key, ask.start, ask.end, etag=ask.etag)
             yield Piece(number, ask.start, None if span is None else span.data)
 
+    def expecting(self, asks: Sequence[Ask]) -> AbstractContextManager[None]:
+        """While these are read with `get`, in order: a store that is far away may fetch ahead."""
+        return nullcontext()
+
     async def read_into(self, asks: Sequence[Ask], receiver: Receiver) -> None:
-        """The same, put where the reader wants it."""
+        """What `read_spans` gives, put where the reader wants it."""
         async with aclosing(self.read_spans(asks)) as pieces:
             async for number, start, data in pieces:
                 if data is None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kdn.errors import FormatError, LimitError, StoreError
+from kdn.errors import FormatError, LimitError, StoreError, UnavailableError
 from kdn.protocol.frames import (
     FAILED,
     FIXED_BYTES,
@@ -31,7 +31,7 @@ from kdn.protocol.limits import (
 )
 from kdn.store.base import Entry, Span, Stats, Store, check_entry
 from kdn.store.http_answers import Reply, entry_of, join, member, told_entry
-from kdn.store.node_client import NodeClient
+from kdn.store.node_client import Asking, NodeClient
 from kdn.store.streaming import Ask, FrameReader, Receiver
 
 _MAX_FRAME_HEAD_BYTES = FIXED_BYTES + 2 * MAX_KEY_BYTES + MAX_ETAG_BYTES
@@ -42,11 +42,18 @@ _MIN_FRAME_BYTES = 16 << 10
 class HttpStore(Store):
     """One collection of a node. Closing it closes its client, for all who share that."""
 
-    def __init__(self, node: NodeClient | str, *, collection: str = "objects") -> None:
-        """A URL is enough for a node that asks for no token."""
+    def __init__(
+        self,
+        node: NodeClient | str,
+        *,
+        collection: str = "objects",
+        counts: Stats | None = None,
+    ) -> None:
+        """A URL is enough for a node that asks for no token. `counts`: where to count, if not in
+        counters of its own."""
         self._node = NodeClient(node) if isinstance(node, str) else node
         self._collection = collection
-        self._counts = Stats()
+        self._counts = Stats() if counts is None else counts
 
     # the interface
 
@@ -155,19 +162,12 @@ class HttpStore(Store):
         return answer.status == 204
 
     async def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
-        if len(prefix) <= MAX_KEY_BYTES:
-            async for told in self._node.list(f"/v1/{self._collection}", "objects", prefix.hex()):
-                yield told_entry(told)
+        async for entry in list_entries(self._node, self._collection, prefix):
+            yield entry
 
     async def stats(self) -> Stats:
         """Counters of this client; objects, bytes and quota of the tenant at the node."""
-        told = (await self._node.ask("GET", "/v1/stats")).json
-        return replace(
-            self._counts,
-            objects=member(told, "objects", int),
-            size_bytes=member(told, "size_bytes", int),
-            capacity_bytes=member(told, "quota_bytes", int),
-        )
+        return await with_totals(self._node, self._counts)
 
     async def close(self) -> None:
         await self._node.close()
@@ -190,8 +190,26 @@ class HttpStore(Store):
             self._counts.corruptions += 1
             return None
         if any(frame.status == FAILED for frame, _ in frames):
-            raise StoreError(f"{self._node.url}: the node's own store failed")
+            raise UnavailableError(f"{self._node.url}: the node's own store failed")
         return frames
+
+
+async def list_entries(node: Asking, collection: str, prefix: bytes) -> AsyncGenerator[Entry]:
+    """What is listed of a collection."""
+    if len(prefix) <= MAX_KEY_BYTES:
+        async for told in node.list(f"/v1/{collection}", "objects", prefix.hex()):
+            yield told_entry(told)
+
+
+async def with_totals(node: Asking, counts: Stats) -> Stats:
+    """A client's counters, with what its tenant has at the node."""
+    told = (await node.ask("GET", "/v1/stats")).json
+    return replace(
+        counts,
+        objects=member(told, "objects", int),
+        size_bytes=member(told, "size_bytes", int),
+        capacity_bytes=member(told, "quota_bytes", int),
+    )
 
 
 def _askable(key: bytes, etag: bytes | None = None) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kdn.errors import (
+    CentreAwayError,
     ChecksumError,
     FormatError,
     KdnError,
@@ -18,6 +19,7 @@ from kdn.errors import (
     NotAllowedError,
     RefusedError,
     StoreError,
+    UnavailableError,
 )
 from kdn.protocol.frames import OK, Frame
 from kdn.store.base import Entry, Hints, Span, clip
@@ -28,6 +30,7 @@ _ERRORS: dict[str, type[KdnError]] = {
     "checksum_mismatch": ChecksumError,
     "format_error": FormatError,
     "mismatch": MismatchError,
+    "centre_unreachable": CentreAwayError,
     "quota_exceeded": NoSpaceError,
     "no_space": NoSpaceError,
     "too_large": NoSpaceError,
@@ -60,7 +63,12 @@ class Reply:
             code, message = member(self.json, "code", str), member(self.json, "message", str)
         except StoreError:
             code, message = "unknown", repr(self.body[:200])
-        return _ERRORS.get(code, StoreError)(f"{url}: {self.status} {code}: {message}")
+        kind = _ERRORS.get(code, UnavailableError if self._is_trouble(code) else StoreError)
+        return kind(f"{url}: {self.status} {code}: {message}")
+
+    def _is_trouble(self, code: str) -> bool:
+        """The node's own, or whoever answers is no node: not the fault of what was asked."""
+        return self.status >= 500 or code in ("timeout", "unknown")
 
 
 def entry_of(frame: Frame) -> Entry:

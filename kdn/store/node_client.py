@@ -10,16 +10,19 @@ that nothing was there.
 from __future__ import annotations
 
 import json
+import socket
 import ssl
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
 
 from kdn.checked import checked_url
-from kdn.errors import LimitError, StoreError
+from kdn.errors import LimitError, StoreError, UnavailableError
 from kdn.protocol.limits import MAX_JSON_BYTES, MAX_LISTED
 from kdn.store.http_answers import Reply, member
 from kdn.store.read_connections import ReadConnections, ReadLimits
@@ -41,9 +44,17 @@ class HttpLimits:
     """Longest time without a byte."""
     deadline_s: float = 60.0
     """Of a whole request."""
+    hedge_s: float = 0.25
+    """Of several nodes: after such a silence another one is asked, too (`failover.py`)."""
+    resolve_s: float = 5.0
+    """How long the addresses of a name are taken to be the same (`members.py`)."""
 
 
-class _CutError(StoreError):
+MAX_LINE_BYTES = 64 << 10
+"""Of an answer that goes on and on."""
+
+
+class _CutError(UnavailableError):
     """The connection ended before the answer began."""
 
 
@@ -69,7 +80,47 @@ class _Body(aiohttp.Payload):
             await writer.write(view[first : first + PIECE_BYTES])
 
 
-class NodeClient:
+class Asking(ABC):
+    """Whoever can be asked what a node is asked: one node, or several that answer alike."""
+
+    url: str
+
+    @abstractmethod
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        data: bytes | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        query: Mapping[str, str] | None = None,
+        expect: tuple[int, ...] = (200,),
+        limit_bytes: int = 0,
+        silence_s: float | None = None,
+    ) -> Reply:
+        """An answer of at most `limit_bytes` (or what JSON may take) with a status that is
+        expected; any other is raised as the error that it means. `silence_s`: for a request that
+        takes a node longer than most."""
+
+    async def list(self, path: str, kind: str, prefix: str) -> AsyncIterator[Any]:
+        """Everything in a list (member `kind` of its pages) that begins with `prefix`."""
+        after: str | None = ""
+        while after is not None:
+            query = {"prefix": prefix, "after": after, "limit": str(MAX_LISTED)}
+            page = (await self.ask("GET", path, query=query)).json
+            for item in member(page, kind, list):
+                yield item
+            following = page.get("next")
+            if following is not None and not (isinstance(following, str) and following > after):
+                raise StoreError(f"expected to list on after {after!r}, found {following!r}")
+            after = following
+
+    @abstractmethod
+    async def close(self) -> None:
+        """For all who share it."""
+
+
+class NodeClient(Asking):
     def __init__(
         self,
         url: str,
@@ -78,12 +129,17 @@ class NodeClient:
         client: str | None = None,
         limits: HttpLimits | None = None,
         tls: ssl.SSLContext | None = None,
+        address: str | None = None,
     ) -> None:
         """`url` is the node's, as http://127.0.0.1:8700; `token` the tenant's; `client` names this
-        one for fair sharing; `tls` is needed only for certificates the system does not know."""
+        one for fair sharing; `tls` is needed only for certificates the system does not know.
+        `address`: of those that the URL's name has, the only one to use; the name is still what
+        the node is told, and what its certificate must be for."""
         self.url = checked_url(url).rstrip("/")
         self.limits = limits or HttpLimits()
         self._tls = tls
+        self._address = address
+        self._shown = self.url if address is None else f"{self.url} at {address}"
         self._headers = {"Accept-Encoding": "identity"}  # a proxy must not compress what we count
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -104,9 +160,6 @@ class NodeClient:
         limit_bytes: int = 0,
         silence_s: float | None = None,
     ) -> Reply:
-        """An answer of at most `limit_bytes` (or what JSON may take) with a status that is
-        expected; any other is raised as the error that it means. `silence_s`: for a request that
-        takes a node longer than most."""
         asked = (method, path, data, headers, query, silence_s)
         limit_bytes = max(limit_bytes, MAX_JSON_BYTES)
         try:
@@ -116,17 +169,17 @@ class NodeClient:
                 raise
             reply = await self._ask(limit_bytes, *asked)
         if reply.status not in expect:
-            raise reply.error(self.url)
+            raise reply.error(self._shown)
         return reply
 
     async def _ask(self, limit_bytes: int, *asked: Any) -> Reply:
         async with self._sent(*asked) as answer:
             length = answer.content_length
-            if length is None and answer.status != 204:
-                raise StoreError(f"{self.url}: expected Content-Length, found none")
+            if length is None and answer.status not in (204, 304):
+                raise UnavailableError(f"{self._shown}: expected Content-Length, found none")
             if (length or 0) > limit_bytes:
                 raise LimitError(
-                    f"{self.url}: expected at most {limit_bytes} bytes, found {length}"
+                    f"{self._shown}: expected at most {limit_bytes} bytes, found {length}"
                 )
             return Reply(answer.status, await answer.read(), answer.headers)
 
@@ -139,27 +192,32 @@ class NodeClient:
                 ReadLimits(
                     limits.connections, limits.connect_s, limits.silence_s, limits.deadline_s
                 ),
+                self._address,
             )  # fmt: skip
         try:
             await self._reads.read(path, json.dumps(question).encode(), reader)
         except (OSError, TimeoutError) as error:
-            raise StoreError(f"{self.url}: POST failed: {explain(error)}") from error
+            raise UnavailableError(f"{self._shown}: POST failed: {explain(error)}") from error
 
-    async def list(self, path: str, kind: str, prefix: str) -> AsyncIterator[Any]:
-        """Everything in a list (member `kind` of its pages) that begins with `prefix`."""
-        after: str | None = ""
-        while after is not None:
-            query = {"prefix": prefix, "after": after, "limit": str(MAX_LISTED)}
-            page = (await self.ask("GET", path, query=query)).json
-            for item in member(page, kind, list):
-                yield item
-            following = page.get("next")
-            if following is not None and not (isinstance(following, str) and following > after):
-                raise StoreError(f"expected to list on after {after!r}, found {following!r}")
-            after = following
+    @asynccontextmanager
+    async def endless(
+        self, path: str, query: Mapping[str, str], silence_s: float
+    ) -> AsyncIterator[tuple[Reply, AsyncIterator[bytes]]]:
+        """An answer that goes on and on, as lines; of any status but 200, the whole answer. It is
+        given up when nothing comes for `silence_s`."""
+        timeout = aiohttp.ClientTimeout(
+            total=None, connect=self.limits.connect_s, sock_read=silence_s
+        )
+        try:
+            async with self._opened().get(
+                self.url + path, params=query, allow_redirects=False, timeout=timeout
+            ) as answer:
+                body = b"" if answer.status == 200 else await answer.content.read(MAX_JSON_BYTES)
+                yield Reply(answer.status, body, answer.headers), _lines(answer.content)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise UnavailableError(f"{self._shown}: GET failed: {explain(error)}") from error
 
     async def close(self) -> None:
-        """For all who share it."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -190,9 +248,9 @@ class NodeClient:
             ) as answer:
                 yield answer
         except (aiohttp.ServerDisconnectedError, ConnectionResetError) as error:
-            raise _CutError(f"{self.url}: {method} was cut off: {explain(error)}") from error
+            raise _CutError(f"{self._shown}: {method} was cut off: {explain(error)}") from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise StoreError(f"{self.url}: {method} failed: {explain(error)}") from error
+            raise UnavailableError(f"{self._shown}: {method} failed: {explain(error)}") from error
 
     def _timeout(self, silence_s: float | None) -> aiohttp.ClientTimeout:
         limits = self.limits
@@ -205,9 +263,44 @@ class NodeClient:
         """Made at the first request: a session belongs to a running loop."""
         if self._session is None:
             tls = True if self._tls is None else self._tls
-            connector = aiohttp.TCPConnector(limit=self.limits.connections, ssl=tls)
+            fixed = None if self._address is None else _Fixed(self._address)
+            connector = aiohttp.TCPConnector(
+                limit=self.limits.connections, ssl=tls, resolver=fixed
+            )  # fmt: skip
             self._session = aiohttp.ClientSession(
                 connector=connector, headers=self._headers, auto_decompress=False,
                 raise_for_status=False,
             )  # fmt: skip
         return self._session
+
+
+class _Fixed(AbstractResolver):
+    """Every name has one address."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        own = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        return [
+            ResolveResult(
+                hostname=host, host=self._address, port=port, family=own, proto=0,
+                flags=socket.AI_NUMERICHOST,
+            )
+        ]  # fmt: skip
+
+    async def close(self) -> None:
+        pass
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Each as it comes; StoreError if one does not end. What is cut off is left out."""
+    rest = b""
+    async for data in content.iter_any():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+        if len(rest) > MAX_LINE_BYTES:
+            raise StoreError(f"expected lines of at most {MAX_LINE_BYTES} bytes")

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from aiohappyeyeballs import start_connection
 
-from kdn.errors import LimitError, StoreError
+from kdn.errors import LimitError, StoreError, UnavailableError
 from kdn.protocol.limits import MAX_JSON_BYTES
 from kdn.store.http_answers import Reply
 from kdn.store.streaming import FrameReader
@@ -34,7 +34,7 @@ _SINGLE = ("content-length", "transfer-encoding", "connection")
 _LENGTH = re.compile(r"\d{1,18}")
 
 
-class CutError(StoreError):
+class CutError(UnavailableError):
     """The connection ended before the answer began."""
 
 
@@ -51,13 +51,20 @@ class ReadConnections:
     """To one node. They are kept, and used again."""
 
     def __init__(
-        self, url: str, headers: Mapping[str, str], tls: ssl.SSLContext | None, limits: ReadLimits
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        tls: ssl.SSLContext | None,
+        limits: ReadLimits,
+        address: str | None = None,
     ) -> None:
-        """`tls`: None trusts what the system does."""
+        """`tls`: None trusts what the system does. `address`: of those that the URL's name has,
+        the only one to use."""
         parts = urlsplit(url)
         secure = parts.scheme == "https"
         self._url, self._path = url, parts.path
-        self._address = (parts.hostname or "", parts.port or (443 if secure else 80))
+        self._host = parts.hostname or ""
+        self._address = (address or self._host, parts.port or (443 if secure else 80))
         self._tls = (tls or ssl.create_default_context()) if secure else None
         self._headers = {"Host": parts.netloc, **headers, "Content-Type": "application/json"}
         for name, value in self._headers.items():
@@ -107,13 +114,16 @@ class ReadConnections:
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             sock = await start_connection(found, happy_eyeballs_delay=NEXT_ADDRESS_S, interleave=1)
             _, connection = await loop.create_connection(
-                lambda: ReadConnection(self._lost),
+                self._new_connection,
                 sock=sock,
                 ssl=self._tls,
-                server_hostname=host if self._tls else None,
+                server_hostname=self._host if self._tls else None,
             )
         self._open.add(connection)
         return connection
+
+    def _new_connection(self) -> ReadConnection:
+        return ReadConnection(self._lost)
 
     def _settle(self, connection: ReadConnection) -> None:
         if connection.is_idle:
@@ -189,7 +199,7 @@ class ReadConnection(asyncio.BufferedProtocol):
     def _watch(self, silence_s: float) -> None:
         quiet_s = self._loop.time() - self._heard_s
         if quiet_s >= silence_s:
-            self._fail(StoreError(f"no byte for {quiet_s:.1f} s"))
+            self._fail(UnavailableError(f"no byte for {quiet_s:.1f} s"))
         self._timer = self._loop.call_later(max(silence_s - quiet_s, 0.01), self._watch, silence_s)
 
     # what the event loop calls
@@ -210,7 +220,7 @@ class ReadConnection(asyncio.BufferedProtocol):
         self._heard_s = self._loop.time()
         try:
             if self._reader is None:
-                raise StoreError("bytes that nobody asked for")
+                raise UnavailableError("bytes that nobody asked for")
             if self._reply is None:
                 self._take_head(self._reader, num_bytes)
             else:
@@ -228,7 +238,7 @@ class ReadConnection(asyncio.BufferedProtocol):
         self._on_lost(self)
         began = self._num_head or self._reply is not None
         why = "the answer was cut off" if began else "no answer"
-        kind = StoreError if began else CutError
+        kind = UnavailableError if began else CutError
         self._fail(kind(f"{why}: {error!r}" if error else why))
 
     # an answer
@@ -243,7 +253,7 @@ class ReadConnection(asyncio.BufferedProtocol):
         status, headers = self._reply = parse_head(head)
         length = headers.get("content-length", "")
         if not _LENGTH.fullmatch(length) or "transfer-encoding" in headers:
-            raise StoreError("expected Content-Length, found none")
+            raise UnavailableError("expected Content-Length, found none")
         self._left_bytes = int(length)
         self._keeps_open = headers.get("connection", "").lower() != "close"
         if status != 200:
@@ -253,7 +263,7 @@ class ReadConnection(asyncio.BufferedProtocol):
         start = len(head) + len(end)
         early = self._head[start : self._num_head]
         if len(early) > self._left_bytes:
-            raise StoreError("expected nothing after the answer")
+            raise UnavailableError("expected nothing after the answer")
         self._left_bytes -= len(early)
         if self._refusal is not None:
             self._refusal += early
@@ -291,12 +301,12 @@ def parse_head(head: bytes) -> tuple[int, Mapping[str, str]]:
     first, *lines = head.split(b"\r\n")
     status = _STATUS.fullmatch(first)
     if status is None:
-        raise StoreError(f"expected an answer of HTTP/1.1, found {first[:100]!r}")
+        raise UnavailableError(f"expected an answer of HTTP/1.1, found {first[:100]!r}")
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.decode("latin-1").partition(":")
         name = name.lower()
         if not colon or not name or name != name.strip() or (name in headers and name in _SINGLE):
-            raise StoreError(f"expected a header, found {line[:100]!r}")
+            raise UnavailableError(f"expected a header, found {line[:100]!r}")
         headers[name] = value.strip()
     return int(status[1]), headers

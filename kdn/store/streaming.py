@@ -10,9 +10,9 @@ checksum. This is for readers who verify what they put together, as a bitstream'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from kdn.errors import FormatError, StoreError, TruncatedError
+from kdn.errors import FormatError, TruncatedError, UnavailableError
 from kdn.protocol import frames
 from kdn.protocol.frames import FAILED, FIXED_BYTES, OK, Frame
 
@@ -56,6 +56,16 @@ class Receiver(Protocol):
         ...
 
 
+@runtime_checkable
+class CheckingReceiver(Receiver, Protocol):
+    """One that keeps bytes for others, and so wants to know what they should be."""
+
+    def check(self, number: int, start: int, num_bytes: int, checksum: int) -> None:
+        """All of these bytes of an ask have been taken: FormatError if they have another xxh3-64
+        than they had where they came from."""
+        ...
+
+
 class Collected:
     """A receiver that keeps the bytes of each ask; fewer, where there were fewer."""
 
@@ -88,11 +98,13 @@ def hand_over(receiver: Receiver, number: int, start: int, data: bytes | memoryv
 class FrameReader:
     """The frames of a batch read (`docs/protocol.md`) as they arrive, their data to a receiver.
 
-    Heads are verified. Data is only counted, and refused where it is not the next of its span.
+    Heads are verified. Data is only counted, and refused where it is not the next of its span;
+    a `CheckingReceiver` is told what it should be.
     """
 
     def __init__(self, asks: Sequence[Ask], receiver: Receiver) -> None:
         self._asks, self._receiver = asks, receiver
+        self._checking = receiver if isinstance(receiver, CheckingReceiver) else None
         self._number = 0  # of the span whose bytes come next
         self._position = asks[0].start if asks else 0
         self._head = bytearray()
@@ -175,7 +187,7 @@ class FrameReader:
         if frame.key != ask.key:
             raise FormatError(f"expected key {ask.key.hex()}, found {frame.key.hex()}")
         if frame.status == FAILED:
-            raise StoreError("the node's own store failed")
+            raise UnavailableError("the node's own store failed")
         if frame.status == OK and (frame.etag, frame.start) != (ask.etag, self._position):
             raise FormatError(f"expected bytes from {self._position} on, found {frame.start}")
         if frame.status == OK and frame.start + frame.length > ask.end:
@@ -184,6 +196,8 @@ class FrameReader:
 
     def _end_frame(self, frame: Frame) -> None:
         self._frame = None
+        if self._checking is not None and frame.status == OK:
+            self._checking.check(self._number, frame.start, frame.length, frame.checksum)
         if not frame.last:
             return
         if frame.status != OK:

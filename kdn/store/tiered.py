@@ -26,6 +26,7 @@ from xxhash import xxh3_64_intdigest
 
 from kdn.errors import KdnError, LimitError, NoSpaceError, StoreError
 from kdn.store.base import Entry, Span, Stats, Store, check_put, is_taken
+from kdn.store.costs import total
 from kdn.store.memory import MemoryStore
 from kdn.store.single_flight import SingleFlight
 from kdn.store.tally import Usage
@@ -55,6 +56,55 @@ class Tier:
     """Operations that failed or took too long."""
     failures_in_row: int = 0
     rests_until_s: float = 0.0
+
+    async def ask(
+        self, call: Callable[[Store], Awaitable[T]], clock: Callable[[], float] = time.monotonic
+    ) -> T | None:
+        """Its answer; None if it fails, takes too long, or did so lately."""
+        if clock() < self.rests_until_s:
+            return None
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                answer = await call(self.store)
+        except NoSpaceError:
+            raise
+        except LimitError:  # of what was asked: that says nothing of the tier
+            self.errors += 1
+            return None
+        except FAULTS:
+            self.failed(clock)
+            return None
+        self.failures_in_row = 0
+        return answer
+
+    def failed(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Count it, and leave the tier alone if it fails again and again."""
+        self.errors += 1
+        self.failures_in_row += 1
+        if self.failures_in_row >= FAILURES:
+            self.rests_until_s = clock() + REST_S
+
+    async def list(
+        self, prefix: bytes, clock: Callable[[], float] = time.monotonic
+    ) -> AsyncGenerator[Entry]:
+        """As far as it answers."""
+        entries = self.store.list(prefix)
+        while entry := await self.ask(lambda _: anext(entries, None), clock):
+            yield entry
+
+
+async def merged(sources: Sequence[AsyncGenerator[Entry]]) -> AsyncGenerator[Entry]:
+    """Lists in key order as one; of several entries of a key, the first source's."""
+    async with AsyncExitStack() as stack:
+        for source in sources:
+            await stack.enter_async_context(aclosing(source))
+        heads = [await anext(source, None) for source in sources]
+        while any(heads):
+            key = min(entry.key for entry in heads if entry)
+            yield next(entry for entry in heads if entry and entry.key == key)
+            for i, entry in enumerate(heads):
+                if entry and entry.key == key:
+                    heads[i] = await anext(sources[i], None)
 
 
 class TieredStore(Store):
@@ -144,22 +194,9 @@ class TieredStore(Store):
 
     async def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
         """A tier that fails is left out from there on, with a counted error."""
-        async with AsyncExitStack() as stack:
-            sources = [self._list(tier, prefix) for tier in self.tiers]
-            for source in sources:
-                await stack.enter_async_context(aclosing(source))
-            heads = [await anext(source, None) for source in sources]
-            while any(heads):
-                key = min(entry.key for entry in heads if entry)
-                yield next(entry for entry in heads if entry and entry.key == key)
-                for i, entry in enumerate(heads):
-                    if entry and entry.key == key:
-                        heads[i] = await anext(sources[i], None)
-
-    async def _list(self, tier: Tier, prefix: bytes) -> AsyncGenerator[Entry]:
-        entries = tier.store.list(prefix)
-        while entry := await self._ask(tier, lambda _: anext(entries, None)):
-            yield entry
+        async with aclosing(merged([t.list(prefix, self._clock) for t in self.tiers])) as entries:
+            async for entry in entries:
+                yield entry
 
     def usage(self, prefix: bytes) -> Usage:
         """Of the tier that holds the most of it."""
@@ -178,6 +215,7 @@ class TieredStore(Store):
             capacity_bytes=max(stats.capacity_bytes for stats in known),
             evictions=known[-1].evictions,
             corruptions=sum(stats.corruptions for stats in known),
+            costs=total(stats.costs for stats in known),
         )
 
     # writes
@@ -272,25 +310,7 @@ class TieredStore(Store):
             raise StoreError("; ".join(failed))
 
     async def _ask(self, tier: Tier, call: Callable[[Store], Awaitable[T]]) -> T | None:
-        """A tier's answer; None if it fails, takes too long, or did so lately."""
-        if self._clock() < tier.rests_until_s:
-            return None
-        try:
-            async with asyncio.timeout(tier.deadline_s):
-                answer = await call(tier.store)
-        except NoSpaceError:
-            raise
-        except LimitError:  # of what was asked: that says nothing of the tier
-            tier.errors += 1
-            return None
-        except FAULTS:
-            tier.errors += 1
-            tier.failures_in_row += 1
-            if tier.failures_in_row >= FAILURES:
-                tier.rests_until_s = self._clock() + REST_S
-            return None
-        tier.failures_in_row = 0
-        return answer
+        return await tier.ask(call, self._clock)
 
 
 def _lookup(

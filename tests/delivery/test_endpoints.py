@@ -6,16 +6,14 @@ from random import Random
 
 from kdn.delivery.endpoints import (
     FIRST_REJECTION_S,
-    FIRST_REST_S,
     LONGEST_REJECTION_S,
-    LONGEST_REST_S,
     MAX_REJECTED,
     Endpoint,
     Endpoints,
-    Rest,
 )
 from kdn.store.evict import open_policy
 from kdn.store.memory import MemoryStore
+from kdn.store.rest import FIRST_REST_S, LONGEST_REST_S, Rest
 
 
 class Named(MemoryStore):

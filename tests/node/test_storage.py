@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -109,25 +108,6 @@ def test_a_replacement_reaches_every_tier(tmp_path: Path) -> None:
             shutil.rmtree(tmp_path / "front")
             async with whole(config) as front:  # nothing on disk
                 assert (await front.ask("GET", url))[2] == new
-
-    run(work())
-
-
-def test_another_node_behind(tmp_path: Path) -> None:
-    """A region publishes upward and pulls through; tenants of it stay apart there, too."""
-
-    async def work() -> None:
-        async with whole(config_for(tmp_path / "centre", tenant("regions", "up"))) as centre:
-            region = config_for(tmp_path / "a", tenant("ann", "a"), tenant("bob", "b"))
-            up = {"upstream": centre.url, "upstream_token": "up"}
-            async with whole(replace(region, node=replace(region.node, **up))) as node:
-                stream = await node.put_chunk(1, token="a")
-            again = replace(region, node=replace(region.node, data=tmp_path / "b", **up))
-            async with whole(again) as other:
-                url = f"/v1/chunks/{key_of(1).hex()}"
-                status, _, body = await other.ask("GET", url, token="a")
-                assert (status, body) == (200, stream)
-                assert await found(other, 1, token="b") == []
 
     run(work())
 

@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 
 from kdn.cli.main import app
 from kdn.config import load_config
-from kdn.depot.stores import open_store
+from kdn.depot.tenants import tenants_of
 from kdn.errors import StoreError, UnsupportedError
 from kdn.places.places import open_places
-from kdn.store.evict import Owners, Retention, open_policy
+from kdn.region.centre import CentreStore, open_clients
 from kdn.store.http import HttpStore
+from kdn.store.node_client import HttpLimits
 from kdn.store.tls import client_tls, explain
 from tests.node.harness import Running, key_of, run, tenant, with_node
 from tests.places.objects import put, read
@@ -53,17 +54,15 @@ def test_an_upstream_and_its_token_file(tmp_path: Path, certificate: Pair) -> No
     async def test(node: Running) -> None:
         environ = {
             "KDN_NODE_UPSTREAM": node.url, "KDN_NODE_UPSTREAM_TOKEN_FILE": str(token),
-            "KDN_NODE_UPSTREAM_TLS_CA": certificate[0], "KDN_NODE_DISK_BYTES": "0",
-            "KDN_NODE_MEMORY_BYTES": "0",
+            "KDN_NODE_UPSTREAM_TLS_CA": certificate[0],
         }  # fmt: skip
         settings = load_config(environ=environ).node
-        policy = open_policy("cost")
-        assert isinstance(policy, Retention)
-        upstream = await open_store(settings, policy, Owners(lambda key: b"", {}))
+        [public] = tenants = tenants_of(())
+        centre = CentreStore(open_clients(settings, tenants, HttpLimits()), tenants)
         try:
-            assert await upstream.lookup([key_of(1)]) == [None]
+            assert await centre.lookup([public.store_key("chunks", key_of(1))]) == [None]
         finally:
-            await upstream.close()
+            await centre.close()
 
     with_tls(tmp_path / "node", certificate, test, tenant("t", "T0KEN"))
 

@@ -184,6 +184,14 @@ class Server:
         drafted, accepted = (self._metric(f"vllm:spec_decode_{name}") for name in names)
         return drafted, accepted
 
+    def hit_sources(self) -> dict[str, int]:
+        """Where the tokens that kdn loaded came from, as vLLM counts them."""
+        found: dict[str, int] = {}
+        for one in self.llm.get_metrics():
+            if one.name == "vllm:prompt_tokens_cached_by_source":
+                found[one.labels["source"]] = int(one.value)
+        return {source: count for source, count in found.items() if count}
+
     def _metric(self, name: str) -> int:
         return sum(int(m.value) for m in self.llm.get_metrics() if m.name == name)
 

@@ -5,7 +5,7 @@
         "kv_connector_extra_config": {"url": "http://127.0.0.1:8470"}}'
 
 `docs/vllm.md` tells what it does. One idea per file; vLLM itself is seen by `connector.py`,
-`stats.py` and `checks.py` only:
+`stats.py`, `checks.py` and `event_messages.py` only:
 
 - `connector.py`: vLLM's interface, handed on to the two sides; `stats.py`: counters for vLLM's log
   and metrics; `checks.py`: what is refused when vLLM starts.
@@ -19,6 +19,8 @@
 - `ranks.py`: several ranks, which meet in a folder (`rank_folder.py`): `one_fetch.py` loads for all
   of a host, with `rank_streams.py`; `gathering.py` publishes for all, with `rank_parts.py` and
   `rank_copies.py`.
+- `events.py`: what routers are told, as `telling.py` finds it out; `event_messages.py`: in vLLM's
+  words; `event_publisher.py`: by kdn itself.
 - `messages.py`: what the sides tell each other; `shared.py`: the session that they share.
 - `identity.py`: which model, and whose keys; `settings.py`.
 """

@@ -30,6 +30,7 @@ from kdn.engines.vllm.checks import (
     is_fp8,
     live_weights,
 )
+from kdn.engines.vllm.event_messages import Messages, are_wanted
 from kdn.engines.vllm.identity import Identity, spec_of_model
 from kdn.engines.vllm.layout import Heads, Layout, PagedCache
 from kdn.engines.vllm.messages import LoadReport, Step
@@ -87,14 +88,19 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._ranks: Ranks | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._tells_changes = are_wanted(vllm_config, settings)
+        self._messages: Messages | None = None
         if role == KVConnectorRole.SCHEDULER:
             identity = Identity(
                 self._shared.session.namespace,
                 is_fp8=is_fp8(vllm_config) or holds_bytes(kv_cache_config),
             )
+            if self._tells_changes:
+                self._messages = Messages(vllm_config, settings)
             self._scheduler = SchedulerSide(
-                settings, identity, self._look_up, self._block_tokens, ranks=ranks
-            )
+                settings, identity, self._look_up, self._block_tokens, ranks=ranks,
+                events=self._messages.events if self._messages else None,
+            )  # fmt: skip
         else:
             engine = str(transfer.engine_id)
             self._ranks = open_ranks(self._shared.session, engine, rank or 0, ranks)
@@ -134,6 +140,20 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._scheduler is not None
         if num_external_tokens > 0:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Which tokens of a load come from this host's memory, a folder, or from elsewhere; asked
+        by vLLM from 0.32 on."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        assert self._scheduler is not None
+        host = min(self._scheduler.host_tokens(request.request_id), num_external_tokens)
+        is_remote = self._settings.is_remote
+        place = CacheHitSource.EXTERNAL_UNSPECIFIED if is_remote else CacheHitSource.DISK
+        found = {CacheHitSource.HOST: host, place: num_external_tokens - host}
+        return {source: count for source, count in found.items() if count}
 
     def build_connector_meta(self, scheduler_output: Any) -> KdnMetadata:
         assert self._scheduler is not None
@@ -189,7 +209,7 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return WorkerSide(
             self._shared, paged, weights.have_changed, self._settings.lookup_s,
             ranks=self._ranks, saver=self._saver_for(paged, weights),
-            device_bytes=self._staging_bytes,
+            device_bytes=self._staging_bytes, tells_changes=self._tells_changes,
         )  # fmt: skip
 
     def _saver_for(
@@ -263,9 +283,11 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return KdnPromMetrics(*given)
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        return self._messages.take() if self._messages else ()
 
     def shutdown(self) -> None:
+        if (messages := getattr(self, "_messages", None)) is not None:
+            messages.close()
         ranks, self._ranks = getattr(self, "_ranks", None), None
         if ranks is not None:
             ranks.close()

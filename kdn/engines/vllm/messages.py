@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kdn.cache.keys import Chunk
+from kdn.session.changes import Change
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ class LoadReport:
     unsaved: dict[str, dict[bytes, int]] = field(default_factory=dict)
     """Chunks of requests that found no room: their keys, and where they start. They may be saved
     by a later step."""
+    changes: tuple[Change, ...] = ()
+    """Of what the host and the place hold."""
 
     def num_ranks(self, request_id: str) -> int:
         return self.ranks.get(request_id, int(request_id in self.exact_until))
@@ -97,7 +100,8 @@ class LoadReport:
         return taken
 
     def __bool__(self) -> bool:
-        return bool(self.exact_until) or self.weights_changed or bool(self.unsaved)
+        parts = (self.exact_until, self.weights_changed, self.unsaved, self.changes)
+        return any(map(bool, parts))
 
     def joined(self, other: LoadReport) -> LoadReport:
         """Of several ranks: exact is what is exact on all, failed what failed on one."""
@@ -108,6 +112,7 @@ class LoadReport:
             self.weights_changed or other.weights_changed,
             {name: self.num_ranks(name) + other.num_ranks(name) for name in names},
             unsaved=_together(self.unsaved, other.unsaved),
+            changes=self.changes + other.changes,
         )
 
 

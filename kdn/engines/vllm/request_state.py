@@ -23,6 +23,10 @@ class RequestState:
     """What came of the lookup; None: nothing yet."""
     asked: tuple[int, int] | None = None
     """What `turn` gave when it was looked up."""
+    asked_at: int = 0
+    """`Events.num_changes` then."""
+    asked_places: bool = False
+    """Whether others than this host were asked."""
     until_s: float = math.inf
     """The lookup is waited for until then, from when vLLM first asks."""
     local_tokens: int = 0

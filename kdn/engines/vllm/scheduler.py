@@ -19,12 +19,14 @@ from typing import Any
 
 from kdn.cache.keys import Namespace
 from kdn.delivery.known import Known
+from kdn.engines.vllm.events import Events
 from kdn.engines.vllm.identity import Identity
 from kdn.engines.vllm.lossy_blocks import LossyBlocks
 from kdn.engines.vllm.messages import LoadOrder, LoadReport, SaveOrder, Step
 from kdn.engines.vllm.request_state import RequestState, must_compute, turn
 from kdn.engines.vllm.saving import Saving
 from kdn.engines.vllm.settings import Settings
+from kdn.engines.vllm.telling import Telling
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +55,9 @@ class SchedulerSide:
         block_tokens: int,
         clock: Callable[[], float] = time.monotonic,
         ranks: int = 1,
+        events: Events | None = None,
     ) -> None:
-        """`ranks`: so many workers report each load, not all at once."""
+        """`ranks`: so many workers report each load, not all at once. `events`: for routers."""
         self._settings, self._identity, self._look_up = settings, identity, look_up
         self._block_tokens, self._clock = block_tokens, clock
         self.counts = dict.fromkeys(
@@ -82,6 +85,7 @@ class SchedulerSide:
         """What is left of it in this step."""
         self._ranks, self._reported = ranks, LoadReport()
         self._num_loads = 0
+        self._telling = None if events is None else Telling(events)
 
     def stop(self) -> None:
         """For good: the names of chunks may not fit the model's weights any more."""
@@ -90,6 +94,8 @@ class SchedulerSide:
         for state in self.states.values():
             state.settings = replace(state.settings, load=False, publish=False)
             state.forget_lookup()
+        if self._telling is not None:
+            self._telling.events.clear()
 
     # requests
 
@@ -147,6 +153,8 @@ class SchedulerSide:
         if len(tokens) <= self._block_tokens:
             return
         limit_s = settings.lookup_s if self._clock() >= self._away_until_s else 0.0
+        if self._telling is not None:
+            self._telling.asking(state, asks_places=limit_s > 0)
         self.counts["asked"] += 1
         state.until_s = math.inf
         state.lookup = self._look_up(tokens, state.namespace, settings.quality, limit_s)
@@ -191,17 +199,20 @@ class SchedulerSide:
         """What came of its lookup, which is given up if it has not ended."""
         if state.known is None:
             state.known = Known() if state.lookup is None else self._outcome(state.lookup)
+            if self._telling is not None and state.lookup is not None:
+                is_usual = state.settings.quality >= self._settings.quality
+                self._telling.found(state, is_usual=is_usual)
         return state.known
 
     def _outcome(self, lookup: Future[Known]) -> Known:
         if lookup.cancel():
             self.counts["late"] += 1
-            return Known()
+            return Known(is_late=True)
         try:
             known = lookup.result()
         except (Exception, CancelledError):
             logger.exception("a lookup failed")
-            return Known()
+            return Known(is_late=True)
         if known.is_late:
             self.counts["late"] += 1
             self._away_until_s = self._clock() + AWAY_S
@@ -228,6 +239,14 @@ class SchedulerSide:
         self.counts["hits"] += 1
         self.counts["hit_tokens"] += num_tokens
 
+    def host_tokens(self, request_id: str) -> int:
+        """How many tokens of a load that is under way this host held when it was looked up."""
+        order = self.loading.get(request_id)
+        if order is None:
+            return 0
+        held = [c for c, head in zip(order.chunks, order.heads, strict=True) if not head]
+        return sum(min(c.end, order.end) - max(c.start, order.start) for c in held)
+
     def _is_strict(self, state: RequestState) -> bool:
         """The operator's deadline may cost quality. A shorter one of a request's own may not, or
         its coarse blocks would serve others from vLLM's prefix cache."""
@@ -238,9 +257,11 @@ class SchedulerSide:
         """What became of loads. One that has not ended on all ranks is still under way."""
         if report.weights_changed:
             self.stop()
+        if self._telling is not None and not self.counts["stopped"]:
+            self._telling.events.changed(report.changes)
         for request_id, chunks in report.unsaved.items():
             self._unsaved(self.states.get(request_id), chunks)
-        self._reported = self._reported.joined(replace(report, unsaved={}))
+        self._reported = self._reported.joined(replace(report, unsaved={}, changes=()))
         report = self._reported.take(self._ranks)
         for request_id, exact_until in report.exact_until.items():
             order = self.loading.pop(request_id, None)
@@ -253,7 +274,10 @@ class SchedulerSide:
     def _failed(self, order: LoadOrder, start: int) -> None:
         """What did not load may be a stream that nobody can use: what is computed in its place is
         offered again, and whoever publishes it knows whether it is wanted."""
-        self._saving.forget(chunk for chunk in order.chunks if chunk.end > start)
+        failed = [chunk for chunk in order.chunks if chunk.end > start]
+        self._saving.forget(failed)
+        if self._telling is not None:
+            self._telling.lost(failed)
         if (state := self.states.get(order.request_id)) is not None:
             state.failed_from = start
 
@@ -305,4 +329,7 @@ class SchedulerSide:
         if state.is_waiting:
             return None  # what is known already shows then: a later step saves what is new
         self._settled(state)
-        return self._saving.order(state, covered)
+        order = self._saving.order(state, covered)
+        if order is not None and self._telling is not None:
+            self._telling.events.follow(request, order.chunks)
+        return order

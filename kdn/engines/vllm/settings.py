@@ -26,8 +26,9 @@ from kdn.codec import CODECS
 from kdn.config import find_credentials
 from kdn.credentials import Credentials
 from kdn.defaults import ENGINE_QUALITY
+from kdn.engines.vllm.event_publisher import checked_endpoint
 from kdn.errors import UnsupportedError
-from kdn.places.places import Place, checked_places
+from kdn.places.places import Place, checked_places, is_read_only
 from kdn.session.quality import QUALITIES, enough_kld
 from kdn.session.settings import SessionSettings
 
@@ -58,6 +59,11 @@ class Settings:
     staging_bytes: int = STAGING_BYTES
     """GPU memory for chunks that wait to be encoded; what does not fit is published later, or not
     at all."""
+    events_endpoint: str = ""
+    """ZeroMQ's address for events of kdn's own; empty: vLLM publishes them among its own, if it
+    publishes any."""
+    events_topic: str = ""
+    """Empty: kv@HOST@MODEL."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Settings:
@@ -75,13 +81,19 @@ class Settings:
         )
         return cls(session, **_checked(given, _OWN))
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether some place is elsewhere: neither a folder nor the URL of one."""
+        places = map(str, self.session.where)
+        return any("://" in place and not place.startswith("file://") for place in places)
+
     def for_engine(
         self, *, consumes: bool, produces: bool, ranks: int = 1, rank: int | None = None
     ) -> Settings:
         """With what vLLM makes of this engine, for a rank of it (None: its scheduler). Of several
-        ranks the first publishes for all. Who publishes nothing has no spool: it would take over
-        what others left there."""
-        publish = self.publish and produces
+        ranks the first publishes for all; to exports nobody does. Who publishes nothing has no
+        spool: it would take over what others left there."""
+        publish = self.publish and produces and not is_read_only(self.session.where)
         has_spool = publish and (ranks == 1 or rank == 0)
         session = self.session if has_spool else replace(self.session, spool_bytes=0)
         return replace(self, session=session, load=self.load and consumes, publish=publish)
@@ -154,6 +166,8 @@ _OWN: Mapping[str, Check] = {
     "lookup_s": _seconds,
     "allow_coarser": _flag,
     "staging_bytes": _bytes,
+    "events_endpoint": lambda name, value: checked_endpoint(name, value),
+    "events_topic": checked_text,
     "load_failure": partial(checked_choice, known=("recompute", "fail")),
 }
 

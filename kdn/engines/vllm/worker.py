@@ -50,17 +50,19 @@ class WorkerSide:
         ranks: Ranks | None = None,
         saver: Callable[[Counter[str]], Saver] | None = None,
         device_bytes: int = 0,
+        tells_changes: bool = False,
     ) -> None:
         """`weights_changed` may wait for the event that it is given, but for no later work of the
         device. `ranks`: the others of this engine, if there are any. `saver`: copies out, where
-        this is not done by vLLM's thread. `device_bytes`: for chunks that ranks put together."""
+        this is not done by vLLM's thread. `device_bytes`: for chunks that ranks put together.
+        `tells_changes`: routers want to know what comes and goes."""
         self.counts: Counter[str] = Counter()
         self.loader = Loader(shared, paged, self.counts, answer_s, clock, ranks)
         self._ranks = ranks
         if ranks is not None:
             ranks.publish_with(self._publish, self.counts, device_bytes)
         self._shared, self._paged, self._clock = shared, paged, clock
-        self._weights_changed = weights_changed
+        self._weights_changed, self._tells_changes = weights_changed, tells_changes
         self._saver = saver(self.counts) if saver else None
         self._is_over = False  # the weights have changed, or may have: once and for all
         self._ended: list[EndedLoad] = []  # without having begun
@@ -129,6 +131,8 @@ class WorkerSide:
 
     def take_report(self) -> LoadReport:
         report, self._report = self._report, LoadReport()
+        if self._tells_changes:
+            report.changes = self._shared.session.changes.take()
         return report
 
     def _has_other_weights(self) -> bool:

@@ -1,0 +1,132 @@
+"""Nodes as processes, killed and stopped under the load of 50 clients: nobody notices but by time.
+
+The nodes keep nothing but RAM, over one store that this test serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from random import Random
+
+from kdn.bench.node_servers import Server, start_kdn
+from kdn.store.base import Store
+from kdn.store.many_nodes import node_store, open_nodes
+from kdn.store.member import LONGEST_HEDGE_S
+from kdn.store.node_client import HttpLimits
+from kdn.store.streaming import Ask, Collected
+from tests.node.harness import Running, config_for, key_of, run, running
+from tests.store.contract import content, etag_of, put
+
+CLIENTS = 50
+OBJECTS = 40
+SIZE = 60_000
+BUSY_S = 3.0
+"""What 50 clients and 4 processes on a busy machine may add: hangs are looked for."""
+
+
+@asynccontextmanager
+async def nodes_over(centre: Running, folder: Path) -> AsyncIterator[list[Server]]:
+    settings = {"upstream": centre.url, "disk_bytes": 0, "log_level": "warning"}
+    with ExitStack() as stack:
+        starting = [start_kdn(folder / str(i), settings) for i in range(3)]
+        yield await asyncio.gather(
+            *(asyncio.to_thread(stack.enter_context, one) for one in starting)
+        )
+
+
+def data_of(number: int) -> bytes:
+    return content(f"object {number}", SIZE)
+
+
+ETAGS = [etag_of(data_of(i)) for i in range(OBJECTS)]
+
+
+class Client:
+    """Looks up, reads and puts until it is told to stop; whatever is wrong is raised."""
+
+    def __init__(self, number: int, store: Store, known: dict[int, bytes]) -> None:
+        self._number, self._store, self._known = number, store, known
+        self._rng = Random(number)
+        self.calls = 0
+        self.longest_s = 0.0
+        self.put_numbers: list[int] = []
+
+    async def work(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            for step in (self._look_up, self._read, self._put):
+                began_s = time.monotonic()
+                await step()
+                self.calls += 1
+                self.longest_s = max(self.longest_s, time.monotonic() - began_s)
+
+    async def _look_up(self) -> None:
+        numbers = self._rng.sample(range(OBJECTS + 5), 16)
+        found = await self._store.lookup([key_of(i) for i in numbers], head_bytes=20)
+        for i, entry in zip(numbers, found, strict=True):
+            head = self._known[i][:20] if i in self._known else None
+            assert (entry and entry.head) == head
+
+    async def _read(self) -> None:
+        numbers = self._rng.sample(range(OBJECTS), 8)
+        starts = [self._rng.randrange(SIZE // 2) for _ in numbers]
+        asks = [
+            Ask(key_of(i), start, SIZE, ETAGS[i]) for i, start in zip(numbers, starts, strict=True)
+        ]
+        found = Collected(len(asks))
+        await self._store.read_into(asks, found)
+        for i, start, data in zip(numbers, starts, found.found, strict=True):
+            assert data == self._known[i][start:]
+
+    async def _put(self) -> None:
+        number = 1000 * (self._number + 1) + len(self.put_numbers)
+        data = content(f"{number}", 1000)
+        assert (await put(self._store, key_of(number), data)).etag == etag_of(data)
+        self.put_numbers.append(number)
+
+
+async def check_puts(store: Store, clients: list[Client]) -> int:
+    numbers = [number for client in clients for number in client.put_numbers]
+    found = await store.lookup([key_of(number) for number in numbers], head_bytes=1000)
+    for number, entry in zip(numbers, found, strict=True):
+        assert entry is not None, "acknowledged, and lost"
+        assert entry.head == content(f"{number}", 1000)
+    return len(numbers)
+
+
+def test_no_request_fails_when_one_node_is_killed_and_another_hangs(tmp_path: Path) -> None:
+    known = {i: data_of(i) for i in range(OBJECTS)}
+
+    async def work() -> None:
+        centre_config = config_for(tmp_path / "centre")
+        async with running(centre_config) as centre, nodes_over(centre, tmp_path) as nodes:
+            urls = ",".join(node.url for node in nodes)
+            limits = HttpLimits(connections=4)
+            stores = [node_store(open_nodes(urls, limits=limits)) for _ in range(CLIENTS)]
+            for i, data in known.items():
+                await put(stores[0], key_of(i), data)
+            clients = [Client(i, store, known) for i, store in enumerate(stores)]
+            stop = asyncio.Event()
+            async with asyncio.TaskGroup() as group:
+                for client in clients:
+                    group.create_task(client.work(stop))
+                await asyncio.sleep(1.0)
+                nodes[0].process.send_signal(signal.SIGKILL)
+                await asyncio.sleep(1.0)
+                nodes[1].process.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(2.0)
+                nodes[1].process.send_signal(signal.SIGCONT)
+                await asyncio.sleep(0.5)
+                stop.set()
+            assert await check_puts(stores[0], clients) >= CLIENTS
+            for store in stores:
+                await store.close()
+        assert min(client.calls for client in clients) >= 3
+        longest_s = max(client.longest_s for client in clients)
+        assert longest_s < LONGEST_HEDGE_S + BUSY_S
+
+    run(work(), deadline_s=60.0)
