@@ -137,6 +137,15 @@ class RedisServer:
         with Redis(port=self.port, socket_timeout=STOP_S, retry=once, **options) as client:
             return client.execute_command(*command)
 
+    def follow(self, master: RedisServer) -> None:
+        """Be a replica from now on; return when it has all that its master has."""
+        self.ask("REPLICAOF", "127.0.0.1", master.port)
+        until(
+            lambda: _has_replicas(self, 0) and _has_replicas(master, 1),
+            START_S,
+            lambda: f"{self.address} does not follow {master.address}",
+        )
+
     def kill(self) -> None:
         """As a power loss does: nothing is saved, nobody is told."""
         if self._process is not None:
@@ -232,6 +241,7 @@ class RedisClusterServers:
         master = self._start_one()
         self._manage("add-node", master.address, self.servers[0].address)
         until(lambda: self._all_know(master), START_S, lambda: "not all know the new master")
+        self.wait_until_whole()  # it takes no keys before it has seen the others for a while
         for _ in range(replicas):
             replica = self._start_one()
             self._manage(
@@ -332,8 +342,7 @@ class SentinelServers:
         master.start()
         for replica in replicas:
             replica.start()
-            replica.ask("REPLICAOF", "127.0.0.1", master.port)
-        until(lambda: _has_replicas(master, len(replicas)), START_S, lambda: "no replicas")
+            replica.follow(master)
         for sentinel in self.sentinels:
             sentinel.start()
         until(self._all_meet, START_S, lambda: "the Sentinels do not know each other")

@@ -52,7 +52,9 @@ class Pools:
     async def ask(self, server: Server, jobs: Sequence[Job], *, asking: bool = False) -> None:
         """CutError if the server is not there, or goes; then some jobs may be answered."""
         options = self._address.options
-        silence_s = max(options.silence_s, options.wait_s + 1)
+        silence_s = options.silence_s
+        if any(job.writes for job in jobs):  # a server that waits for replicas says nothing
+            silence_s = max(silence_s, options.wait_s + 1)
         try:
             async with self._pool(server).leased(self, server) as connection:
                 await connection.ask(jobs, silence_s, asking=asking)
@@ -79,14 +81,14 @@ class Pools:
     async def _greet(self, connection: RedisConnection, server: Server) -> None:
         commands = self._greeting(server.role)
         job = Job(b"", commands)
-        await connection.ask([job] if commands else [], self._address.options.connect_s)
+        await connection.ask([job], self._address.options.connect_s)
         for reply in job.replies:
             if isinstance(reply, ErrorReply):
                 connection.abort()
                 if reply.code in TRANSIENT:
                     raise CutError(reply.text[:200])
                 raise refusal(server.address, reply)
-        if commands and commands[-1] == (b"ROLE",) and not _is_master(job.replies[-1]):
+        if commands[-1] == (b"ROLE",) and not _is_master(job.replies[-1]):
             connection.abort()
             raise CutError("it is not the master any more")
 
@@ -102,7 +104,9 @@ class Pools:
             commands.append((b"READONLY",))
         if role is Role.MASTER and address.kind == SENTINEL:
             commands.append((b"ROLE",))
-        return commands
+        # Who should have a password and has none learns that only from an answer: a long command
+        # would just be cut off.
+        return commands or [(b"PING",)]
 
     def _pool(self, server: Server) -> _Pool:
         if server not in self._pools:

@@ -1,8 +1,9 @@
 """Reading objects from Redis: the jobs for it, and what they make of answers.
 
-The record and the bytes after it are read in one transaction, so that both are of one object,
-whoever replaces it meanwhile. The parts of a long object are read one after the other, under names
-that only its record tells.
+The record is read before the bytes that follow it, and after them: if it is the same, with a nonce
+that no other put has, so was the object in between. (A transaction would do, too, but a server that
+is full refuses those.) The parts of a long object are read one after the other, under names that
+only its record tells.
 """
 
 from __future__ import annotations
@@ -92,10 +93,14 @@ def parsed(key: bytes, data: bytes) -> Record | None:
         return None
 
 
+_DATA = 2
+"""The reply with an object's bytes, after its record and the length of its string."""
+
+
 class _Asked(Enum):
     RECORD = auto()
     BOTH = auto()
-    """The record, and bytes after it."""
+    """The record, bytes that follow it, and the record again."""
     PART = auto()
 
 
@@ -138,6 +143,12 @@ class SpanJob(Job):
     def progress(self) -> int:
         return self._position
 
+    @property
+    def travelling_bytes(self) -> int:
+        part = self._position // PART_BYTES
+        end = min(self._end, (part + 1) * PART_BYTES)
+        return 2 * RECORD_BYTES + max(0, end - self._position)
+
     def commands(self) -> Sequence[Command]:
         """From where the last attempt got to: a receiver takes every byte once."""
         self.is_gone = self._accepted = False
@@ -150,20 +161,22 @@ class SpanJob(Job):
             return [range_of(self._keys.of_part(self.record, part), start, end)]
         if part or start == end:
             self._asked = _Asked.RECORD
-            return [record]
+            return [record, (b"STRLEN", self.key)]
         self._asked = _Asked.BOTH
         data = range_of(self.key, RECORD_BYTES + start, RECORD_BYTES + end)
-        return [(b"MULTI",), record, data, (b"EXEC",)]
+        return [record, (b"STRLEN", self.key), data, record]
 
     def target(self, before: list[Reply], size_bytes: int) -> Target | None:
         """A string's bytes are the object's if its record has come, and if there are as many as
         it should have there."""
-        if self._asked is _Asked.BOTH and len(before) == 1:
-            self._accept(before[0])
-        elif self._asked is not _Asked.PART:
+        if self._asked is _Asked.BOTH:
+            if len(before) != _DATA:
+                return None
+            self._accept(*before)
+            if not self._accepted:
+                return Skipped()
+        elif self._asked is _Asked.RECORD:
             return None
-        if self._asked is _Asked.BOTH and not self._accepted:
-            return Skipped()
         if size_bytes != self._expected_bytes():
             self.is_gone = True
             return Skipped()
@@ -175,9 +188,9 @@ class SpanJob(Job):
         end = min(self._end - part * PART_BYTES, self.record.part_bytes(part))
         return max(0, end - start)
 
-    def _accept(self, told: Reply) -> None:
+    def _accept(self, told: Reply, size_bytes: Reply) -> None:
         """Bytes of two objects are never joined: what began with one record goes on with it."""
-        record = parsed(self._object, told) if isinstance(told, bytes) else None
+        record = found_in(self._object, told, size_bytes).record
         began = self.record if self._position > self._start else None
         fits = record is not None and self._etag in (None, record.entry.etag)
         if began is not None and record is not None and record.nonce != began.nonce:
@@ -186,14 +199,14 @@ class SpanJob(Job):
         self.record = record if fits else self.record
 
     def answered(self) -> None:
-        last = self.replies[-1]
         if self._asked is _Asked.RECORD:
-            self._accept(last)
+            self._accept(*self.replies[-2:])
         elif self._asked is _Asked.PART:
-            self.is_gone |= not isinstance(last, bytes)
+            self.is_gone |= not isinstance(self.replies[-1], bytes)
         else:
-            both = isinstance(last, list) and len(last) == 2
-            self.is_gone |= not (both and self._accepted)
+            first, _, data, again = self.replies[-4:]
+            unchanged = self._accepted and isinstance(data, bytes) and again == first
+            self.is_gone |= not unchanged
 
     # where the bytes go
 

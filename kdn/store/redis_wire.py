@@ -365,7 +365,9 @@ class RedisConnection(asyncio.BufferedProtocol):
             job = self._unsent.popleft()
             job.in_window_bytes = job.travelling_bytes
             self._window_bytes += job.in_window_bytes
-            commands = list(_with_asking(job.commands()) if self._asking else job.commands())
+            commands = list(job.commands())
+            if self._asking:  # a server that is taking a slot over answers only who asks so
+                commands = [one for command in commands for one in (ASKING, command)]
             self._reader.expect(job, [command is not ASKING for command in commands])
             out += map(pack, commands)
         if out:
@@ -433,17 +435,3 @@ class RedisConnection(asyncio.BufferedProtocol):
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
         self.abort()
-
-
-def _with_asking(commands: Sequence[Command]) -> Sequence[Command]:
-    """A server that is taking a slot over answers only who asks so: before each command, and once
-    before a transaction."""
-    told: list[Command] = []
-    inside = False
-    for command in commands:
-        if not inside:
-            told.append(ASKING)
-        inside = inside or command[0] == b"MULTI"
-        told.append(command)
-        inside = inside and command[0] != b"EXEC"
-    return told
