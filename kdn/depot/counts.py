@@ -7,8 +7,8 @@ A quota is thus exceeded by at most a 64th of it for every node, and by what is 
 that moment. A node tells the rest every COUNT_S, and when it closes.
 
 The sum may drift: a node dies before it told all, two put the same object at the same moment, the
-store evicts by itself. So once in RECOUNT_S one node lists what a tenant with a quota has, in the
-background, and sets the sum right.
+store evicts by itself. So now and then (`SharedNames.recount_s`) one node lists what a tenant with
+a quota has, in the background, and sets the sum right.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 SHARE = 64
 COUNT_S = 60.0
-RECOUNT_S = 24 * 3600.0
 
 
 class SharedCounts:
@@ -101,7 +100,7 @@ class SharedCounts:
             for tenant in self._tenants:
                 if tenant.quota.limit_bytes:
                     try:
-                        await self.recount(tenant, RECOUNT_S)
+                        await self.recount(tenant, self._names.recount_s)
                     except KdnError as error:
                         logger.warning("what %s holds was not counted: %s", tenant.name, error)
 

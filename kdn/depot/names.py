@@ -170,6 +170,9 @@ class SharedNames(NameStore):
     """Names in a store that many nodes share, and what else they must agree on: how much each
     tenant holds, and what no cache may keep."""
 
+    recount_s: float
+    """How often tenants' objects are counted anew: a store that evicts drifts, and listing costs."""
+
     @abstractmethod
     async def count(self, tenant: str, more: Usage) -> Usage:
         """The tenant has so many more objects (or fewer), which take so much more. What it has now,

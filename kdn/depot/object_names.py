@@ -47,6 +47,8 @@ MAX_REMOVED_AT_ONCE = 8192
 
 
 class ObjectNames(SharedNames):
+    recount_s = 7 * 24 * 3600.0
+
     def __init__(self, bucket: SmallObjects, *, clock: Callable[[], float] = time.time) -> None:
         self._bucket = bucket
         self._log = ObjectLog(bucket)

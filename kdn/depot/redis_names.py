@@ -43,6 +43,8 @@ _REMOVALS = ("removals", "kept", "removed")
 
 
 class RedisNames(SharedNames):
+    recount_s = 3600.0
+
     def __init__(
         self, url: str, credentials: Credentials, *, clock: Callable[[], float] = time.time
     ) -> None:

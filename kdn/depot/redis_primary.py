@@ -19,7 +19,7 @@ from kdn.errors import NoSpaceError, StoreError, UnsupportedError
 from kdn.store.redis_address import CLUSTER, parse_redis_url
 from kdn.store.redis_connection import client_of
 
-PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.3
 INFO_S = 60.0
 """How long it is believed whether a server evicts names."""
 

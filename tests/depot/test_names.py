@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -16,9 +17,12 @@ from kdn.bench.servers import RedisServer
 from kdn.credentials import Credentials
 from kdn.depot import object_log, redis_names, sqlite_names
 from kdn.depot.names import MAX_VERSIONS, NameStore, SharedNames, Totals, Version
+from kdn.depot.object_names import ObjectNames
 from kdn.depot.shared_names import open_shared_names
+from kdn.depot.small_objects import SmallObjects
 from kdn.depot.sqlite_names import SqliteNames
 from kdn.errors import ConditionError, ForgottenError, QuotaError, UnsupportedError
+from kdn.store.object import open_object_store
 from kdn.store.tally import Usage
 from tests.node.harness import run
 from tests.servers import emptied
@@ -443,3 +447,29 @@ def test_a_server_that_evicts_any_key_holds_no_names(
         run(test())
     finally:
         redis_server.ask("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", "0")
+
+
+def test_what_names_in_a_bucket_cost(tmp_path: Path) -> None:
+    """As `object_names.py` says: a constant number of requests, and never a list."""
+
+    async def test() -> None:
+        bucket = open_object_store(f"file://{tmp_path}/bucket").bucket
+
+        async def cost(work: Awaitable[object]) -> dict[str, int]:
+            before = Counter(bucket.costs.requests)
+            await work
+            return dict(Counter(bucket.costs.requests) - before)
+
+        async with closing_names(ObjectNames(SmallObjects(bucket))) as names:
+            await names.put("t", "n", b"{}", [], yes)
+            assert await cost(names.put("t", "n", b"{}", [b"k"], yes)) == {"put": 2}
+            assert await cost(names.find("t", "n")) == {"get": 1}
+            assert await cost(names.get("t", "n")) == {"get": 2}
+            assert await cost(names.page("t", "", "", 9)) == {"get": 1}
+            assert await cost(names.chunks_of("t", "n")) == {"get": 1}
+            assert await cost(names.changes(await names.sequence(), 9)) == {"get": 1}
+            many = asyncio.gather(*(names.find("t", "n") for _ in range(50)))
+            assert await cost(many) == {"get": 2}, "those who ask at once share an answer"
+            assert await cost(names.delete("t", "n", yes)) == {"get": 1, "put": 1, "delete": 2}
+
+    run(test())
