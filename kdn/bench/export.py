@@ -32,6 +32,7 @@ from kdn.bench.report import hardware, report_console, write_json
 from kdn.cache.keys import Chunk, Namespace, cut
 from kdn.cache.tensors import KVCache
 from kdn.calibrate.corpus import default_texts, load_text
+from kdn.checked import checked_deadline
 from kdn.codec.base import Codec
 from kdn.errors import UnsupportedError
 from kdn.session.quality import enough_kld
@@ -106,7 +107,7 @@ def run(
     from kdn.engines.models import load_model
 
     rates = options.numbers("mbits", mbits, 0.1, 1e5)
-    goals = [Goal(deadline, 0.0), Goal(None, enough_kld(kld))]
+    goals = [Goal(checked_deadline(deadline, "deadline"), 0.0), Goal(None, enough_kld(kld))]
     source = load_text(text) if text else default_texts()[0]
     told = Console(stderr=True)
     with told.status(f"reading {context} tokens of {source.name} with {model}"):

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kdn.checked import shown
-from kdn.cli.remote import NO_LIMIT, Whom
+from kdn.cli.remote import NO_LIMIT, Whom, names_file
 from kdn.config import load_config
 from kdn.errors import UnsupportedError
 from kdn.places.export import Exported, OnChunk, export
@@ -23,8 +23,13 @@ from kdn.session.exporting import STREAMS
 def run(whom: Whom, folder: Path, names: list[str], prune: bool) -> None:
     """`whom.url`: the place, a folder or a URL."""
     place = whom.url or ""
-    if "://" not in place and not os.path.isdir(os.path.expanduser(place)):
-        raise UnsupportedError(f"expected a folder or the URL of a node, found {shown(place)}")
+    if "://" not in place and not os.path.isfile(names_file(place)):
+        raise UnsupportedError(
+            "expected the URL of a node, or a folder that something was learned into, found "
+            f"{shown(place)}"
+        )
+    if "\0" in str(folder):
+        raise UnsupportedError(f"expected a folder to write to, found {shown(str(folder))}")
     flags = {"client.token_file": whom.token_file, "client.tls_ca": whom.tls_ca}
     own = load_config(whom.config, flags).client.credentials
 

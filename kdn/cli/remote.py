@@ -38,7 +38,7 @@ def _ask(whom: Whom, question: Callable[[Places], Awaitable[None]]) -> None:
     flags = {"url": whom.url, "token_file": whom.token_file, "tls_ca": whom.tls_ca}
     given = {f"client.{name}": value for name, value in flags.items()}
     settings = load_config(whom.config, given).client
-    if is_folder(settings.url) and not os.path.isfile(_names_file(settings.url)):
+    if is_folder(settings.url) and not os.path.isfile(names_file(settings.url)):
         raise UnsupportedError(
             "expected the URL of a node, or a folder that something was learned into, found "
             f"{shown(settings.url)}"
@@ -57,7 +57,7 @@ def _ask(whom: Whom, question: Callable[[Places], Awaitable[None]]) -> None:
     asyncio.run(work())
 
 
-def _names_file(folder: str) -> str:
+def names_file(folder: str) -> str:
     return os.path.join(os.path.expanduser(folder), "names.sqlite")
 
 

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from kdn.checked import shown
 from kdn.depot.names import Version
 from kdn.errors import ChecksumError, KdnError, StoreError
 from kdn.places.export_folder import ExportFolder
@@ -93,7 +94,7 @@ async def _find(places: Places, store: Store, patterns: Sequence[str]) -> _Wante
     chosen = {name for name in every if not patterns or _matches(name, patterns)}
     unknown = [one for one in patterns if not any(fnmatchcase(name, one) for name in every)]
     if unknown:
-        raise StoreError(f"there is no name {unknown[0]!r} at {places.publish_to.name}")
+        raise StoreError(f"there is no name {shown(unknown[0])} at {places.publish_to.name}")
     wanted = _Wanted()
     for name in sorted(chosen):
         await _add_name(wanted, places, store, every[name])

@@ -27,6 +27,7 @@ NOT_NUMBERS = ("", "-1", "nan", "inf", "-inf", "1e400", "1" + "0" * 30, "x", "\u
 SAMPLES = {
     "name": "handbook", "file": "TEXT", "question": "what?", "prompt_file": "TEXT", "what": "x",
     "model": "smollm2", "requests": "REQUESTS", "traces": "TRACES", "prefix": "",
+    "place": "http://127.0.0.1:9", "folder": "out",
 }  # fmt: skip
 """Of arguments that must be given."""
 CLOSED = "closed for this test"
