@@ -25,6 +25,7 @@ from kdn.errors import ConditionError, StoreError
 from kdn.files import private_folder
 from kdn.store.base import Entry, Store, is_taken
 from kdn.store.evict import Retention, open_policy
+from kdn.store.tally import Usage
 
 DATA = re.compile(r"\w+\.sqlite(?:-\w+)?|objects|outbox|lost\+found")
 """What there may be in a data folder."""
@@ -69,6 +70,14 @@ class Depot:
     def is_central(self, key: bytes) -> bool:
         """Whether all who share this depot's objects have it, not only this one."""
         return True
+
+    def waiting(self, tenant: Tenant) -> Usage:
+        """What a tenant has put here that is not central yet."""
+        return Usage()
+
+    def gauges(self) -> list[tuple[str, str, float]]:
+        """For `/metrics`: names, what they mean, and values."""
+        return []
 
     async def held_bytes(self, tenant: Tenant) -> int:
         """What a tenant's objects and manifests take of its quota."""

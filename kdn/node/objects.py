@@ -186,6 +186,8 @@ async def get_stats(request: web.Request) -> web.StreamResponse:
         "objects": node.depot.store.usage(tenant.prefix).objects,
         "size_bytes": await node.depot.held_bytes(tenant),
         "quota_bytes": tenant.settings.quota_bytes,
+        "waiting_objects": (waiting := node.depot.waiting(tenant)).objects,
+        "waiting_bytes": waiting.size_bytes,
     }
     return web.json_response(shown, dumps=dumps)
 
