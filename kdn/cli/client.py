@@ -30,6 +30,14 @@ class Own:
 
 
 @dataclass(frozen=True)
+class Freshness:
+    """How new what a name says must be."""
+
+    latest: bool = False
+    stale_ok: bool = False
+
+
+@dataclass(frozen=True)
 class Door:
     """Where and how to connect, as flags tell; None: as the configuration tells."""
 
@@ -97,7 +105,14 @@ def learn(door: Door, name: str, path: Path) -> None:
     run_with(door, work)
 
 
-def ask(door: Door, name: str, question: str, deadline_s: float | None, max_tokens: int) -> None:
+def ask(
+    door: Door,
+    name: str,
+    question: str,
+    deadline_s: float | None,
+    max_tokens: int,
+    freshness: Freshness,
+) -> None:
     from kdn.checked import checked_name
     from kdn.cli.progress import bar
 
@@ -114,6 +129,8 @@ def ask(door: Door, name: str, question: str, deadline_s: float | None, max_toke
                 deadline_s=deadline_s,
                 max_new_tokens=max_tokens,
                 on_progress=report,
+                force_latest=freshness.latest,
+                stale_ok=freshness.stale_ok,
             )
             first = await anext(answer, "")
         console.print(first, end="", markup=False, soft_wrap=True)

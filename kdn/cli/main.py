@@ -81,6 +81,12 @@ CodecOption = Annotated[str, typer.Option(help="klt, or exact without any loss."
 QualityOption = Annotated[
     str, typer.Option(help="draft, default, high, exact, or the KL divergence that is enough.")
 ]
+LatestOption = Annotated[
+    bool, typer.Option("--latest", help="The newest version that any region has acknowledged.")
+]
+StaleOption = Annotated[
+    bool, typer.Option("--stale-ok", help="If nobody can tell what is newest: what is known.")
+]
 NameArgument = Annotated[str, typer.Argument(help="What it is called.")]
 
 
@@ -121,6 +127,8 @@ def ask(
     max_tokens: Annotated[
         int, typer.Option(min=1, max=MAX_COUNT, help="Longest answer.")
     ] = MAX_NEW_TOKENS,
+    latest: LatestOption = False,
+    stale_ok: StaleOption = False,
     token_file: TokenOption = None,
     secret_file: SecretOption = None,
     tls_ca: TlsOption = None,
@@ -131,7 +139,8 @@ def ask(
 
     own = client.Own(token_file, secret_file, tls_ca)
     door = client.Door(config, where, model, device, dtype, codec, quality, own)
-    client.ask(door, name, question, deadline, max_tokens)
+    freshness = client.Freshness(latest, stale_ok)
+    client.ask(door, name, question, deadline, max_tokens, freshness)
 
 
 @app.command()
@@ -204,12 +213,16 @@ def node(
     store: Annotated[
         str | None, typer.Option(help="A store that many nodes share, as redis:// or s3://.")
     ] = None,
+    upstream: Annotated[
+        str | None, typer.Option(help="The centre's URL: this node is a region of it.")
+    ] = None,
 ) -> None:
     """Serve stores over HTTP. Works without any configuration, on loopback."""
     from kdn.config import load_config
     from kdn.node.server import run
 
     flags = {"data": data, "host": host, "port": port, "insecure": insecure, "store": store}
+    flags["upstream"] = upstream
     run(load_config(config, {f"node.{name}": value for name, value in flags.items()}))
 
 
@@ -235,11 +248,12 @@ def show(
     url: UrlOption = None,
     token_file: TokenOption = None,
     tls_ca: TlsOption = None,
+    latest: LatestOption = False,
 ) -> None:
     """Show a name's versions and chunks, or a chunk's levels."""
     from kdn.cli.remote import Whom, show_one
 
-    show_one(Whom(config, url, token_file, tls_ca), what)
+    show_one(Whom(config, url, token_file, tls_ca), what, latest)
 
 
 @app.command()

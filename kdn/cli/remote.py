@@ -90,15 +90,19 @@ async def _names(at: Places, prefix: str) -> Table:
     return table
 
 
-def show_one(whom: Whom, what: str) -> None:
+def show_one(whom: Whom, what: str, latest: bool = False) -> None:
     async def work(at: Places) -> None:
-        await (_show_chunk if _KEY.fullmatch(what) else _show_name)(at, what)
+        if _KEY.fullmatch(what):
+            await _show_chunk(at, what)
+        else:
+            await _show_name(at, what, latest)
 
     _ask(whom, work)
 
 
-async def _show_name(at: Places, name: str) -> None:
-    history, newest = await at.names.history(checked_name(name)), await at.names.get(name)
+async def _show_name(at: Places, name: str, latest: bool) -> None:
+    newest = await at.names.get(checked_name(name), latest=latest)
+    history = await at.names.history(name)
     if not history or newest is None:
         raise StoreError(f"there is no name {name!r} here")
     console = Console()

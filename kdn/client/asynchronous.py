@@ -240,20 +240,24 @@ class AsyncClient(Opened):
         temperature: float = 0.0,
         seed: int = 0,
         on_progress: OnProgress | None = None,
+        force_latest: bool = False,
+        stale_ok: bool = False,
     ) -> Answer:
-        """The answer to a question about something learned, as it is made."""
+        """The answer to a question about something learned, as it is made. Where a region answers,
+        `force_latest` asks for the newest version that any region has acknowledged; if that cannot
+        be known it fails, unless `stale_ok`."""
         checked_name(name)
         checked_text("question", question)
         sampling = Sampling(max_new_tokens, temperature, seed)
         stats = Stats()
-        options = Options(quality, deadline_s, sampling, on_progress)
+        options = Options(quality, deadline_s, sampling, on_progress, force_latest, stale_ok)
         return Answer(self._ask(name, question, options, stats), stats)
 
     async def _ask(
         self, name: str, question: str, options: Options, stats: Stats
     ) -> AsyncGenerator[str, None]:
         began_s = self.now_s()
-        tokens, style = await self.named(name)
+        tokens, style = await self.named(name, options, stats)
         context = await self.contexts.load(tokens, options, stats)
         prompt = [*tokens, *self.engine.prompts.ask(question, style)]
         is_audited = False
@@ -274,12 +278,15 @@ class AsyncClient(Opened):
         quality: Quality | None = None,
         deadline_s: float | None = None,
         max_new_tokens: int = MAX_NEW_TOKENS,
+        force_latest: bool = False,
+        stale_ok: bool = False,
     ) -> list[str]:
         """Answers to several questions about one thing: delivered once, answered as a batch."""
-        stats, options = Stats(), Options(quality, deadline_s)
+        stats = Stats()
+        options = Options(quality, deadline_s, force_latest=force_latest, stale_ok=stale_ok)
         sampling = Sampling(max_new_tokens)
         questions = checked_texts("questions", questions)
-        tokens, style = await self.named(name)
+        tokens, style = await self.named(name, options, stats)
         context = await self.contexts.load(tokens, options, stats)
         rest = tokens[context.num_tokens :]
         rows = [[*rest, *self.engine.prompts.ask(question, style)] for question in questions]
@@ -298,12 +305,15 @@ class AsyncClient(Opened):
         max_new_tokens: int = MAX_NEW_TOKENS,
         temperature: float = 0.0,
         seed: int = 0,
+        force_latest: bool = False,
+        stale_ok: bool = False,
     ) -> Conversation:
         """Questions that build on each other, about something learned or about nothing yet."""
         sampling = Sampling(max_new_tokens, temperature, seed)
         if name is not None:
             checked_name(name)
-        return Conversation(self, name, Options(quality, deadline_s, sampling))
+        options = Options(quality, deadline_s, sampling, None, force_latest, stale_ok)
+        return Conversation(self, name, options)
 
     async def publish(
         self, tokens: Tokens, cache: Cache | KVCache, *, after: Loaded | None = None
@@ -342,9 +352,17 @@ class AsyncClient(Opened):
 
     # for conversations, too
 
-    async def named(self, name: str) -> tuple[list[int], str]:
+    async def named(
+        self, name: str, options: Options | None = None, stats: Stats | None = None
+    ) -> tuple[list[int], str]:
         """Token ids that a name points to, and how to ask about them."""
-        return await find_name(self.session, name)
+        how = options or Options()
+        tokens, style, stale_s = await find_name(
+            self.session, name, latest=how.force_latest, stale_ok=how.stale_ok
+        )
+        if stale_s is not None and stats is not None:
+            stats.troubles += (f"{name!r} may be {stale_s:.0f} s out of date",)
+        return tokens, style
 
     async def turn(
         self,

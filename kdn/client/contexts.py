@@ -47,6 +47,10 @@ class Options:
     deadline_s: float | None = None
     sampling: Sampling = field(default_factory=Sampling)
     on_progress: OnProgress | None = None
+    force_latest: bool = False
+    """Of a name: what the centre of all regions has now, not what a region heard last."""
+    stale_ok: bool = False
+    """If nobody can tell what is the latest: what is known."""
 
     def __post_init__(self) -> None:
         if self.quality is not None:
@@ -131,7 +135,8 @@ class Contexts:
         room = self.engine.room_for(chunks[-1].end)
         got, cache = await self.deliver(chunks, options, room=room)
         context = await self._joined(got, cache, tokens, room)
-        stats.fetched_bytes, stats.troubles = got.fetched_bytes, got.troubles
+        stats.fetched_bytes = got.fetched_bytes
+        stats.troubles += got.troubles
         stats.levels, stats.delivery_s = got.levels, got.done_s
         if context.delivered is not None:
             stats.known_tokens = got.num_loaded_tokens

@@ -44,7 +44,7 @@ class Conversation:
         client, began_s = self._client, self._client.now_s()
         prompts = client.engine.prompts
         if self._context is None:
-            tokens, self._style = await self._beginning()
+            tokens, self._style = await self._beginning(stats)
             self._context = await client.contexts.load(tokens, self._options, stats)
             asked = prompts.ask(question, self._style)
         else:
@@ -57,7 +57,7 @@ class Conversation:
         ):
             yield piece
 
-    async def _beginning(self) -> tuple[list[int], str]:
+    async def _beginning(self, stats: Stats) -> tuple[list[int], str]:
         if self._name is not None:
-            return await self._client.named(self._name)
+            return await self._client.named(self._name, self._options, stats)
         return self._client.engine.prompts.begin(), self._style

@@ -11,9 +11,12 @@ from kdn.places.manifests import Manifest, entry_of, with_entry
 from kdn.session.session import Session
 
 
-async def find_name(session: Session, name: str) -> tuple[list[int], str]:
-    """Token ids that a name points to, and how to ask about them."""
-    found = await session.places.names.get(name)
+async def find_name(
+    session: Session, name: str, *, latest: bool = False, stale_ok: bool = False
+) -> tuple[list[int], str, float | None]:
+    """Token ids that a name points to, and how to ask about them. The third is None, or how many
+    seconds old this may be, where that was asked for."""
+    found = await session.places.names.get(name, latest=latest, stale_ok=stale_ok)
     if found is None:
         raise StoreError(f"there is no name {name!r} at {session.places.publish_to.name}")
     model, seal_key = session.spec.fingerprint, session.namespace.seal_key
@@ -21,7 +24,8 @@ async def find_name(session: Session, name: str) -> tuple[list[int], str]:
     if entry is None:
         raise MismatchError(f"{name!r} was learned with another model: learn it with this one")
     try:
-        return [int(token) for token in entry["tokens"]], str(entry.get("style", PLAIN))
+        tokens = [int(token) for token in entry["tokens"]]
+        return tokens, str(entry.get("style", PLAIN)), found.stale_s
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"the manifest of {name!r} has no token ids") from error
 

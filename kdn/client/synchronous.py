@@ -128,10 +128,13 @@ class Client:
         temperature: float = 0.0,
         seed: int = 0,
         on_progress: OnProgress | None = None,
+        force_latest: bool = False,
+        stale_ok: bool = False,
     ) -> Answer:
         answer = self._client.ask(
             name, question, quality=quality, deadline_s=deadline_s, max_new_tokens=max_new_tokens,
-            temperature=temperature, seed=seed, on_progress=on_progress,
+            temperature=temperature, seed=seed, on_progress=on_progress, force_latest=force_latest,
+            stale_ok=stale_ok,
         )  # fmt: skip
         return Answer(self._loop, answer)
 
@@ -143,10 +146,13 @@ class Client:
         quality: Quality | None = None,
         deadline_s: float | None = None,
         max_new_tokens: int = MAX_NEW_TOKENS,
+        force_latest: bool = False,
+        stale_ok: bool = False,
     ) -> list[str]:
         answering = self._client.ask_all(
-            name, questions, quality=quality, deadline_s=deadline_s, max_new_tokens=max_new_tokens
-        )
+            name, questions, quality=quality, deadline_s=deadline_s, max_new_tokens=max_new_tokens,
+            force_latest=force_latest, stale_ok=stale_ok,
+        )  # fmt: skip
         return self._loop.run(answering)
 
     def converse(
@@ -158,10 +164,12 @@ class Client:
         max_new_tokens: int = MAX_NEW_TOKENS,
         temperature: float = 0.0,
         seed: int = 0,
+        force_latest: bool = False,
+        stale_ok: bool = False,
     ) -> Conversation:
         conversation = self._client.converse(
             name, quality=quality, deadline_s=deadline_s, max_new_tokens=max_new_tokens,
-            temperature=temperature, seed=seed,
+            temperature=temperature, seed=seed, force_latest=force_latest, stale_ok=stale_ok,
         )  # fmt: skip
         return Conversation(self._loop, conversation)
 

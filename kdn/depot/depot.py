@@ -81,6 +81,14 @@ class Depot:
         """Whether all who share this depot's objects have it, not only this one."""
         return True
 
+    def waiting(self, tenant: Tenant) -> Usage:
+        """What a tenant has put here that is not central yet."""
+        return Usage()
+
+    def gauges(self) -> list[tuple[str, str, float]]:
+        """For `/metrics`: names, what they mean, and values."""
+        return []
+
     async def held(self, tenant: Tenant) -> Usage:
         """A tenant's objects, and what they and its manifests take of its quota."""
         if self.counts is not None:

@@ -20,7 +20,7 @@ from kdn.node.changes_api import follow
 from kdn.node.ranges import names_etag, quoted
 from kdn.node.sending import Sender
 from kdn.node.state import CLIENT, NODE, TENANT, Node, query_flag, query_number
-from kdn.protocol.limits import MAX_LISTED, MAX_MANIFEST_BYTES, MAX_VERSION
+from kdn.protocol.limits import MAX_LISTED, MAX_MANIFEST_BYTES, MAX_SEEN, MAX_VERSION
 
 CHANGES = "changes"
 """A name like others, but not with the query `after`."""
@@ -130,7 +130,7 @@ def _asked(request: web.Request) -> Asked:
     latest, stale_ok = (_flag(request, header) for header in ("Kdn-Latest", "Kdn-Stale-Ok"))
     seen = request.headers.get("Kdn-Seen", "0")
     if not re.fullmatch(r"\d{1,18}", seen, re.ASCII):
-        raise bad_request("Kdn-Seen: expected a number")
+        raise bad_request(f"Kdn-Seen: expected a number from 0 to {MAX_SEEN}")
     return Asked(latest, stale_ok, int(seen))
 
 

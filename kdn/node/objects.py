@@ -187,6 +187,8 @@ async def get_stats(request: web.Request) -> web.StreamResponse:
         "objects": held.objects,
         "size_bytes": held.size_bytes,
         "quota_bytes": tenant.settings.quota_bytes,
+        "waiting_objects": (waiting := node.depot.waiting(tenant)).objects,
+        "waiting_bytes": waiting.size_bytes,
     }
     return web.json_response(shown, dumps=dumps)
 

@@ -17,6 +17,7 @@ from kdn.protocol.limits import (
     MAX_OFFSET,
     MAX_RATE,
     MAX_SAVED_S,
+    MAX_SEEN,
     MAX_SPANS,
     MAX_VERSION,
 )
@@ -112,9 +113,10 @@ def _operation(
 
 
 def _objects() -> Json:
-    about = _object(
-        {"key": KEY, "etag": ETAG, "size_bytes": COUNT, "parent": NULLABLE_KEY, "saved_s": SECONDS}
-    )
+    told = {
+        "key": KEY, "etag": ETAG, "size_bytes": COUNT, "parent": NULLABLE_KEY, "saved_s": SECONDS
+    }  # fmt: skip
+    about = _object({**told, "central": {"type": "boolean"}}, list(told))
     data = _content(BINARY, "application/octet-stream")
     reading = [*PATH_KEY, *(_parameter("header", h, TEXT) for h in ("Range", "If-Range"))]
     reading.append(_parameter("header", "If-None-Match", TEXT))
@@ -177,6 +179,10 @@ def _names() -> Json:
     version = {"type": "integer", "minimum": 1, "maximum": MAX_VERSION}
     get = [*PATH_NAME, _parameter("query", "version", version)]
     get.append(_parameter("header", "If-None-Match", TEXT))
+    flag = {"type": "string", "enum": ["true", "false"]}
+    get += [_parameter("header", name, flag) for name in ("Kdn-Latest", "Kdn-Stale-Ok")]
+    seen = {"type": "integer", "minimum": 0, "maximum": MAX_SEEN}
+    get.append(_parameter("header", "Kdn-Seen", seen))
     chunks = _parameter("query", "chunks", {"type": "boolean"})
     history = _object({"versions": _list(_object(VERSION))})
     return {
@@ -199,7 +205,8 @@ def _names() -> Json:
 
 def _service() -> Json:
     health = _content(_object({"status": TEXT}))
-    stats = _content(_object({"objects": COUNT, "size_bytes": COUNT, "quota_bytes": COUNT}))
+    counts = ("objects", "size_bytes", "quota_bytes", "waiting_objects", "waiting_bytes")
+    stats = _content(_object(dict.fromkeys(counts, COUNT)))
     anything = _content({"type": "object"})
     metrics = _content(TEXT, "text/plain")
     return {

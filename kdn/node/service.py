@@ -21,7 +21,7 @@ async def get_health(request: web.Request) -> web.StreamResponse:
 async def get_metrics(request: web.Request) -> web.StreamResponse:
     """Tenants' names are in it, so it takes a right of its own."""
     node = request.app[NODE]
-    body = node.stats.expose(await node.depot.wait(node.depot.store.stats()))
+    body = node.stats.expose(await node.depot.wait(node.depot.store.stats()), node.depot.gauges())
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 

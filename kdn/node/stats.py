@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -63,9 +63,9 @@ class NodeStats:
         flow[0].inc(num_bytes)
         flow[1].observe(waited_s)
 
-    def expose(self, store: Stats) -> bytes:
-        """Everything, as Prometheus reads it."""
-        self._store.stats = store
+    def expose(self, store: Stats, more: Sequence[tuple[str, str, float]] = ()) -> bytes:
+        """Everything, as Prometheus reads it. `more`: names, meanings and values."""
+        self._store.stats, self._store.more = store, more
         return generate_latest(self._registry)
 
 
@@ -86,9 +86,12 @@ class StoreCollector(Collector):
 
     def __init__(self) -> None:
         self.stats = Stats()
+        self.more: Sequence[tuple[str, str, float]] = ()
 
     def collect(self) -> Iterable[Metric]:
         stats = self.stats
+        for name, help_, value in self.more:
+            yield GaugeMetricFamily(name, help_, value)
         for name, help_, value in (
             ("objects", "Objects held now.", stats.objects),
             ("size_bytes", "Bytes held now.", stats.size_bytes),

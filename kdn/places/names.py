@@ -22,7 +22,7 @@ from kdn.depot.names import Version
 from kdn.depot.tenants import Tenant
 from kdn.errors import ConditionError, FormatError, StoreError, UnsupportedError
 from kdn.places.manifests import Manifest
-from kdn.protocol.limits import MAX_LISTED, MAX_MANIFEST_BYTES, MAX_REPORT_BYTES
+from kdn.protocol.limits import MAX_LISTED, MAX_MANIFEST_BYTES, MAX_REPORT_BYTES, MAX_SEEN
 from kdn.store.http_answers import Reply, member
 from kdn.store.node_client import Asking
 
@@ -31,8 +31,6 @@ SILENCE_S = 30.0
 ATTEMPTS = 16
 MAX_TURN_S = 0.02
 """Those who change one name at the same time wait for a random time, longer each time."""
-MAX_DIGITS = 18
-"""Of a sequence that is sent along."""
 _REPORTED = ("deleted", "kept", "missing")
 
 
@@ -116,7 +114,7 @@ class NodeNames(Names):
     def _saw(self, answer: Reply) -> None:
         """Nodes before regions tell no sequence."""
         told = answer.headers.get("Kdn-Sequence", "0")
-        if told.isascii() and told.isdigit() and len(told) <= MAX_DIGITS:
+        if told.isascii() and told.isdigit() and int(told[:20]) <= MAX_SEEN:
             self.seen = max(self.seen, int(told))
 
     async def put(self, name: str, manifest: Manifest, after: str | None) -> bool:

@@ -24,6 +24,8 @@ MAX_MANIFEST_KEYS = 8192
 """Chunks that one manifest names: two million tokens."""
 MAX_VERSION = 2**53
 """Of a name."""
+MAX_SEEN = 10**18 - 1
+"""Of a sequence that a client has seen."""
 MAX_LISTED = 1000
 """Objects or names on one page of a list."""
 MAX_JSON_BYTES = 4 << 20

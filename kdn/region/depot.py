@@ -52,9 +52,31 @@ class RegionDepot(Depot):
     def is_central(self, key: bytes) -> bool:
         return self.region.is_central(key)
 
-    async def held(self, tenant: Tenant) -> Usage:
+    def waiting(self, tenant: Tenant) -> Usage:
         outbox = self.region.outbox
         return outbox.usage(tenant.prefix) if outbox else Usage()
+
+    def gauges(self) -> list[tuple[str, str, float]]:
+        assert isinstance(self.names, RegionNames)
+        waiting = [self.waiting(tenant) for tenant in self.tenants]
+        outbox, pulled_bytes = self.region.outbox, self.region.puller.fetched_bytes
+        told: list[tuple[str, str, float]] = [
+            ("waiting_objects", "Not yet at the centre.", sum(one.objects for one in waiting)),
+            ("waiting_bytes", "Not yet at the centre.", sum(one.size_bytes for one in waiting)),
+            ("pulled_bytes", "Fetched from the centre since the start.", pulled_bytes),
+            ("names_age_seconds", "How old the copy of names may be.", self.names.age_s),
+        ]
+        if outbox is not None:
+            told += [
+                ("sent_objects", "Answered for by the centre since the start.", outbox.sent),
+                ("send_failures", "Times that the centre could not be reached.", outbox.failures),
+                ("refused_objects", "Times that the centre refused one.", outbox.refused),
+                ("lost_objects", "Damaged before they were sent.", outbox.lost),
+            ]
+        return [(f"kdn_region_{name}", help_, value) for name, help_, value in told]
+
+    async def held(self, tenant: Tenant) -> Usage:
+        return self.waiting(tenant)
 
     async def check_room(
         self, tenant: Tenant, key: bytes, size_bytes: int, replacing: bytes | None

@@ -49,6 +49,11 @@ class RegionNames(NameStore):
         self._flights: NextFlight[Answer] = NextFlight()
         self._told = 0  # the highest sequence that the centre has answered with
 
+    @property
+    def age_s(self) -> float:
+        """Of the oldest copy."""
+        return max(feed.age_s for feed in self._following.values())
+
     # reads
 
     async def read(

@@ -24,17 +24,25 @@ REGION = ("kdn.bench.cluster.region_process",)
 
 class NodeProcess:
     def __init__(
-        self, folder: Path, settings: Mapping[str, object], program: tuple[str, ...] = REGION
+        self,
+        folder: Path,
+        settings: Mapping[str, object],
+        program: tuple[str, ...] = REGION,
+        *,
+        host: str = "127.0.0.1",
+        launcher: tuple[str, ...] = (),
     ) -> None:
-        """`program`: a module, and its arguments."""
-        self.folder, self._program = folder, program
-        self.port = free_port()
-        self._settings = {**settings, "port": self.port, "data": str(folder / "data")}
+        """`program`: a module, and its arguments. `launcher`: a command that starts it, as in a
+        network of its own."""
+        self.folder, self._command = folder, (*launcher, sys.executable, "-m", *program)
+        self.host, self.port = host, free_port()
+        own = {"host": host, "port": self.port, "data": str(folder / "data")}
+        self._settings = {**settings, **own}
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     async def start(self) -> None:
         """Until it answers."""
@@ -45,7 +53,7 @@ class NodeProcess:
             environ[f"KDN_NODE_{name.upper()}"] = str(value)
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *self._program], env=environ, cwd=self.folder,
+                self._command, env=environ, cwd=self.folder,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         end_s = time.monotonic() + START_S
