@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from typing import Any, cast
 
 from aiohttp import web
 
 from kdn.depot.tenants import Tenant
+from kdn.node import short_way
 from kdn.node.answers import Refusal, answer, refusal_of_http
 from kdn.node.shares import Shares
 from kdn.node.state import Node
@@ -25,6 +27,13 @@ log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 8190
 MAX_HEADERS = 64
+_WHOLE = re.compile(
+    rb"(?:GET|HEAD|DELETE) [\x21-\x7e]+ HTTP/1\.1\r\n"
+    rb"(?:(?!Content-Length|Transfer-Encoding|Upgrade|Expect|Connection: *Upgrade)"
+    rb"[A-Za-z0-9-]+:[\x20-\x7e]*\r\n)*\r\n",
+    re.IGNORECASE,
+)
+"""One head of a request without a body: whoever has read it is between two requests again."""
 
 
 class Connections:
@@ -110,6 +119,9 @@ class Connection(web.RequestHandler):
     def __init__(self, connections: Connections, server: web.Server, **options: Any):
         super().__init__(server, **options)
         self._connections = connections
+        self._node = connections.node
+        self._between_requests = True  # as far as is known: aiohttp's parser holds no part of one
+        self._cut: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -117,10 +129,57 @@ class Connection(web.RequestHandler):
         if not self._connections.add(self, stream):
             stream.abort()
 
+    def data_received(self, data: bytes) -> None:
+        """The short way if it is free: nobody else has a request here in progress."""
+        waiter = self._waiter
+        if self._between_requests and waiter is not None and not waiter.done():
+            if short_way.answer(self._node, self, data):
+                self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
+                return
+            self._between_requests = _WHOLE.fullmatch(data) is not None
+        elif self._between_requests:
+            self._between_requests = _WHOLE.fullmatch(data) is not None
+        super().data_received(data)
+
+    @property
+    def remote(self) -> str | None:
+        """The peer's address, as requests tell it."""
+        name = self.peername
+        return str(name[0]) if isinstance(name, tuple) else name
+
+    def send(self, *parts: bytes | memoryview) -> None:
+        """Hand over an answer, for the reader to take in its time."""
+        assert self.transport is not None
+        self.transport.writelines(parts)
+        if self.writing_paused and self._cut is None:
+            self._cut = self._loop.call_later(self._node.settings.write_timeout_s, self._cut_off)
+
+    def resume_writing(self) -> None:
+        if self._cut is not None:
+            self._cut.cancel()
+            self._cut = None
+        super().resume_writing()
+
+    def _cut_off(self) -> None:
+        """The reader did not take what was sent on the short way."""
+        self._cut = None
+        self._node.stats.cut_readers.inc()
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _process_keepalive(self) -> None:
+        """aiohttp forgets a connection whose time is over before its task has begun to wait."""
+        super()._process_keepalive()
+        if self._keepalive_handle is None and self._keepalive and not self._force_close:
+            close_s = self._loop.time() + self._keepalive_timeout
+            self._keepalive_handle = self._loop.call_at(close_s, self._process_keepalive)
+
     def claim(self, tenant: Tenant) -> bool:
         return self._connections.claim(self, tenant)
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        if self._cut is not None:
+            self._cut.cancel()
         self._connections.remove(self)
         super().connection_lost(exc)
 

@@ -15,6 +15,7 @@ from kdn.errors import KdnError, QuotaError
 from kdn.node.answers import RETRY_AFTER, Refusal, answer, refusal_of, refusal_of_http
 from kdn.node.connection import Connection
 from kdn.node.egress import BusyError
+from kdn.node.records import record
 from kdn.node.state import CLIENT, NODE, TENANT, Node, client_of
 from kdn.node.tenants import Right
 
@@ -126,17 +127,6 @@ def _refuse(request: web.Request, refusal: Refusal) -> web.StreamResponse:
 def _record(node: Node, request: web.Request, status: int, seconds: float) -> None:
     resource = request.match_info.route.resource
     route = "none" if resource is None else resource.canonical
-    node.stats.requests_s.labels(request.method if resource else "none", route, status).observe(
-        seconds
-    )
-    if log.isEnabledFor(logging.INFO):
-        tenant = request[TENANT].name if TENANT in request else None
-        fields = {
-            "method": request.method,
-            "path": request.path[:256],
-            "status": status,
-            "seconds": round(seconds, 6),
-            "tenant": tenant,
-            "client": request.get(CLIENT),
-        }
-        log.info("request", extra=fields)
+    labels = (request.method if resource else "none", route, status)
+    tenant = request[TENANT].name if TENANT in request else None
+    record(node, labels, seconds, request.path, tenant, request.get(CLIENT))

@@ -63,9 +63,12 @@ CLIENT = web.RequestKey("client", str)
 
 def client_of(request: web.Request) -> str:
     """Who shares a tenant's egress: told in a header, else the peer's address."""
-    told = request.headers.get("Kdn-Client")
+    return client_named(request.headers.get("Kdn-Client"), request.remote)
+
+
+def client_named(told: str | None, remote: str | None) -> str:
     if told is None:
-        return request.remote or "unknown"
+        return remote or "unknown"
     if not _CLIENT.fullmatch(told):
         raise bad_request("Kdn-Client: expected 1 to 64 letters, digits, '.', '_', '-'")
     return told

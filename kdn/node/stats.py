@@ -52,6 +52,14 @@ class NodeStats:
         registry.register(self._store)
         registry.register(FaultCollector())
         self._flows: dict[str, tuple[Counter, Histogram]] = {}
+        self._answered: dict[tuple[str, str, int], Histogram] = {}
+
+    def answered(self, labels: tuple[str, str, int], seconds: float) -> None:
+        """A request ended. `labels`: method, route, status."""
+        seen = self._answered.get(labels)
+        if seen is None:
+            seen = self._answered[labels] = self.requests_s.labels(*labels)
+        seen.observe(seconds)
 
     def sent(self, tenant: str, num_bytes: int, waited_s: float) -> None:
         """A frame went out."""

@@ -53,20 +53,26 @@ class RateLimit:
         self._level = self._burst
         self._at_s = clock()
 
-    def take(self) -> None:
-        """Refuses with the whole seconds after which there is a place again."""
+    def take_now(self) -> bool:
+        """Whether there was a place."""
         if not self._per_s:
-            return
+            return True
         now_s = self._clock()
         self._level = min(self._burst, self._level + (now_s - self._at_s) * self._per_s)
         self._at_s = now_s
         if self._level < 1:
+            return False
+        self._level -= 1
+        return True
+
+    def take(self) -> None:
+        """Refuses with the whole seconds after which there is a place again."""
+        if not self.take_now():
             wait_s = math.ceil((1 - self._level) / self._per_s)
             raise Refusal(
                 429, "rate_limited", f"more than {self._per_s:g} requests per second",
                 {"Retry-After": str(max(1, wait_s))},
             )  # fmt: skip
-        self._level -= 1
 
 
 class Tenants:

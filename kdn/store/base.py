@@ -124,6 +124,11 @@ class Store(ABC):
         """Bytes [start, end) of an object, clipped to its end; None if it is not here, or is not
         the one that `etag` names."""
 
+    def at_hand(self, key: bytes) -> Span | None:
+        """The whole of an object that can be had without waiting, for whoever reads many small
+        parts; None says nothing. It counts as a read."""
+        return None
+
     @abstractmethod
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
         """One answer per key, in order, None for those that are not here."""

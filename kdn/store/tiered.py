@@ -94,6 +94,13 @@ class TieredStore(Store):
         self._counts.misses += span is None
         return span
 
+    def at_hand(self, key: bytes) -> Span | None:
+        span = self._top.store.at_hand(key)
+        if span is not None:
+            self._top.hits += 1
+            self._counts.hits += 1
+        return span
+
     async def _get_below(
         self, key: bytes, start: int, end: int | None, etag: bytes | None
     ) -> Span | None:
