@@ -120,7 +120,8 @@ class Connection(web.RequestHandler):
         super().__init__(server, **options)
         self._connections = connections
         self._node = connections.node
-        self._between_requests = True  # as far as is known: aiohttp's parser holds no part of one
+        self._between_requests = True  # aiohttp's parser holds no part of one, and goes on
+        self._answered = 0  # of those that the parser has found
         self._cut: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -130,14 +131,11 @@ class Connection(web.RequestHandler):
             stream.abort()
 
     def data_received(self, data: bytes) -> None:
-        """The short way if it is free: nobody else has a request here in progress."""
-        waiter = self._waiter
-        if self._between_requests and waiter is not None and not waiter.done():
-            if short_way.answer(self._node, self, data):
+        """On the short way if nothing of another request is under way here."""
+        if self._between_requests:
+            if self._answered == self._request_count and short_way.answer(self._node, self, data):
                 self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
                 return
-            self._between_requests = _WHOLE.fullmatch(data) is not None
-        elif self._between_requests:
             self._between_requests = _WHOLE.fullmatch(data) is not None
         super().data_received(data)
 
@@ -191,12 +189,15 @@ class Connection(web.RequestHandler):
             resp = answer(refusal_of_http(resp))
         try:
             async with asyncio.timeout(self._connections.node.settings.write_timeout_s):
-                return await super().finish_response(request, resp, start_time)
+                resp, reset = await super().finish_response(request, resp, start_time)
         except TimeoutError:
             self._connections.node.stats.cut_readers.inc()
             if request.transport is not None:
                 request.transport.abort()
             return resp, True
+        self._answered += 1
+        self._between_requests &= bool(resp.keep_alive)
+        return resp, reset
 
     def handle_error(
         self,
