@@ -20,6 +20,7 @@ from aiohttp import web
 from kdn.depot.tenants import Tenant
 from kdn.node import short_way
 from kdn.node.answers import Refusal, answer, refusal_of_http
+from kdn.node.ledger import OPEN, LedgerShares
 from kdn.node.shares import Shares
 from kdn.node.state import Node
 
@@ -47,7 +48,10 @@ class Connections:
         self._owners: dict[Connection, str] = {}
         total = node.settings.max_connections
         caps = {tenant.name: tenant.settings.max_connections for tenant in node.tenants}
+        self._ledger = node.ledger
         self._shares = Shares(total - total // 4, caps)
+        if self._ledger is not None:
+            self._shares = LedgerShares(self._ledger, "connections", total - total // 4, caps)
         self._closing_since_s: dict[Connection, float] = {}
         self.all_closed = asyncio.Event()
         self.all_closed.set()
@@ -69,17 +73,27 @@ class Connections:
 
     def add(self, connection: Connection, transport: asyncio.Transport) -> bool:
         """False if there are too many already, all of them tenants'."""
-        if len(self._open) >= self.node.settings.max_connections:
+        if self._num_open() >= self.node.settings.max_connections:
             oldest = next(iter(self._strangers), None)
             if oldest is None:
                 return False
             self._open[oldest].abort()
             self.remove(oldest)
         self._open[connection] = transport
+        if self._ledger is not None:
+            self._ledger.add(OPEN, 1)
         self._strangers[connection] = None
-        self.node.stats.connections.set(len(self._open))
+        self._show()
         self.all_closed.clear()
         return True
+
+    def _show(self) -> None:
+        if not self.node.behind_workers:
+            self.node.stats.connections.set(len(self._open))
+
+    def _num_open(self) -> int:
+        """Of all workers, where there are several."""
+        return len(self._open) if self._ledger is None else self._ledger.total(OPEN)
 
     def claim(self, connection: Connection, tenant: Tenant) -> bool:
         """Whether a connection with a request of this tenant may stay."""
@@ -92,13 +106,14 @@ class Connections:
         return True
 
     def remove(self, connection: Connection) -> None:
-        self._open.pop(connection, None)
+        if self._open.pop(connection, None) and self._ledger is not None:
+            self._ledger.add(OPEN, -1)
         self._strangers.pop(connection, None)
         owner = self._owners.pop(connection, None)
         if owner is not None:
             self._shares.give_back(owner, 1)
         self._closing_since_s.pop(connection, None)
-        self.node.stats.connections.set(len(self._open))
+        self._show()
         if not self._open:
             self.all_closed.set()
 

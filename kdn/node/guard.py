@@ -29,6 +29,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     node = request.app[NODE]
+    if node.behind_workers:  # which count
+        return await _answer(node, request, handler)
     begin_s = time.perf_counter()
     node.num_requests += 1
     status = 0  # 0: cut
@@ -48,8 +50,10 @@ async def _answer(node: Node, request: web.Request, handler: Handler) -> web.Str
         if right is None:
             return await handler(request)
         with _admitted(node, request, right):
+            if not node.behind_workers:
+                await node.tenants.rates[request[TENANT].name].take()
             response = await handler(request)
-            if isinstance(response, web.Response):
+            if isinstance(response, web.Response) and not node.behind_workers:
                 await _pass_egress(node, request, response)
             return response
     except Refusal as refusal:
@@ -81,11 +85,13 @@ def _admitted(node: Node, request: web.Request, needed: Right) -> Iterator[None]
     if right < needed:
         has, needs = right.name.lower(), needed.name.lower()
         raise Refusal(403, "forbidden", f"this token may {has}; this takes one that may {needs}")
+    if node.behind_workers:
+        yield
+        return
     _claim_connection(request, tenant)
     if not node.requests.take(tenant.name, 1):
         raise Refusal(503, "overloaded", "too many requests are in progress", RETRY_AFTER)
     try:
-        node.tenants.rates[tenant.name].take()
         yield
     finally:
         node.requests.give_back(tenant.name, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -17,6 +18,7 @@ from kdn.node.bodies import BodyReader
 from kdn.node.budget import Budget
 from kdn.node.checksums import Checksums
 from kdn.node.egress import Egress
+from kdn.node.ledger import Ledger
 from kdn.node.shares import Shares
 from kdn.node.stats import NodeStats
 from kdn.node.tenants import Tenants
@@ -47,6 +49,15 @@ class Node:
     """By tenant: held during each part of a long lookup."""
     num_requests: int = 0
     stopping: bool = False
+    # Of a node that has several processes (`workers.py`):
+    behind_workers: bool = False
+    """It keeps everything, and its workers guard it."""
+    relay: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+    """Of a worker: how requests get to the owner."""
+    ledger: Ledger | None = None
+    """Of a worker: what tenants hold of all of them."""
+    others: Callable[[], Awaitable[list[bytes]]] | None = None
+    """Of the owner: the metrics of all workers."""
 
     def __post_init__(self) -> None:
         self.depot.changed = self.checksums.forget

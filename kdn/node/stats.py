@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from kdn.background import faults
@@ -74,6 +76,37 @@ class NodeStats:
         """Everything, as Prometheus reads it."""
         self._store.stats = store
         return generate_latest(self._registry)
+
+
+def summed(shown: Sequence[bytes]) -> bytes:
+    """What several processes of one node expose, as one."""
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for one in shown:
+        for family in text_string_to_metric_families(one.decode()):
+            families.setdefault(family.name, family)
+            sums = values.setdefault(family.name, {})
+            for sample in family.samples:
+                at = (sample.name, tuple(sample.labels.items()))
+                if sample.name.endswith("_created"):
+                    sums[at] = min(sums.get(at, sample.value), sample.value)
+                else:
+                    sums[at] = sums.get(at, 0.0) + sample.value
+    registry = CollectorRegistry()
+    registry.register(_Sums(families, values))
+    return generate_latest(registry)
+
+
+class _Sums(Collector):
+    def __init__(self, families: dict[str, Metric], values: dict[str, Any]):
+        self._families, self._values = families, values
+
+    def collect(self) -> Iterable[Metric]:
+        for name, family in self._families.items():
+            family.samples = []
+            for (sample, labels), value in self._values[name].items():
+                family.add_sample(sample, dict(labels), value)
+            yield family
 
 
 class FaultCollector(Collector):

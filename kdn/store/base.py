@@ -158,6 +158,10 @@ class Store(ABC):
         """All objects whose key begins so, in key order. What comes and goes meanwhile may or may
         not be among them."""
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        """These were read elsewhere, from copies: it counts for what is kept longest."""
+        return
+
     def usage(self, prefix: bytes) -> Usage:
         """What objects whose key begins so take here, at once; nothing in a store elsewhere. The
         prefixes that are asked for should have one length: each new length costs a count of all."""

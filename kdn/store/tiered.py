@@ -74,6 +74,7 @@ class TieredStore(Store):
         self._deletions = 0  # begun and ended; a read that spans one brings nothing up
         self._counts = Stats()  # hits, misses and puts
         self._closed = False
+        self.is_current: Callable[[], bool] = lambda: True  # may faster tiers be read at all?
 
     # reads
 
@@ -95,7 +96,7 @@ class TieredStore(Store):
         return span
 
     def at_hand(self, key: bytes) -> Span | None:
-        span = self._top.store.at_hand(key)
+        span = self._top.store.at_hand(key) if self.is_current() else None
         if span is not None:
             self._top.hits += 1
             self._counts.hits += 1
@@ -167,6 +168,10 @@ class TieredStore(Store):
         entries = tier.store.list(prefix)
         while entry := await self._ask(tier, lambda _: anext(entries, None)):
             yield entry
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        for tier in self.tiers:
+            tier.store.used(keys)
 
     def usage(self, prefix: bytes) -> Usage:
         """Of the tier that holds the most of it."""

@@ -23,6 +23,7 @@ from tests.node.harness import (
     config_for,
     connect,
     key_of,
+    read_answer,
     request,
     requests_of,
     run,
@@ -85,20 +86,6 @@ async def exchange(port: int, cases: list[bytes]) -> list[bytes]:
             reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**21)
     writer.close()
     return answers
-
-
-async def read_answer(reader: asyncio.StreamReader, is_head: bool) -> bytes:
-    async with asyncio.timeout(10):
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-            if b" 100 Continue" in head:
-                head += await reader.readuntil(b"\r\n\r\n")
-        except asyncio.IncompleteReadError as error:
-            return error.partial
-        length = re.search(rb"Content-Length: (\d+)", head)
-        if length is None or is_head or b" 304 " in head:
-            return head
-        return head + await reader.readexactly(int(length[1]))
 
 
 def test_both_ways_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
