@@ -56,6 +56,9 @@ class LedgerShares(Shares):
     def held(self, tenant: str) -> int:
         return self._ledger.total(self._names[tenant])
 
+    def held_here(self, tenant: str) -> int:
+        return self._ledger.own(self._names[tenant])
+
     def take(self, tenant: str, amount: int, *, common: bool = True) -> bool:
         held = self.held(tenant)
         wanted = self._beyond_own(held + amount) - self._beyond_own(held)
@@ -65,7 +68,7 @@ class LedgerShares(Shares):
         return True
 
     def give_back(self, tenant: str, amount: int) -> None:
-        held = self._ledger.own(self._names[tenant])
+        held = self.held_here(tenant)
         assert amount <= held, f"{tenant} holds {held} here, not {amount}"
         self._ledger.add(self._names[tenant], -amount)
 

@@ -12,10 +12,12 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
-from kdn.errors import StoreError
+from kdn.background import watched
+from kdn.errors import KdnError, StoreError
 from kdn.node.link import Answer, Fields, Handler, Link
 from kdn.node.owners_store import pack
 from kdn.node.state import Node
@@ -26,6 +28,8 @@ log = logging.getLogger(__name__)
 
 DROP_S = 10.0
 METRICS_S = 5.0
+AGAIN_S = 60.0
+"""Longer than a disk takes that is merely slow."""
 
 
 class Workers:
@@ -116,24 +120,41 @@ class Workers:
 class AnnouncingStore(Store):
     """Another store. What changes in it is announced, before whoever changed it is told."""
 
-    def __init__(self, store: Store, announce: Callable[[Sequence[bytes]], Awaitable[None]]):
+    def __init__(
+        self, store: Store, announce: Callable[[Sequence[bytes]], Coroutine[Any, Any, None]]
+    ):
         self._store = store
         self._announce = announce
         self.volatile = store.volatile
+        self._again: set[asyncio.Future[None]] = set()
 
     async def put_entry(
         self, entry: Entry, data: bytes, checksum: int, replacing: bytes | None = None
     ) -> Entry:
-        try:
+        async with self._announced(entry.key):
             return await self._store.put_entry(entry, data, checksum, replacing)
-        finally:  # even of one that failed: the old object may be gone
-            await self._announce([entry.key])
 
     async def delete(self, key: bytes) -> bool:
-        try:
+        async with self._announced(key):
             return await self._store.delete(key)
+
+    @asynccontextmanager
+    async def _announced(self, key: bytes) -> AsyncIterator[None]:
+        """Whatever becomes of it. A disk that took too long may yet do it: then once more, later,
+        for what workers have read meanwhile."""
+        try:
+            yield
+        except BaseException:
+            asyncio.get_running_loop().call_later(AGAIN_S, self._announce_again, key)
+            raise
         finally:
             await self._announce([key])
+
+    def _announce_again(self, key: bytes) -> None:
+        task = asyncio.ensure_future(self._announce([key]))
+        self._again.add(task)
+        task.add_done_callback(self._again.discard)
+        task.add_done_callback(watched("announcing a change", KdnError))
 
     async def get(
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None

@@ -64,7 +64,7 @@ class Node:
 
     def is_alone(self, tenant: Tenant) -> bool:
         """Whether nobody else has a request in progress."""
-        return self.num_requests <= self.requests.held(tenant.name)
+        return self.num_requests <= self.requests.held_here(tenant.name)
 
 
 NODE = web.AppKey("node", Node)

@@ -13,7 +13,7 @@ import pytest
 
 from kdn.node.tenants import token_hash
 from kdn.protocol.frames import split
-from tests.node.harness import read_answer, request, run
+from tests.node.harness import closed, read_answer, request, run
 from tests.node.processes import Client, processes
 
 KEY = "aa"
@@ -250,7 +250,8 @@ def test_a_body_that_is_waited_for_is_asked_for(tmp_path: Path) -> None:
     """`Expect: 100-continue` goes through to the owner, whose refusal comes before the body."""
 
     async def work() -> None:
-        async with processes(tmp_path, SETTINGS, tenants(ann="quota_bytes = 10000")) as node:
+        settings = {**SETTINGS, "body_window_s": 0.5}
+        async with processes(tmp_path, settings, tenants(ann="quota_bytes = 10000")) as node:
             for size_bytes, answered in ((5000, b"HTTP/1.1 100"), (50_000, b"HTTP/1.1 507")):
                 [one] = await node.connect()
                 lines = ["Authorization: Bearer ann", "Expect: 100-continue", "Kdn-Etag: 01"]
@@ -260,6 +261,13 @@ def test_a_body_that_is_waited_for_is_asked_for(tmp_path: Path) -> None:
                 if answered.endswith(b"100"):
                     one.writer.write(b"x" * size_bytes)
                     assert (await read_answer(one.reader)).startswith(b"HTTP/1.1 422")
+            # One that does not come is not waited for.
+            [one] = await node.connect()
+            lines = ["Authorization: Bearer ann", "Content-Length: 9000", "Kdn-Etag: 01"]
+            lines.append("Kdn-Checksum: 0000000000000000")
+            one.writer.write(request(URL, *lines, method="PUT") + b"x")
+            assert (await read_answer(one.reader)).startswith(b"HTTP/1.1 408")
+            assert await closed(one.reader, 5) == b""
             with pytest.raises(AssertionError, match="cannot listen"):  # the port is not shared
                 async with processes(tmp_path / "other", SETTINGS, port=node.port):
                     pass
