@@ -103,6 +103,8 @@ class NodeSettings(DepotSettings):
 
     host: str = "127.0.0.1"
     port: int = 8470
+    workers: int = 1
+    """Processes that answer requests, each on a core of its own."""
     insecure: bool = False
     """Listen beyond loopback although there are no tokens."""
     tls_cert: str = ""

@@ -17,7 +17,7 @@ from kdn.delivery.spool import Spool
 from kdn.files import write_whole
 from kdn.node.server import listen, open_node
 from kdn.store.base import Hints
-from kdn.store.disk_folder import file_name
+from kdn.store.disk_reading import file_name
 from tests.disk_calls import DiskCalls
 from tests.node.harness import Running, config_for, key_of, run
 from tests.store.contract import closing, content, put

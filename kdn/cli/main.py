@@ -207,6 +207,9 @@ def node(
     data: Annotated[Path | None, typer.Option(help="Folder for everything it keeps.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for any.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that answer, each on a core of its own.")
+    ] = None,
     insecure: Annotated[
         bool | None, typer.Option("--insecure", help="Listen beyond loopback without tokens.")
     ] = None,
@@ -221,8 +224,8 @@ def node(
     from kdn.config import load_config
     from kdn.node.server import run
 
-    flags = {"data": data, "host": host, "port": port, "insecure": insecure, "store": store}
-    flags["upstream"] = upstream
+    flags = {"data": data, "host": host, "port": port, "insecure": insecure, "workers": workers}
+    flags |= {"store": store, "upstream": upstream}
     run(load_config(config, {f"node.{name}": value for name, value in flags.items()}))
 
 

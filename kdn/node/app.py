@@ -34,6 +34,12 @@ ROUTES: tuple[tuple[str, str, Handler, Right | None], ...] = (
 """With the right that each needs; None: anybody may ask, without a token."""
 
 
+_WORKERS = {
+    objects.get_object, batch.lookup, batch.read, service.get_openapi, service.get_health,
+}  # fmt: skip
+"""Handlers that a worker has itself; all other requests are its owner's."""
+
+
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
     """Without telling which versions of what are at work."""
     response.headers["Server"] = "kdn"
@@ -45,6 +51,8 @@ def make_app(node: Node) -> web.Application:
     app.on_response_prepare.append(_sign)
     app[RIGHTS] = {}
     for method, path, handler, right in ROUTES:
+        if node.relay is not None and handler not in _WORKERS:
+            handler = node.relay
         route = app.router.add_route(method, path, handler, expect_handler=expect_later)
         app[RIGHTS][route] = right
     return app

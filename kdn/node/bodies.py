@@ -70,7 +70,7 @@ class BodyReader:
     ) -> AsyncIterator[bytes]:
         size_bytes = checked_length(request, min(max_bytes, budget.most_bytes(tenant) // cost))
         async with budget.share(tenant, cost * size_bytes):
-            await _invite(request)
+            await invite(request)
             try:
                 data = await self._receive(request, size_bytes)
             except TimeoutError:
@@ -115,7 +115,7 @@ async def expect_later(request: web.Request) -> None:
         raise web.HTTPExpectationFailed(text="")
 
 
-async def _invite(request: web.Request) -> None:
+async def invite(request: web.Request) -> None:
     """Now that the body is wanted, answer a client that waits to be asked for it."""
     if "Expect" in request.headers and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -23,20 +23,22 @@ class Checksums:
 
     def __init__(self, max_objects: int = MAX_OBJECTS):
         self._max_objects = max_objects
-        self._objects: OrderedDict[bytes, dict[tuple[int, int], int]] = OrderedDict()
+        # By key: etag, and checksums by start and length.
+        self._objects: OrderedDict[bytes, tuple[bytes, dict[tuple[int, int], int]]] = OrderedDict()
 
     def of(self, key: bytes, etag: bytes, start: int, data: bytes | memoryview) -> int:
         """XXH3-64 of `data`, the bytes of this object from `start`."""
         if len(data) < MIN_BYTES:
             return xxhash.xxh3_64_intdigest(data)
-        name, span = key + etag, (start, len(data))
-        spans = self._objects.get(name)
-        if spans is None:
-            spans = self._objects[name] = {}
+        span = (start, len(data))
+        known = self._objects.get(key)
+        if known is None or known[0] != etag:
+            known = self._objects[key] = (etag, {})
             if len(self._objects) > self._max_objects:
                 self._objects.popitem(last=False)
         else:
-            self._objects.move_to_end(name)
+            self._objects.move_to_end(key)
+        spans = known[1]
         checksum = spans.get(span)
         if checksum is None:
             if len(spans) >= MAX_SPANS:
@@ -45,4 +47,7 @@ class Checksums:
         return checksum
 
     def forget(self, entry: Entry) -> None:
-        self._objects.pop(entry.key + entry.etag, None)
+        self.forget_key(entry.key)
+
+    def forget_key(self, key: bytes) -> None:
+        self._objects.pop(key, None)

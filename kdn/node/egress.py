@@ -70,8 +70,17 @@ class Egress:
         """`async with` it around handing over one frame."""
         return Turn(self, tenant, client, num_bytes)
 
+    @property
+    def is_free(self) -> bool:
+        """Whether a frame that is handed over now keeps nobody waiting."""
+        return self._rate is None and self._free_slots > 0 and not len(self._queue)
+
+    def pass_by(self, tenant: str, client: str, num_bytes: int) -> None:
+        """Count a frame that is handed over at once, while it `is_free`."""
+        self._queue.pass_by(Ticket(tenant, client, num_bytes))
+
     def _begin_at_once(self, turn: Turn) -> bool:
-        if self._rate is not None or not self._free_slots or len(self._queue):
+        if not self.is_free:
             return False
         self._free_slots -= 1
         self._queue.pass_by(turn)

@@ -15,6 +15,7 @@ from kdn.errors import KdnError, QuotaError
 from kdn.node.answers import RETRY_AFTER, Refusal, answer, refusal_of, refusal_of_http
 from kdn.node.connection import Connection
 from kdn.node.egress import BusyError
+from kdn.node.records import record
 from kdn.node.state import CLIENT, NODE, TENANT, Node, client_of
 from kdn.node.tenants import Right
 
@@ -28,6 +29,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     node = request.app[NODE]
+    if node.behind_workers:  # which count
+        return await _answer(node, request, handler)
     begin_s = time.perf_counter()
     node.num_requests += 1
     status = 0  # 0: cut
@@ -47,8 +50,10 @@ async def _answer(node: Node, request: web.Request, handler: Handler) -> web.Str
         if right is None:
             return await handler(request)
         with _admitted(node, request, right):
+            if not node.behind_workers:
+                await node.tenants.rates[request[TENANT].name].take()
             response = await handler(request)
-            if isinstance(response, web.Response):
+            if isinstance(response, web.Response) and not node.behind_workers:
                 await _pass_egress(node, request, response)
             return response
     except Refusal as refusal:
@@ -80,11 +85,13 @@ def _admitted(node: Node, request: web.Request, needed: Right) -> Iterator[None]
     if right < needed:
         has, needs = right.name.lower(), needed.name.lower()
         raise Refusal(403, "forbidden", f"this token may {has}; this takes one that may {needs}")
+    if node.behind_workers:
+        yield
+        return
     _claim_connection(request, tenant)
     if not node.requests.take(tenant.name, 1):
         raise Refusal(503, "overloaded", "too many requests are in progress", RETRY_AFTER)
     try:
-        node.tenants.rates[tenant.name].take()
         yield
     finally:
         node.requests.give_back(tenant.name, 1)
@@ -126,17 +133,6 @@ def _refuse(request: web.Request, refusal: Refusal) -> web.StreamResponse:
 def _record(node: Node, request: web.Request, status: int, seconds: float) -> None:
     resource = request.match_info.route.resource
     route = "none" if resource is None else resource.canonical
-    node.stats.requests_s.labels(request.method if resource else "none", route, status).observe(
-        seconds
-    )
-    if log.isEnabledFor(logging.INFO):
-        tenant = request[TENANT].name if TENANT in request else None
-        fields = {
-            "method": request.method,
-            "path": request.path[:256],
-            "status": status,
-            "seconds": round(seconds, 6),
-            "tenant": tenant,
-            "client": request.get(CLIENT),
-        }
-        log.info("request", extra=fields)
+    labels = (request.method if resource else "none", route, status)
+    tenant = request[TENANT].name if TENANT in request else None
+    record(node, labels, seconds, request.path, tenant, request.get(CLIENT))

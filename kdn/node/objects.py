@@ -47,12 +47,16 @@ async def get_object(request: web.Request) -> web.StreamResponse:
     (node.stats.misses if entry is None else node.stats.hits).inc()
     if entry is None:
         raise not_found()
-    headers = {"ETag": quoted(entry.etag), "Accept-Ranges": "bytes", **_hint_headers(tenant, entry)}
+    headers = {"ETag": quoted(entry.etag), "Accept-Ranges": "bytes", **hint_headers(tenant, entry)}
     if not node.depot.is_central(store_key):
         headers["Kdn-Central"] = "false"
     if names_etag(request.headers.get("If-None-Match", ""), entry.etag):
         return web.Response(status=304, headers=headers)
-    start, end, status = _wanted(request, entry, headers)
+    start, end, status = wanted(
+        request.headers.get("Range"), request.headers.get("If-Range"), entry
+    )
+    if status == 206:
+        headers["Content-Range"] = content_range(start, end, entry)
     response = web.StreamResponse(status=status, headers=headers)
     response.content_type = "application/octet-stream"
     response.content_length = end - start
@@ -61,16 +65,17 @@ async def get_object(request: web.Request) -> web.StreamResponse:
     return response
 
 
-def _wanted(request: web.Request, entry: Entry, headers: dict[str, str]) -> tuple[int, int, int]:
-    """[start, end) and the status; `Content-Range` is put among the headers."""
-    condition = request.headers.get("If-Range")
-    wanted = None
-    if "Range" in request.headers and condition in (None, quoted(entry.etag)):
-        wanted = parse_range(request.headers["Range"], entry.size_bytes)
-    if wanted is None:
-        return 0, entry.size_bytes, 200
-    headers["Content-Range"] = f"bytes {wanted[0]}-{wanted[1] - 1}/{entry.size_bytes}"
-    return *wanted, 206
+def wanted(asked: str | None, condition: str | None, entry: Entry) -> tuple[int, int, int]:
+    """[start, end) and the status, of what `Range` and `If-Range` say. Refusal if there is no such
+    range."""
+    span = None
+    if asked is not None and condition in (None, quoted(entry.etag)):
+        span = parse_range(asked, entry.size_bytes)
+    return (0, entry.size_bytes, 200) if span is None else (*span, 206)
+
+
+def content_range(start: int, end: int, entry: Entry) -> str:
+    return f"bytes {start}-{end - 1}/{entry.size_bytes}"
 
 
 async def _send_span(
@@ -252,7 +257,7 @@ def _hints(request: web.Request, tenant: Tenant, collection: str) -> Hints:
     return Hints(tenant.store_key(collection, key), saved_s)
 
 
-def _hint_headers(tenant: Tenant, entry: Entry) -> dict[str, str]:
+def hint_headers(tenant: Tenant, entry: Entry) -> dict[str, str]:
     headers = {}
     if entry.hints.parent is not None:
         headers["Kdn-Parent"] = tenant.public_key(entry.hints.parent).hex()

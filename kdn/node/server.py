@@ -7,10 +7,11 @@ import gc
 import ipaddress
 import logging
 import signal
+import socket
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,21 +142,28 @@ class Listening:
 
 
 @asynccontextmanager
-async def listen(config: Config, node: Node) -> AsyncIterator[Listening]:
-    """Answer requests; on leaving, finish those in flight, for a bounded time."""
+async def listen(
+    config: Config,
+    node: Node,
+    sockets: Sequence[socket.socket] | None = None,
+    *,
+    private: bool = False,
+) -> AsyncIterator[Listening]:
+    """Answer requests; on leaving, finish those in flight, for a bounded time. `sockets`: to listen
+    on, instead of new ones; `private`: only this node's own processes reach them."""
     check_exposure(config)
-    context = tls_context(config.node)
+    context = None if private else tls_context(config.node)
     runner = web.AppRunner(make_app(node), shutdown_timeout=config.node.shutdown_timeout_s)
     await runner.setup()
     assert runner.server is not None
     connections = Connections(node, runner.server)
     try:
-        sockets = bind(config.node.host, config.node.port)
+        sockets = bind(config.node.host, config.node.port) if sockets is None else sockets
     except OSError as error:
         await runner.cleanup()
         address = f"{config.node.host}:{config.node.port}"
         raise UnsupportedError(f"cannot listen on {address}: {error}") from error
-    host, port = sockets[0].getsockname()[:2]
+    host, port = ("", 0) if private else sockets[0].getsockname()[:2]
     acceptor = Acceptor(sockets, connections, context)
     reaper = asyncio.create_task(supervise("reaping connections", lambda: _reap(connections)))
     try:
@@ -185,7 +193,7 @@ async def open_node(config: Config, queue: Queue | None = None) -> AsyncIterator
         yield make_node(config, depot, queue)
 
 
-def _wait_for_nothing_else() -> None:
+def wait_for_nothing_else() -> None:
     """Make what stops the event loop short and rare, in a process that is all this node's."""
     # What is here now stays: a full collection that walks it all would take 25 ms each time.
     gc.collect()
@@ -202,7 +210,7 @@ async def serve(config: Config, queue: Queue | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with open_node(config, queue) as node, listen(config, node) as listening:
-        _wait_for_nothing_else()
+        wait_for_nothing_else()
         log.info("listening", extra={"url": listening.url, "data": str(config.node.data)})
         await stop.wait()
         log.info("stopping", extra={"requests": node.num_requests})
@@ -211,6 +219,11 @@ async def serve(config: Config, queue: Queue | None = None) -> None:
 
 def run(config: Config, queue: Queue | None = None) -> None:
     """`serve`, in a process that is all this node's."""
+    if config.node.workers != 1:
+        from kdn.node import workers
+
+        workers.run(config)
+        return
     check_exposure(config)  # before anything is opened
     log_to(None, config.node.log_level)
     uvloop.run(serve(config, queue))

@@ -9,7 +9,7 @@ from aiohttp import web
 from kdn.node.answers import RETRY_AFTER, Refusal, dumps
 from kdn.node.openapi import document
 from kdn.node.state import NODE
-from kdn.node.stats import CONTENT_TYPE
+from kdn.node.stats import CONTENT_TYPE, summed
 
 
 async def get_health(request: web.Request) -> web.StreamResponse:
@@ -22,6 +22,8 @@ async def get_metrics(request: web.Request) -> web.StreamResponse:
     """Tenants' names are in it, so it takes a right of its own."""
     node = request.app[NODE]
     body = node.stats.expose(await node.depot.wait(node.depot.store.stats()), node.depot.gauges())
+    if node.others is not None:
+        body = summed([body, *await node.others()])
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 

@@ -24,6 +24,10 @@ class Shares:
     def held(self, tenant: str) -> int:
         return self._held[tenant]
 
+    def held_here(self, tenant: str) -> int:
+        """Of that, what this process has given it."""
+        return self._held[tenant]
+
     def most(self, tenant: str) -> int:
         """What this tenant gets if it alone wants any."""
         most = self._own + self._common

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -18,6 +19,7 @@ from kdn.node.budget import Budget
 from kdn.node.checksums import Checksums
 from kdn.node.egress import Egress
 from kdn.node.feed import Feed
+from kdn.node.ledger import Ledger
 from kdn.node.rates import Rates
 from kdn.node.shares import Shares
 from kdn.node.stats import NodeStats
@@ -52,6 +54,15 @@ class Node:
     stopping: bool = False
     feed: Feed = field(init=False)
     """Of names, for those who follow them."""
+    # Of a node that has several processes (`workers.py`):
+    behind_workers: bool = False
+    """It keeps everything, and its workers guard it."""
+    relay: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+    """Of a worker: how requests get to the owner."""
+    ledger: Ledger | None = None
+    """Of a worker: what tenants hold of all of them."""
+    others: Callable[[], Awaitable[list[bytes]]] | None = None
+    """Of the owner: the metrics of all workers."""
 
     def __post_init__(self) -> None:
         self.depot.changed = self.checksums.forget
@@ -59,7 +70,7 @@ class Node:
 
     def is_alone(self, tenant: Tenant) -> bool:
         """Whether nobody else has a request in progress."""
-        return self.num_requests <= self.requests.held(tenant.name)
+        return self.num_requests <= self.requests.held_here(tenant.name)
 
 
 NODE = web.AppKey("node", Node)
@@ -69,8 +80,11 @@ CLIENT = web.RequestKey("client", str)
 
 def client_of(request: web.Request) -> str:
     """Who shares a tenant's egress: told in a header, else the peer's address."""
-    told = request.headers.get("Kdn-Client")
-    return request.remote or "unknown" if told is None else checked_client(told)
+    return client_named(request.headers.get("Kdn-Client"), request.remote)
+
+
+def client_named(told: str | None, remote: str | None) -> str:
+    return remote or "unknown" if told is None else checked_client(told)
 
 
 def checked_client(told: object) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from kdn.background import faults
@@ -53,6 +55,14 @@ class NodeStats:
         registry.register(self._store)
         registry.register(FaultCollector())
         self._flows: dict[str, tuple[Counter, Histogram]] = {}
+        self._answered: dict[tuple[str, str, int], Histogram] = {}
+
+    def answered(self, labels: tuple[str, str, int], seconds: float) -> None:
+        """A request ended. `labels`: method, route, status."""
+        seen = self._answered.get(labels)
+        if seen is None:
+            seen = self._answered[labels] = self.requests_s.labels(*labels)
+        seen.observe(seconds)
 
     def sent(self, tenant: str, num_bytes: int, waited_s: float) -> None:
         """A frame went out."""
@@ -67,6 +77,37 @@ class NodeStats:
         """Everything, as Prometheus reads it. `more`: names, meanings and values."""
         self._store.stats, self._store.more = store, more
         return generate_latest(self._registry)
+
+
+def summed(shown: Sequence[bytes]) -> bytes:
+    """What several processes of one node expose, as one."""
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for one in shown:
+        for family in text_string_to_metric_families(one.decode()):
+            families.setdefault(family.name, family)
+            sums = values.setdefault(family.name, {})
+            for sample in family.samples:
+                at = (sample.name, tuple(sample.labels.items()))
+                if sample.name.endswith("_created"):
+                    sums[at] = min(sums.get(at, sample.value), sample.value)
+                else:
+                    sums[at] = sums.get(at, 0.0) + sample.value
+    registry = CollectorRegistry()
+    registry.register(_Sums(families, values))
+    return generate_latest(registry)
+
+
+class _Sums(Collector):
+    def __init__(self, families: dict[str, Metric], values: dict[str, Any]):
+        self._families, self._values = families, values
+
+    def collect(self) -> Iterable[Metric]:
+        for name, family in self._families.items():
+            family.samples = []
+            for (sample, labels), value in self._values[name].items():
+                family.add_sample(sample, dict(labels), value)
+            yield family
 
 
 class FaultCollector(Collector):

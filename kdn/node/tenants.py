@@ -9,7 +9,8 @@ from __future__ import annotations
 import hmac
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from hashlib import sha256
 
@@ -43,30 +44,53 @@ def token_hash(token: str) -> str:
     return "sha256:" + sha256(token.encode(errors="surrogateescape")).hexdigest()
 
 
-class RateLimit:
+class Rate(ABC):
+    """How often a tenant may ask."""
+
+    per_s: float
+    """0: as often as it likes."""
+
+    @abstractmethod
+    def take_now(self) -> bool:
+        """Whether there was a place, as far as that can be told at once."""
+
+    @abstractmethod
+    async def wait_s(self) -> int:
+        """0 if there was a place, else the whole seconds until there is one."""
+
+    async def take(self) -> None:
+        """Refuses if there is no place."""
+        wait_s = await self.wait_s()
+        if wait_s:
+            raise Refusal(
+                429, "rate_limited", f"more than {self.per_s:g} requests per second",
+                {"Retry-After": str(wait_s)},
+            )  # fmt: skip
+
+
+class RateLimit(Rate):
     """A token bucket that holds one second's worth (at least one request)."""
 
     def __init__(self, per_s: float, clock: Clock):
-        self._per_s = per_s
+        self.per_s = per_s
         self._clock = clock
         self._burst = max(1.0, per_s)
         self._level = self._burst
         self._at_s = clock()
 
-    def take(self) -> None:
-        """Refuses with the whole seconds after which there is a place again."""
-        if not self._per_s:
-            return
+    def take_now(self) -> bool:
+        if not self.per_s:
+            return True
         now_s = self._clock()
-        self._level = min(self._burst, self._level + (now_s - self._at_s) * self._per_s)
+        self._level = min(self._burst, self._level + (now_s - self._at_s) * self.per_s)
         self._at_s = now_s
         if self._level < 1:
-            wait_s = math.ceil((1 - self._level) / self._per_s)
-            raise Refusal(
-                429, "rate_limited", f"more than {self._per_s:g} requests per second",
-                {"Retry-After": str(max(1, wait_s))},
-            )  # fmt: skip
+            return False
         self._level -= 1
+        return True
+
+    async def wait_s(self) -> int:
+        return 0 if self.take_now() else max(1, math.ceil((1 - self._level) / self.per_s))
 
 
 class Tenants:
@@ -75,7 +99,7 @@ class Tenants:
     def __init__(self, tenants: Sequence[Tenant], clock: Clock):
         self._all = tenants
         self.open = tenants[0].settings is PUBLIC  # who may do everything
-        self.rates = {
+        self.rates: Mapping[str, Rate] = {
             tenant.name: RateLimit(tenant.settings.requests_per_s, clock) for tenant in tenants
         }
         self._hashes = [

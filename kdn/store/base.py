@@ -129,6 +129,11 @@ class Store(ABC):
         """Bytes [start, end) of an object, clipped to its end; None if it is not here, or is not
         the one that `etag` names."""
 
+    def at_hand(self, key: bytes) -> Span | None:
+        """The whole of an object that can be had without waiting, for whoever reads many small
+        parts; None says nothing. It counts as a read."""
+        return None
+
     @abstractmethod
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
         """One answer per key, in order, None for those that are not here."""
@@ -161,6 +166,10 @@ class Store(ABC):
     def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
         """All objects whose key begins so, in key order. What comes and goes meanwhile may or may
         not be among them."""
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """These were read elsewhere, from copies: it counts for what is kept longest."""
+        return
 
     def usage(self, prefix: bytes) -> Usage:
         """What objects whose key begins so take here, at once; nothing in a store elsewhere. The

@@ -21,9 +21,10 @@ from pathlib import Path
 from kdn.errors import FormatError, NoSpaceError, StoreError
 from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, is_taken
 from kdn.store.disk_files import Files
-from kdn.store.disk_folder import ObjectFolder, file_name, open_folder
+from kdn.store.disk_folder import ObjectFolder, open_folder
 from kdn.store.disk_format import header_bytes
 from kdn.store.disk_index import Index, Row, entry_of, row_of
+from kdn.store.disk_reading import file_name
 from kdn.store.disk_tasks import Holds, Tasks
 from kdn.store.evict import Policy
 from kdn.store.tally import Tally, Usage
@@ -132,6 +133,11 @@ class DiskStore(Store):
             row = self._rows.get(key)
             if row is not None:
                 yield entry_of(row)
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            if key in self._rows:
+                self._use(key)
 
     def usage(self, prefix: bytes) -> Usage:
         return self._tally.of(prefix, ((row[0], row[2]) for row in self._rows.values()))

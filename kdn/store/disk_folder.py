@@ -37,35 +37,26 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from kdn.errors import FormatError, StoreError, TruncatedError
-from kdn.store.base import Entry, Span, clip
+from kdn.errors import FormatError, StoreError
+from kdn.store.base import Entry
 from kdn.store.disk_files import Files, named_errors
-from kdn.store.disk_format import (
-    BLOCK_BYTES,
-    Header,
-    declared_header_bytes,
-    decode_header,
-    encode_header,
-    verify_blocks,
-)
+from kdn.store.disk_format import Header, encode_header
 from kdn.store.disk_index import Index, Row, entry_of, row_of
+from kdn.store.disk_reading import ObjectReader, file_name
 
 logger = logging.getLogger(__name__)
 
 PART = ".part"
 MAX_DAMAGED = 16
-_HEAD_BYTES = 4096  # holds the header of any object up to 30 MB
 _NAME = re.compile("((?:[0-9a-f]{2})+)-((?:[0-9a-f]{2})+)")
 _OBJECTS = re.compile(rf"{_NAME.pattern}|[0-9]+\{PART}")
 _FOLDER = re.compile(r"lock|index\.sqlite(?:-\w+)?|objects|damaged")
 
 
-class ObjectFolder:
+class ObjectFolder(ObjectReader):
     def __init__(self, folder: Path, files: Files, index: Index) -> None:
-        self._folder = folder
-        self._objects = folder / "objects"
+        super().__init__(folder, files)
         self._damaged = folder / "damaged"
-        self._files = files
         self._index = index
         self._serial = count()
         self._unclean: dict[bytes, set[str]] = {}  # names of files, by key
@@ -86,22 +77,6 @@ class ObjectFolder:
                     self.clean(entry.key)
                 raise
         self._index.change(put=[row])
-
-    def read(self, entry: Entry, start: int, end: int | None) -> Span | None:
-        """Verified bytes of an object, and what its file says of it; None if that is gone,
-        FormatError if it is damaged."""
-        with named_errors(f"read {file_name(entry)}"):
-            try:
-                fd = self._files.open(self._objects / file_name(entry))
-            except FileNotFoundError:
-                return None
-            try:
-                header, _ = self._read_header(fd, entry.key, entry.etag)
-                begin, stop = clip(start, end, header.entry.size_bytes)
-                data = self._read_verified(fd, header, begin, stop)
-            finally:
-                self._files.close(fd)
-        return Span(header.entry, begin, data)
 
     def evict(self, entry: Entry) -> None:
         with named_errors(f"evict {file_name(entry)}"):
@@ -213,42 +188,6 @@ class ObjectFolder:
         finally:
             self._files.close(fd)
 
-    def _read_header(self, fd: int, key: bytes, etag: bytes) -> tuple[Header, int]:
-        """The verified header of an open file and the time of its last change."""
-        size_bytes, time_ns = self._files.size_and_time(fd)
-        head = self._read_exactly(fd, min(size_bytes, _HEAD_BYTES), 0)
-        declared = declared_header_bytes(head)
-        if len(head) < declared <= size_bytes:
-            head = self._read_exactly(fd, declared, 0)
-        header = decode_header(head)
-        if header.file_bytes != size_bytes:
-            raise TruncatedError(f"expected {header.file_bytes} bytes, found {size_bytes}")
-        if (header.entry.key, header.entry.etag) != (key, etag):
-            raise FormatError(f"expected the object its name says, found {file_name(header.entry)}")
-        return header, time_ns
-
-    def _read_verified(self, fd: int, header: Header, start: int, end: int) -> memoryview:
-        """Bytes [start, end) of the object, read and verified in whole blocks."""
-        if start == end:
-            return memoryview(b"")
-        first_block = start // BLOCK_BYTES
-        blocks_start = first_block * BLOCK_BYTES
-        blocks_end = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, header.entry.size_bytes)
-        blocks = memoryview(
-            self._read_exactly(fd, blocks_end - blocks_start, header.header_bytes + blocks_start)
-        )
-        verify_blocks(header, first_block, blocks)
-        return blocks[start - blocks_start : end - blocks_start]
-
-    def _read_exactly(self, fd: int, size_bytes: int, start: int) -> bytes:
-        data = self._files.read(fd, size_bytes, start)
-        while len(data) < size_bytes:
-            more = self._files.read(fd, size_bytes - len(data), start + len(data))
-            if not more:
-                raise TruncatedError(f"expected {size_bytes} bytes at {start}, found {len(data)}")
-            data += more
-        return data
-
     def _write_synced(self, path: Path, parts: list[bytes]) -> None:
         fd = self._files.create(path)
         try:
@@ -290,10 +229,6 @@ def open_folder(folder: Path, files: Files) -> int:
             return files.lock(folder / "lock")
         except BlockingIOError:
             raise StoreError(f"{folder} is open in another process") from None
-
-
-def file_name(entry: Entry) -> str:
-    return f"{entry.key.hex()}-{entry.etag.hex()}"
 
 
 def _parse(name: str) -> tuple[bytes, bytes]:

@@ -124,6 +124,7 @@ class TieredStore(Store):
         self._deletions = 0  # begun and ended; a read that spans one brings nothing up
         self._counts = Stats()  # hits, misses and puts
         self._closed = False
+        self.is_current: Callable[[], bool] = lambda: True  # may faster tiers be read at all?
 
     # reads
 
@@ -142,6 +143,13 @@ class TieredStore(Store):
             span = await self._reads.run(read, lambda: self._get_below(key, start, end, etag))
         self._counts.hits += span is not None
         self._counts.misses += span is None
+        return span
+
+    def at_hand(self, key: bytes) -> Span | None:
+        span = self._top.store.at_hand(key) if self.is_current() else None
+        if span is not None:
+            self._top.hits += 1
+            self._counts.hits += 1
         return span
 
     async def _get_below(
@@ -197,6 +205,10 @@ class TieredStore(Store):
         async with aclosing(merged([t.list(prefix, self._clock) for t in self.tiers])) as entries:
             async for entry in entries:
                 yield entry
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        for tier in self.tiers:
+            tier.store.used(keys)
 
     def usage(self, prefix: bytes) -> Usage:
         """Of the tier that holds the most of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -176,3 +177,18 @@ async def settled(node: Running) -> dict[tuple[str, str], int]:
     while node.node.num_requests:
         await asyncio.sleep(0.01)
     return requests_of(node)
+
+
+async def read_answer(reader: asyncio.StreamReader, is_head: bool = False) -> bytes:
+    """The next answer of a raw connection, head and body."""
+    async with asyncio.timeout(10):
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            if b" 100 Continue" in head:
+                head += await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError as error:
+            return error.partial
+        length = re.search(rb"Content-Length: (\d+)", head)
+        if length is None or is_head or b" 304 " in head:
+            return head
+        return head + await reader.readexactly(int(length[1]))

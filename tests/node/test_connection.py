@@ -28,7 +28,11 @@ class Wire:
 
 def connections_for(settings: NodeSettings, *tenants: TenantSettings) -> Connections:
     node: Any = SimpleNamespace(
-        settings=settings, stats=NodeStats(), tenants=Tenants(tenants_of(tenants), lambda: 0.0)
+        settings=settings,
+        stats=NodeStats(),
+        tenants=Tenants(tenants_of(tenants), lambda: 0.0),
+        ledger=None,
+        behind_workers=False,
     )
     return Connections(node, None)  # type: ignore[arg-type]
 

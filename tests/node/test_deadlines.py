@@ -7,6 +7,7 @@ import json
 import socket
 import time
 import tracemalloc
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -303,11 +304,14 @@ def test_one_tenants_requests_leave_room_for_anothers(tmp_path: Path) -> None:
         peers = [await connect(node) for _ in range(10)]
         for number, (_, writer) in enumerate(peers):
             writer.write(announce(f"{number:02x}", 100, "Authorization: Bearer a"))
-        answers = [await reader.readuntil(b"\r\n\r\n") for reader, _ in peers[6:]]
+        readings = [asyncio.create_task(reader.readuntil(b"\r\n\r\n")) for reader, _ in peers]
+        answers = [await one for one in islice(asyncio.as_completed(readings), 4)]
         assert all(answer.startswith(b"HTTP/1.1 503") for answer in answers)
+        assert sum(reading.done() for reading in readings) == 4  # six are waited for
         assert (await node.ask("GET", "/v1/names", token="a"))[0] == 503
         assert (await node.ask("GET", "/v1/names", token="b"))[0] == 200
-        for _, writer in peers:
+        for reading, (_, writer) in zip(readings, peers, strict=True):
+            reading.cancel()
             writer.close()
 
     with_node(tmp_path, test, tenant("ann", "a"), tenant("bob", "b"), max_requests=8)

@@ -13,9 +13,10 @@ import pytest
 
 from kdn.store.base import Entry, Hints
 from kdn.store.disk import footprint_bytes
-from kdn.store.disk_folder import MAX_DAMAGED, file_name
+from kdn.store.disk_folder import MAX_DAMAGED
 from kdn.store.disk_format import BLOCK_BYTES, encode_header, header_bytes
 from kdn.store.disk_index import row_of
+from kdn.store.disk_reading import file_name
 from tests.store.contract import closing, content, etag_of, listed, put, read
 from tests.store.disks import KEYS, fill, objects, opened, rows
 from tests.store.ledger import check_agreement

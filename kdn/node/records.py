@@ -1,0 +1,34 @@
+"""Every request leaves one count and one line in the log, whichever way it was answered."""
+
+from __future__ import annotations
+
+import logging
+
+from kdn.node.state import Node
+
+log = logging.getLogger(__name__)
+
+MAX_PATH = 256
+
+
+def record(
+    node: Node,
+    labels: tuple[str, str, int],
+    seconds: float,
+    path: str,
+    tenant: str | None,
+    client: str | None,
+) -> None:
+    """`labels`: method, route, status. Status 0: the answer was cut."""
+    node.stats.answered(labels, seconds)
+    if log.isEnabledFor(logging.INFO):
+        method, _, status = labels
+        fields = {
+            "method": method,
+            "path": path[:MAX_PATH],
+            "status": status,
+            "seconds": round(seconds, 6),
+            "tenant": tenant,
+            "client": client,
+        }
+        log.info("request", extra=fields)
