@@ -70,6 +70,10 @@ class NotAllowedError(RefusedError):
     """This token, or none, may not do that there."""
 
 
+class ReadOnlyError(RefusedError):
+    """Nothing can be written there: an export is changed by `kdn export` alone."""
+
+
 class ConditionError(KdnError):
     """A change was made for another version of a name than `newest`: the etag that is there, None
     if there is no such name."""
@@ -77,3 +81,7 @@ class ConditionError(KdnError):
     def __init__(self, newest: str | None):
         super().__init__("the newest version is another one")
         self.newest = newest
+
+
+class ForgottenError(KdnError):
+    """Changes of names were asked for that are no longer known: list all names instead."""

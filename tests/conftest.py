@@ -10,6 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.servers import (  # noqa: F401  (fixtures)
+    moto_s3,
+    rclone_s3,
+    rclone_s3_as_it_is,
+    redis_cluster,
+    redis_sentinel,
+    redis_server,
+    s3_environment,
+    valkey_server,
+)
+
 # Small in every direction, and no two sizes alike: a mixed-up axis shows.
 TINY: dict[str, Any] = {
     "vocab_size": 128,

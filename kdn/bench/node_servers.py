@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import shutil
 import socket
 import subprocess
 import sys
@@ -33,9 +32,9 @@ from kdn.bench.node_wire import (
     call,
     redis_command,
 )
+from kdn.bench.servers import ServerError, find_program, free_port
 from kdn.cache.keys import PUBLIC_SEAL_KEY
 from kdn.codec import format as container
-from kdn.errors import KdnError
 from kdn.node.tenants import token_hash
 
 START_S = 20.0
@@ -43,10 +42,6 @@ STOP_S = 10.0
 KDN_NODE = ("kdn.cli.main", "node")
 PACKAGES = {"nginx": ("nginx", "nginx-light"), "redis": ("redis-server", "redis-server")}
 """Server to (program, package)."""
-
-
-class ServerError(KdnError):
-    """A server of the benchmark did not start, or died."""
 
 
 @dataclass
@@ -121,7 +116,7 @@ def absent() -> dict[str, str]:
     return {
         name: f"{name} is not installed and is left out; to compare: apt-get install {package}"
         for name, (program, package) in PACKAGES.items()
-        if _program(program) is None
+        if find_program(program) is None
     }
 
 
@@ -155,7 +150,7 @@ def start_kdn(
 def start_redis(folder: Path) -> Iterator[Server]:
     port = free_port()
     command = [
-        _program("redis-server") or "redis-server", "--bind", "127.0.0.1", "--port", str(port),
+        find_program("redis-server") or "redis-server", "--bind", "127.0.0.1", "--port", str(port),
         "--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(folder),
     ]  # fmt: skip
     with start_server(
@@ -174,7 +169,7 @@ def start_nginx(folder: Path, objects: Objects) -> Iterator[Server]:
         (files / key).write_bytes(data)
     settings = folder / "nginx.conf"
     settings.write_text(_nginx_settings(folder, files, port))
-    command = [_program("nginx") or "nginx", "-p", str(folder), "-c", str(settings)]
+    command = [find_program("nginx") or "nginx", "-p", str(folder), "-c", str(settings)]
     command += ["-e", str(folder / "error.log")]
     ready, _ = NginxDialect().ask(["ready"], "")
     with start_server(NginxDialect(), command, port, folder, ready) as server:
@@ -240,18 +235,6 @@ def _wait_until_ready(server: Server, probe: bytes, start_s: float) -> None:
         time.sleep(0.05)
     told = server.log.read_text(errors="replace")[-500:]
     raise ServerError(f"{server.name} did not start within {start_s} s: {told}")
-
-
-def _program(name: str) -> str | None:
-    """Debian keeps servers where not every PATH looks."""
-    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _redis_set(address: tuple[str, int], key: str, data: bytes) -> None:

@@ -21,12 +21,12 @@ from kdn.bench.link_proxy import shaped
 from kdn.bench.node_servers import (
     Server,
     absent,
-    free_port,
     start_kdn,
     start_redis,
     start_server,
 )
 from kdn.bench.node_wire import NginxDialect, RedisDialect, call, redis_command
+from kdn.bench.servers import free_port
 from kdn.session.host_memory import SHARED_MEMORY
 
 LOOPBACK = "loopback"

@@ -1,65 +1,34 @@
-"""Names: mutable, versioned pointers to manifests, in one SQLite file.
+"""Names: mutable, versioned pointers to manifests. What every store of names does.
 
-Every update is one transaction in WAL mode with full syncing: after a crash a name has its old
-version or its new one, and an acknowledged one is never lost. SQLite works in one thread of its
-own, so transactions are one after the other and the event loop never waits for the disk. Of each
-tenant a few wait at a time: many questions of one do not keep another's from being next. Manifests
-hold texts, as token ids: nobody but the owner of the file may read it.
+Every update is one transaction: after a crash a name has its old version or its new one, and an
+acknowledged one is never lost. All operations of one store, from however many processes, are
+linearizable: a read that begins after an update was acknowledged sees it.
 
 Versions are forgotten from the oldest on. So of every chunk that a name uses it is enough to know
 the last version that uses it, however many do.
+
+Every change of any name has a number of the store, its sequence: ascending, no two changes share
+one. A new store begins at the time (in microseconds), so a store that was lost and begun anew has
+no number of the old one. The last `MAX_CHANGES` changes or so are known. To follow a store: read
+`sequence`, list all names, then ask for the `changes` after it, again and again; on ForgottenError
+begin anew.
 """
 
 from __future__ import annotations
 
-import asyncio
-import sqlite3
-import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from hashlib import blake2b
-from pathlib import Path
-from typing import Any, TypeVar
 
-from kdn.errors import ConditionError, NoSpaceError, QuotaError, StoreError
-from kdn.files import FOLDER_MODE, private_database
+from kdn.errors import ForgottenError
+from kdn.store.tally import Usage
 
 MAX_VERSIONS = 100
-MAX_PENDING = 4
-"""Transactions of one tenant that wait for the thread."""
-BUSY_S = 10.0
-PAGE = 1000
-Result = TypeVar("Result")
+MAX_CHANGES = 10_000
+"""Changes that a reader of the feed may fall behind before it has to list all names."""
 Must = Callable[[str | None], bool]
 """Whether an update may happen, given the newest version's etag (None: there is no version)."""
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS versions (
-    tenant TEXT NOT NULL, name TEXT NOT NULL, version INTEGER NOT NULL,
-    etag TEXT NOT NULL, created_s REAL NOT NULL, manifest BLOB NOT NULL,
-    PRIMARY KEY (tenant, name, version));
-CREATE TABLE IF NOT EXISTS uses (
-    tenant TEXT NOT NULL, chunk BLOB NOT NULL, name TEXT NOT NULL, last_version INTEGER NOT NULL,
-    PRIMARY KEY (tenant, chunk, name)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS uses_of_name ON uses (tenant, name, last_version);
-CREATE TABLE IF NOT EXISTS totals (
-    tenant TEXT PRIMARY KEY, names INTEGER DEFAULT 0, size_bytes INTEGER DEFAULT 0,
-    chunks INTEGER DEFAULT 0) WITHOUT ROWID;
-CREATE TRIGGER IF NOT EXISTS version_made AFTER INSERT ON versions BEGIN
-    UPDATE totals SET size_bytes = size_bytes + length(NEW.manifest) WHERE tenant = NEW.tenant; END;
-CREATE TRIGGER IF NOT EXISTS version_gone AFTER DELETE ON versions BEGIN
-    UPDATE totals SET size_bytes = size_bytes - length(OLD.manifest) WHERE tenant = OLD.tenant; END;
-CREATE TRIGGER IF NOT EXISTS use_made AFTER INSERT ON uses BEGIN
-    UPDATE totals SET chunks = chunks + 1 WHERE tenant = NEW.tenant; END;
-CREATE TRIGGER IF NOT EXISTS use_gone AFTER DELETE ON uses BEGIN
-    UPDATE totals SET chunks = chunks - 1 WHERE tenant = OLD.tenant; END;
-"""
-_COLUMNS = "name, version, etag, created_s, length(manifest)"
-_NEWEST = (
-    "version = (SELECT max(version) FROM versions AS v "
-    "WHERE v.tenant = versions.tenant AND v.name = versions.name)"
-)
 
 
 @dataclass(frozen=True)
@@ -83,32 +52,28 @@ class Totals:
     """Each counted once for every name that uses it."""
 
 
-class NameStore:
+@dataclass(frozen=True)
+class Change:
+    """A name's newest version became this one; or, without an etag, the name was deleted (`version`
+    is the last it had)."""
+
+    sequence: int
+    tenant: str
+    name: str
+    version: int
+    etag: str | None
+
+
+class NameStore(ABC):
     """All tenants' names. Methods may be called from many tasks of one event loop."""
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time):
-        self._clock = clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kdn-names")
-        self._pending: dict[str, asyncio.Semaphore] = {}  # by tenant: there are few
-        try:
-            self._db = self._thread.submit(_open, path).result(BUSY_S)
-        except (sqlite3.Error, OSError) as error:
-            self._thread.shutdown()
-            raise StoreError(f"names in {path}: {error}") from error
-
+    @abstractmethod
     async def find(self, tenant: str, name: str, version: int | None = None) -> Version | None:
         """The newest version, or that one."""
-        which = _NEWEST if version is None else "version = ?"
-        query = f"SELECT {_COLUMNS} FROM versions WHERE tenant = ? AND name = ? AND {which}"
-        values = (tenant, name) if version is None else (tenant, name, version)
-        rows = await self._rows(tenant, query, *values)
-        return Version(*rows[0]) if rows else None
 
+    @abstractmethod
     async def manifest(self, tenant: str, about: Version) -> bytes | None:
         """Of that version; None if it is gone meanwhile."""
-        query = "SELECT manifest FROM versions WHERE tenant = ? AND name = ? AND etag = ?"
-        rows = await self._rows(tenant, query, tenant, about.name, about.etag)
-        return rows[0][0] if rows else None
 
     async def get(
         self, tenant: str, name: str, version: int | None = None
@@ -119,6 +84,7 @@ class NameStore:
                 return about, manifest
         return None
 
+    @abstractmethod
     async def put(
         self,
         tenant: str,
@@ -129,153 +95,81 @@ class NameStore:
         most: Totals | None = None,
     ) -> Version:
         """Make the next version. ConditionError if `must` does not hold of the newest, QuotaError
-        if the tenant would have more than `most`; old versions of the name give way first."""
-        created_s = self._clock()
+        if the tenant would have more than `most`; old versions of the name give way first. `must`
+        may be asked several times, and about several etags, before one is updated."""
 
-        def update(db: sqlite3.Connection) -> Version:
-            newest, etag = _newest(db, tenant, name)
-            if not must(etag):
-                raise ConditionError(etag)
-            made = _make_version(name, newest + 1, created_s, manifest)
-            db.execute("INSERT OR IGNORE INTO totals (tenant) VALUES (?)", (tenant,))
-            db.execute(
-                "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?)",
-                (tenant, name, made.version, made.etag, created_s, manifest),
-            )
-            db.executemany(
-                "INSERT INTO uses VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE "
-                "SET last_version = excluded.last_version",
-                ((tenant, chunk, name, made.version) for chunk in chunks),
-            )
-            if etag is None:
-                db.execute("UPDATE totals SET names = names + 1 WHERE tenant = ?", (tenant,))
-            _forget(db, tenant, name, made.version - MAX_VERSIONS)
-            if most is not None:
-                _keep_within(db, tenant, made, most)
-            return made
-
-        return await self._run(tenant, update)
-
+    @abstractmethod
     async def delete(self, tenant: str, name: str, must: Must) -> bool:
         """Forget a name and all its versions; False if there is none."""
 
-        def update(db: sqlite3.Connection) -> bool:
-            newest, etag = _newest(db, tenant, name)
-            if etag is None:
-                return False
-            if not must(etag):
-                raise ConditionError(etag)
-            _forget(db, tenant, name, newest)
-            db.execute("UPDATE totals SET names = names - 1 WHERE tenant = ?", (tenant,))
-            return True
-
-        return await self._run(tenant, update)
-
+    @abstractmethod
     async def history(self, tenant: str, name: str) -> list[Version]:
         """Newest first."""
-        query = (
-            f"SELECT {_COLUMNS} FROM versions WHERE tenant = ? AND name = ? ORDER BY version DESC"
-        )
-        return [Version(*row) for row in await self._rows(tenant, query, tenant, name)]
 
+    @abstractmethod
     async def page(self, tenant: str, prefix: str, after: str, limit: int) -> list[Version]:
         """Newest versions of the names that begin so and come after that one, in order."""
-        query = (
-            f"SELECT {_COLUMNS} FROM versions WHERE tenant = ? AND name > ? "
-            f"AND substr(name, 1, ?) = ? AND {_NEWEST} ORDER BY name LIMIT ?"
-        )
-        rows = await self._rows(tenant, query, tenant, after, len(prefix), prefix, limit)
-        return [Version(*row) for row in rows]
 
+    @abstractmethod
     async def chunks_of(self, tenant: str, name: str) -> tuple[list[bytes], list[bytes]]:
         """Chunks that any version of it uses: (by this name only, by others as well)."""
-        query = (
-            "SELECT chunk, EXISTS (SELECT 1 FROM uses AS o WHERE o.tenant = uses.tenant "
-            "AND o.chunk = uses.chunk AND o.name != uses.name) FROM uses "
-            "WHERE tenant = ? AND name = ? ORDER BY chunk"
-        )
-        rows = await self._rows(tenant, query, tenant, name)
-        return [c for c, shared in rows if not shared], [c for c, shared in rows if shared]
 
-    async def newest_chunks(self, tenant: str) -> AsyncIterator[tuple[str, list[bytes]]]:
+    @abstractmethod
+    def newest_chunks(self, tenant: str) -> AsyncIterator[tuple[str, list[bytes]]]:
         """Names and the chunks that the newest version of each uses, one name at a time."""
-        query = "SELECT chunk FROM uses WHERE tenant = ? AND name = ? AND last_version = ?"
-        after = ""
-        while page := await self.page(tenant, "", after, PAGE):
-            for about in page:
-                rows = await self._rows(tenant, query, tenant, about.name, about.version)
-                yield about.name, [chunk for (chunk,) in rows]
-            after = page[-1].name
 
+    @abstractmethod
     async def totals(self, tenant: str) -> Totals:
-        return await self._run(tenant, lambda db: _totals(db, tenant))
+        """What the tenant has."""
 
+    @abstractmethod
+    async def sequence(self) -> int:
+        """Of the last change there was, of any tenant."""
+
+    @abstractmethod
+    async def changes(self, after: int, limit: int) -> list[Change]:
+        """The first changes after that sequence, of all tenants, in order; none if it is the last.
+        ForgottenError if some of them are no longer known, or if the store never came that far."""
+
+    @abstractmethod
     async def close(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
-        self._thread.shutdown()
-
-    async def _rows(self, tenant: str, query: str, *values: object) -> list[tuple[Any, ...]]:
-        """All that a question finds."""
-        return await self._run(tenant, lambda db: db.execute(query, values).fetchall())
-
-    async def _run(self, tenant: str, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """`work` as one transaction in the thread."""
-
-        def transaction() -> Result:
-            try:
-                with self._db:
-                    self._db.execute("BEGIN IMMEDIATE")
-                    return work(self._db)
-            except sqlite3.Error as error:
-                full = getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
-                raise (NoSpaceError if full else StoreError)(f"names: {error}") from error
-
-        async with self._pending.setdefault(tenant, asyncio.Semaphore(MAX_PENDING)):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, transaction)
+        """Release everything. Nothing may be called afterwards."""
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-    private_database(path)
-    db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = FULL")
-    db.execute("PRAGMA secure_delete = ON")  # a deleted manifest is gone from the file, too
-    db.executescript(_SCHEMA)
-    return db
+class SharedNames(NameStore):
+    """Names in a store that many nodes share, and what else they must agree on: how much each
+    tenant holds, and what no cache may keep."""
+
+    recount_s: float
+    """How often tenants' objects are counted anew: a store that evicts drifts, and listing costs."""
+
+    @abstractmethod
+    async def count(self, tenant: str, more: Usage) -> Usage:
+        """The tenant has so many more objects (or fewer), which take so much more. What it has now,
+        as all nodes counted it, never below 0; manifests are among the bytes."""
+
+    @abstractmethod
+    async def begin_recount(self, tenant: str, every_s: float) -> bool:
+        """True for one caller in that time, who then counts the tenant's objects anew."""
+
+    @abstractmethod
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """These objects were deleted (by their store keys): caches that follow let go of them."""
+
+    @abstractmethod
+    async def removed(self, after: int) -> tuple[int, list[bytes] | None]:
+        """A sequence, and the objects that were removed between that one and this one; None if that
+        is no longer known: anything may have been."""
 
 
-def _newest(db: sqlite3.Connection, tenant: str, name: str) -> tuple[int, str | None]:
-    query = "SELECT version, etag FROM versions WHERE tenant = ? AND name = ? ORDER BY version DESC"
-    row = db.execute(query + " LIMIT 1", (tenant, name)).fetchone()
-    return row or (0, None)
-
-
-def _make_version(name: str, version: int, created_s: float, manifest: bytes) -> Version:
+def make_version(name: str, version: int, created_s: float, manifest: bytes) -> Version:
     """The etag covers version and time, so going back to old contents is a new etag."""
     digest = blake2b(manifest, digest_size=16, salt=version.to_bytes(16, "little"))
     digest.update(repr(created_s).encode())
     return Version(name, version, digest.hexdigest(), created_s, len(manifest))
 
 
-def _forget(db: sqlite3.Connection, tenant: str, name: str, up_to_version: int) -> None:
-    for column in ("uses WHERE last_version", "versions WHERE version"):
-        db.execute(
-            f"DELETE FROM {column} <= ? AND tenant = ? AND name = ?", (up_to_version, tenant, name)
-        )
-
-
-def _keep_within(db: sqlite3.Connection, tenant: str, made: Version, most: Totals) -> None:
-    """Forget versions before `made`, the oldest first, until the tenant has no more than `most`."""
-    query = "SELECT min(version) FROM versions WHERE tenant = ? AND name = ?"
-    while beyond := _beyond(_totals(db, tenant), most):
-        (oldest,) = db.execute(query, (tenant, made.name)).fetchone()
-        if oldest == made.version:
-            raise QuotaError(beyond)
-        _forget(db, tenant, made.name, oldest)
-
-
-def _beyond(found: Totals, most: Totals) -> str:
+def beyond(found: Totals, most: Totals) -> str:
     """What there is too much of, in words; empty if nothing is."""
     for field in fields(Totals):
         have, limit = getattr(found, field.name), getattr(most, field.name)
@@ -284,6 +178,7 @@ def _beyond(found: Totals, most: Totals) -> str:
     return ""
 
 
-def _totals(db: sqlite3.Connection, tenant: str) -> Totals:
-    query = "SELECT names, size_bytes, chunks FROM totals WHERE tenant = ?"
-    return Totals(*(db.execute(query, (tenant,)).fetchone() or (0, 0, 0)))
+def check_known(after: int, first: int, last: int) -> None:
+    """Of a store that knows the changes (first, last]."""
+    if not first <= after <= last:
+        raise ForgottenError(f"expected a sequence from {first} to {last}, found {after}")

@@ -15,12 +15,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
 from kdn.errors import ChecksumError, LimitError
 from kdn.protocol.frames import MAX_ETAG_BYTES
+from kdn.store.costs import Costs
 from kdn.store.streaming import Ask, Piece, Receiver, hand_over
 from kdn.store.tally import Usage
 
@@ -75,6 +76,8 @@ class Stats:
     evictions: int = 0
     corruptions: int = 0
     """Objects found damaged, each counted once: never served, set aside."""
+    costs: Costs = field(default_factory=Costs)
+    """Of a store elsewhere: requests and bytes."""
 
 
 class Store(ABC):
@@ -82,6 +85,8 @@ class Store(ABC):
 
     volatile = False
     """Nothing here survives the end of the process."""
+    read_only = False
+    """Puts and deletes raise ReadOnlyError."""
 
     async def put(
         self,

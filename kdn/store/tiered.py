@@ -26,6 +26,7 @@ from xxhash import xxh3_64_intdigest
 
 from kdn.errors import KdnError, LimitError, NoSpaceError, StoreError
 from kdn.store.base import Entry, Span, Stats, Store, check_put, is_taken
+from kdn.store.costs import total
 from kdn.store.memory import MemoryStore
 from kdn.store.single_flight import SingleFlight
 from kdn.store.tally import Usage
@@ -178,6 +179,7 @@ class TieredStore(Store):
             capacity_bytes=max(stats.capacity_bytes for stats in known),
             evictions=known[-1].evictions,
             corruptions=sum(stats.corruptions for stats in known),
+            costs=total(stats.costs for stats in known),
         )
 
     # writes

@@ -19,7 +19,7 @@ from kdn.bench.node_attacker import Attack
 from kdn.bench.node_fairness import Fairness, FairnessLoad, quantile, shares_of, spread
 from kdn.bench.node_load import Crowd, SlowReaders, Speed
 from kdn.bench.node_report import plot, print_report
-from kdn.bench.node_servers import PACKAGES, ServerError, absent, make_objects
+from kdn.bench.node_servers import PACKAGES, absent, make_objects
 from kdn.bench.node_wire import (
     BatchConnection,
     Dialect,
@@ -30,6 +30,7 @@ from kdn.bench.node_wire import (
     drive,
     redis_command,
 )
+from kdn.bench.servers import ServerError
 from kdn.codec.format import Bitstream
 from kdn.protocol import frames
 
@@ -161,7 +162,7 @@ def test_objects_are_chunks_of_exactly_this_size() -> None:
 
 
 def test_what_is_absent_is_told_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_servers, "_program", lambda name: None)
+    monkeypatch.setattr(node_servers, "find_program", lambda name: None)
     told = absent()
     assert set(told) == set(PACKAGES)
     assert "apt-get install redis-server" in told["redis"]

@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 from kdn.codec.header import Header
 from kdn.depot.depot import Depot
-from kdn.depot.names import NameStore
+from kdn.depot.sqlite_names import SqliteNames
 from kdn.depot.tenants import tenants_of
 from kdn.node.server import Listening, listen, make_node
 from kdn.store.evict import open_policy
@@ -31,7 +31,7 @@ class FragileNode:
     def __init__(self, folder: Path) -> None:
         self._store = MemoryStore(2**28, open_policy("lru"))
         self._config = config_for(folder, shutdown_timeout_s=0.2)
-        self._names = NameStore(folder / "names.sqlite")
+        self._names = SqliteNames(folder / "names.sqlite")
         self._running: AsyncExitStack | None = None
         self.listening: Listening | None = None
 

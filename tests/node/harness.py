@@ -20,7 +20,7 @@ from kdn.cache.keys import PUBLIC_SEAL_KEY
 from kdn.codec.format import CodecId, DType, Section, StreamInfo, write
 from kdn.config import ClientSettings, Config, NodeSettings, TenantSettings
 from kdn.depot.depot import Depot
-from kdn.depot.names import NameStore
+from kdn.depot.sqlite_names import SqliteNames
 from kdn.depot.tenants import tenants_of
 from kdn.node.server import Listening, listen, make_node
 from kdn.node.tenants import token_hash
@@ -115,7 +115,7 @@ class Running:
 async def running(config: Config, store: Store | None = None) -> AsyncIterator[Running]:
     store = store or MemoryStore(2**28, open_policy("lru"))
     config.node.data.mkdir(parents=True, exist_ok=True)
-    names = NameStore(config.node.data / "names.sqlite")
+    names = SqliteNames(config.node.data / "names.sqlite")
     depot = Depot(store, names, tenants_of(config.tenants), config.node.store_timeout_s)
     try:
         async with (

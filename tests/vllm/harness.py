@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kdn.bench.node_servers import free_port
+from kdn.bench.servers import free_port
 
 ROOT = Path(__file__).parents[2]
 START_S = 300.0

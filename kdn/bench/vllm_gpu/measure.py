@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
-from kdn.bench.node_servers import free_port, start_kdn
+from kdn.bench.node_servers import start_kdn
+from kdn.bench.servers import free_port
 from kdn.bench.vllm_engine import EngineError, EngineProcess, start_engine
 from kdn.bench.vllm_gpu.streams import QUALITIES, Drawn, put_all
 from kdn.bench.vllm_gpu.systems import HOST, LINKS, LOOPBACK, NODE, System, environ_of, kdn
