@@ -2,13 +2,16 @@
 
 Every item of a job has a key, and the key says which node comes first. Items of one node are one
 request; all nodes are asked at the same time. What a node did not finish when it failed goes on at
-the next in the order of its key, within the same call. A node that says nothing for a while is
-taken for one that hangs: the next one is asked beside it, and the first answer counts. A job fails
-only when every node has failed it, or when one has refused it: a refusal is an answer.
+the next in the order of its key, within the same call. When a node says nothing for a while, the
+next one is asked beside it, and the first answer counts. A job fails only when every node has
+failed it, or when one has refused it: a refusal is an answer.
 
 How soon a silent node is doubted depends on what is asked. Lookups and reads are answered within
-milliseconds, so silence says enough (`Member.hedge_s`). Uploads and large answers take as long as
-they take: meanwhile the node is asked whether it is well.
+milliseconds, so a short silence is enough (`Member.hedge_s`), and longer where a node has been
+slow. Uploads and large answers take as long as they take. A node that is doubted is asked whether
+it is well. One that hangs says nothing: from then on all goes to others. One that is only busy must
+not get busier by being doubted: few requests are sent twice (`Members.may_hedge`), and none of
+those that take long.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from kdn.store.members import Members
 from kdn.store.rendezvous import rank
 
 WELL_S = 1.0
-"""So long may a node be silent over something large before it is asked whether it is well."""
+"""So long may a node be silent over something large before it is doubted."""
 GRACE_S = 0.01
 LAGGING = 3.0
 """So many times as long as the others' may a node's part take before it is asked for twice."""
@@ -70,6 +73,11 @@ class Attempt:
         self._has_begun = True
         self.heard_s = now_s
 
+    def overtaken(self) -> None:
+        """Another node was faster. That it took at least so long is known now, too."""
+        if not self._has_begun:
+            self.member.overtaken(self.took_s)
+
     @property
     def quiet_s(self) -> float:
         return self._clock() - self.heard_s
@@ -93,7 +101,8 @@ async def carry_out(
     open_ = [member for member in await members.every() if member not in tried]
     if not open_:
         raise why or UnavailableError("no node is known")
-    well = [member for member in open_ if member.is_up] or open_
+    up = [member for member in open_ if member.is_up]
+    well = [member for member in up if not member.is_doubted] or up or open_
     shares: dict[Member, list[int]] = {}
     for item in items:
         key = job.key(item)
@@ -158,6 +167,8 @@ class _Share:
             if await self._is_late(own):
                 others = asyncio.create_task(self._hand_on(UnavailableError("no other node")))
                 await _first_of(own, others, self._job.failures)
+                if not own.done():
+                    self._attempt.overtaken()
             elif isinstance(error := own.exception(), self._job.failures):
                 await self._hand_on(error)
             else:
@@ -185,7 +196,6 @@ class _Share:
 
     async def _is_late(self, own: asyncio.Task[None]) -> bool:
         """Wait until the node has answered, or until another should be asked, too."""
-        is_late = self._is_silent if self._job.is_quick else self._is_unwell
         while True:
             limit_s = self._limit_s
             wait_s = min(limit_s - self._attempt.quiet_s, self._member.hedge_s)
@@ -194,8 +204,8 @@ class _Share:
                 await asyncio.wait([own], timeout=GRACE_S)
             if own.done():
                 return False
-            if self._attempt.quiet_s >= limit_s and await is_late(limit_s):
-                return not own.done()
+            if self._attempt.quiet_s >= limit_s and self._is_overdue(limit_s):
+                return True
             if self._job.is_quick and self._lags() and self._members.may_hedge():
                 return True
 
@@ -211,18 +221,12 @@ class _Share:
             return self._member.hedge_s + self._job.extra_s(self._items)
         return WELL_S
 
-    async def _is_silent(self, limit_s: float) -> bool:
-        """All of its connections: then it hangs. If it is this one only, the node is slow, and few
-        may be sent twice."""
-        if self._members.clock() - self._member.heard_s >= limit_s:
-            self._members.failed(self._member, self._attempt.began_s)
+    def _is_overdue(self, limit_s: float) -> bool:
+        """Whether another node should be asked, too."""
+        self._members.doubt(self._member, limit_s)
+        if not self._member.is_up:  # it hangs, as far as anybody knows
             return True
-        return self._members.may_hedge()
-
-    async def _is_unwell(self, limit_s: float) -> bool:
-        if self._members.clock() - self._member.heard_s < limit_s:
-            return False
-        return not await self._member.probe()
+        return self._job.is_quick and self._members.may_hedge()
 
 
 async def _first_of(

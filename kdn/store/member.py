@@ -20,7 +20,7 @@ from kdn.store.rest import Rest
 
 FIRST_REST_S = 0.1
 LONGEST_REST_S = 5.0
-PROBE_S = 0.5
+PROBE_S = 1.0
 """For a node to say that it is well."""
 LONGEST_HEDGE_S = 2.0
 """However slow a node has been."""
@@ -47,6 +47,8 @@ class Member:
         self.seed = seed_of(name)
         self.is_up = True
         """Not to be asked while there are others."""
+        self.is_doubted = False
+        """It is silent, and whether it is well is being found out: others are asked first."""
         self.heard_s = clock()
         """When it last said anything."""
         self.idle = asyncio.Event()
@@ -55,6 +57,7 @@ class Member:
         self._stores: dict[str, HttpStore] = {}
         self._rest = Rest(FIRST_REST_S, LONGEST_REST_S)
         self._slowest_s = 0.0
+        self._overtaken_s = 0.0  # if it is well, it was that slow
         self._requests = 0
 
     def __repr__(self) -> str:
@@ -92,6 +95,10 @@ class Member:
         if waited_s is not None:
             self._slowest_s = max(waited_s, FADING * self._slowest_s)
 
+    def overtaken(self, waited_s: float) -> None:
+        """It had not said anything after so long, when another node was done."""
+        self._overtaken_s = max(waited_s, self._overtaken_s)
+
     def worked(self) -> None:
         self.heard_s = self._clock()
         self.is_up = True
@@ -103,9 +110,8 @@ class Member:
         self._rest.failed(began_s, self._clock(), self._rng)
 
     @property
-    def is_due(self) -> bool:
-        """It is down, and has rested."""
-        return not self.is_up and self._rest.is_over(self._clock())
+    def has_rested(self) -> bool:
+        return self._rest.is_over(self._clock())
 
     async def probe(self) -> bool:
         """Whether it says that it is well. What it is asked next shows whether it works."""
@@ -119,8 +125,10 @@ class Member:
             self.is_up = False
         if self.is_up:
             self.heard_s = self._clock()
+            self._slowest_s = max(self._slowest_s, self._overtaken_s)
         else:
             self.failed(began_s)
+        self.is_doubted, self._overtaken_s = False, 0.0
         return self.is_up
 
     async def close(self) -> None:

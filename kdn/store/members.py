@@ -29,10 +29,12 @@ SOONEST_S = 0.5
 """Between two answers, even when nodes fail."""
 LEAVE_S = 1.0
 """For requests that have chosen this node and not yet begun."""
-MAX_HEDGES = 10.0
+WARN_S = 60.0
+"""Between two warnings of one node."""
+MAX_HEDGES = 5.0
 HEDGES_PER_REQUEST = 0.1
-"""So many requests may be sent twice because a living node is slow: it must not become slower by
-that."""
+"""So many requests may be sent twice because a node is silent that nobody knows to hang: if it is
+busy, it must not become busier by that."""
 
 Connect = Callable[[str, str | None], NodeClient]
 """The client of a node by its URL, and by which of its addresses."""
@@ -65,6 +67,7 @@ class Members:
         self._resolved_s: float | None = None
         self._resolving: asyncio.Task[None] | None = None
         self._probing: set[Member] = set()
+        self._warned_s: dict[str, float] = {}  # by member
         self._tasks: set[asyncio.Task[None]] = set()
         self._hedges = MAX_HEDGES
 
@@ -75,24 +78,34 @@ class Members:
             if self._resolved_s is None and task is not None:
                 await asyncio.shield(task)
         for member in self._all.values():
-            if member.is_due and member not in self._probing:
-                self._probing.add(member)
-                self._begin(self._probe(member))
+            if not member.is_up and member.has_rested:
+                self._probe(member)
         self._hedges = min(self._hedges + HEDGES_PER_REQUEST, MAX_HEDGES)
         return list(self._all.values())
 
     def may_hedge(self) -> bool:
-        """Whether a request may be sent to another node although its own lives. Each counts."""
+        """Whether a request may be sent twice although its node seems well. Each counts."""
         if self._hedges < 1:
             return False
         self._hedges -= 1
         return True
 
+    def doubt(self, member: Member, after_s: float) -> None:
+        """If it said nothing to anybody for so long, it may hang: that is known soon."""
+        if member.is_up and self.clock() - member.heard_s >= after_s:
+            member.is_doubted = True
+            self._probe(member)
+
     def failed(self, member: Member, began_s: float) -> None:
         """One of its requests, begun then. Perhaps it is gone."""
-        if member.is_up:
-            logger.warning("%s fails: others are asked instead", member.name)
         member.failed(began_s)
+        self._is_down(member)
+
+    def _is_down(self, member: Member) -> None:
+        now_s = self.clock()
+        if now_s - self._warned_s.get(member.name, -WARN_S) >= WARN_S:
+            self._warned_s[member.name] = now_s
+            logger.warning("%s fails: others are asked instead", member.name)
         if self._names:
             self._resolve_if_due(SOONEST_S)
 
@@ -113,10 +126,16 @@ class Members:
         task.add_done_callback(watched("the nodes of a place"))
         return task
 
-    async def _probe(self, member: Member) -> None:
+    def _probe(self, member: Member) -> None:
+        """One at a time."""
+        if member not in self._probing:
+            self._probing.add(member)
+            self._begin(self._probed(member))
+
+    async def _probed(self, member: Member) -> None:
         try:
-            if await member.probe():
-                logger.info("%s is well again", member.name)
+            if not await member.probe():
+                self._is_down(member)
         finally:
             self._probing.discard(member)
 
@@ -176,6 +195,7 @@ class Members:
     def _leave(self, name: str) -> None:
         member = self._all.pop(name)
         del self._missing[name]
+        self._warned_s.pop(name, None)
         self._begin(self._retire(member))
 
     async def _retire(self, member: Member) -> None:

@@ -26,6 +26,8 @@ class Gate:
         self.host, self.port = host, port
         self.requests = 0
         """Times that bytes came from a client."""
+        self.questions = 0
+        """Lookups and reads that came, answered or not."""
         self.cut_after_bytes: int | None = None
         """So many bytes of an answer, and then the connection ends, once."""
         self.delay_s = 0.0
@@ -79,6 +81,7 @@ class Gate:
         try:
             while data := await reader.read(1 << 16):
                 self.requests += not is_answer
+                self.questions += not is_answer and data.startswith(b"POST ")
                 await self._flows.wait()
                 if is_answer and self.delay_s:
                     await asyncio.sleep(self.delay_s)

@@ -18,7 +18,8 @@ from kdn.store.base import Store
 from kdn.store.failover import WELL_S
 from kdn.store.http import HttpStore
 from kdn.store.many_nodes import ManyNodes, ManyNodesStore, node_store, open_nodes
-from kdn.store.member import PROBE_S
+from kdn.store.member import LONGEST_HEDGE_S, PROBE_S
+from kdn.store.members import MAX_HEDGES
 from kdn.store.node_client import NodeClient
 from kdn.store.rendezvous import rank, seed_of
 from kdn.store.streaming import Ask
@@ -28,9 +29,9 @@ from tests.store.clusters import QUICK, Cluster, cluster
 from tests.store.contract import content, etag_of, put
 from tests.store.test_streaming import Kept
 
-SIZE = 300_000
+SIZE = 100_000
 NUMBER = 24
-BUSY_S = 0.6
+BUSY_S = 1.0
 """What a busy machine may add."""
 
 
@@ -148,11 +149,12 @@ def test_a_node_that_hangs_costs_one_silence_and_then_nothing(
     async def test(nodes: Cluster, store: ManyNodesStore) -> None:
         await what(store)
         nodes.gates[2].hang()
+        asked = nodes.gates[2].questions
         first_s = await timed(what(store))
-        assert QUICK.hedge_s <= first_s < 2.0 + BUSY_S  # 2 s: if the machine was very slow before
-        rest_s = [await timed(what(store)) for _ in range(10)]
-        assert max(rest_s) < QUICK.hedge_s + BUSY_S
-        assert sorted(rest_s)[5] < QUICK.hedge_s, "it is not asked again until it is well"
+        assert QUICK.hedge_s <= first_s < LONGEST_HEDGE_S + BUSY_S  # if the machine was slow before
+        for _ in range(10):
+            await what(store)
+        assert nodes.gates[2].questions == asked + 1, "it is not asked again until it is well"
         nodes.gates[2].hang(False)
         asked = (await settled(nodes.nodes[2])).get(("POST", "/v1/lookup"), 0)
         while (await settled(nodes.nodes[2])).get(("POST", "/v1/lookup"), 0) < asked + 2:
@@ -179,11 +181,13 @@ def test_a_slow_node_is_waited_for_or_overtaken(tmp_path: Path) -> None:
     async def test(nodes: Cluster, store: ManyNodesStore) -> None:
         await read_all(store)
         nodes.gates[1].delay_s = 1.5 * QUICK.hedge_s
-        for _ in range(2):
-            await asyncio.gather(*(look_up_all(store) for _ in range(10)))
         own = [key_of(i) for i in range(NUMBER) if owner(nodes, key_of(i)) == 1]
         alone_s = len(own) * SIZE / (1 << 16) * nodes.gates[1].delay_s
-        assert await timed(read_all(store)) < alone_s / 3, "others bring what it is slow to bring"
+        assert await timed(read_all(store)) < alone_s, "others brought some of it"
+        asked = sum(gate.questions for gate in nodes.gates)
+        await asyncio.gather(*(look_up_all(store) for _ in range(30)))
+        again = sum(gate.questions for gate in nodes.gates) - asked - 90
+        assert again <= 3 * (MAX_HEDGES + 9), "few are asked for twice, however slow it is"
 
     with_cluster(tmp_path, test)
 

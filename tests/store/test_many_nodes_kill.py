@@ -89,6 +89,21 @@ class Client:
         self.put_numbers.append(number)
 
 
+async def under_load(clients: list[Client], nodes: list[Server]) -> None:
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        for client in clients:
+            group.create_task(client.work(stop))
+        await asyncio.sleep(1.0)
+        nodes[0].process.send_signal(signal.SIGKILL)
+        await asyncio.sleep(1.0)
+        nodes[1].process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(2.0)
+        nodes[1].process.send_signal(signal.SIGCONT)
+        await asyncio.sleep(0.5)
+        stop.set()
+
+
 async def check_puts(store: Store, clients: list[Client]) -> int:
     numbers = [number for client in clients for number in client.put_numbers]
     found = await store.lookup([key_of(number) for number in numbers], head_bytes=1000)
@@ -110,21 +125,12 @@ def test_no_request_fails_when_one_node_is_killed_and_another_hangs(tmp_path: Pa
             for i, data in known.items():
                 await put(stores[0], key_of(i), data)
             clients = [Client(i, store, known) for i, store in enumerate(stores)]
-            stop = asyncio.Event()
-            async with asyncio.TaskGroup() as group:
-                for client in clients:
-                    group.create_task(client.work(stop))
-                await asyncio.sleep(1.0)
-                nodes[0].process.send_signal(signal.SIGKILL)
-                await asyncio.sleep(1.0)
-                nodes[1].process.send_signal(signal.SIGSTOP)
-                await asyncio.sleep(2.0)
-                nodes[1].process.send_signal(signal.SIGCONT)
-                await asyncio.sleep(0.5)
-                stop.set()
-            assert await check_puts(stores[0], clients) >= CLIENTS
-            for store in stores:
-                await store.close()
+            try:
+                await under_load(clients, nodes)
+                assert await check_puts(stores[0], clients) >= CLIENTS
+            finally:
+                for store in stores:
+                    await store.close()
         assert min(client.calls for client in clients) >= 3
         longest_s = max(client.longest_s for client in clients)
         assert longest_s < LONGEST_HEDGE_S + BUSY_S
