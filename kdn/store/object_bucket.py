@@ -38,7 +38,7 @@ UPLOADS = "uploads"
 LIST_PAGE = 1000
 PROBE = "kdn-probe"
 """A small object that tells what the server can do; it stays."""
-_BEYOND = re.compile(r"416 |[Ii]nvalid range|range was invalid|range starting")
+_BEYOND = re.compile(r"status code: 416|[Ii]nvalid range|range was invalid")
 _NOT_PARTIAL = "non-partial"
 
 
@@ -111,13 +111,13 @@ class Bucket(Requests):
 
         return await self.request("get", end - start if self.has_ranges else end, ask)
 
-    async def head(self, path: str) -> Version | None:
-        """Which object is there, if any."""
+    async def head(self, path: str) -> Found | None:
+        """Which object is there, if any; none of its bytes."""
         try:
             meta = await self.request("head", 0, lambda: self.client.head_async(path))
         except FileNotFoundError:
             return None
-        return Version(meta["e_tag"], meta["version"])
+        return Found(memoryview(b""), meta["size"], Version(meta["e_tag"], meta["version"]))
 
     async def stream(
         self, path: str, start: int, end: int, *, pin: Version | None = None
@@ -162,9 +162,8 @@ class Bucket(Requests):
         self, path: str, start: int, end: int, pin: Version | None
     ) -> tuple[GetResult, int, int] | None:
         """An answer whose body begins at the second and is of use up to the third."""
-        options: dict[str, Any] = {}
-        if self.has_ranges:
-            options["range"] = (start, end)
+        ranged = self.has_ranges  # others may find out meanwhile that there are none
+        options: dict[str, Any] = {"range": (start, end)} if ranged else {}
         if pin is not None and pin.e_tag is not None:
             options["if_match"] = pin.e_tag
         try:
@@ -174,7 +173,7 @@ class Bucket(Requests):
         except PreconditionError:
             raise ChangedError(path) from None
         except BaseError as error:
-            if self.has_ranges and _NOT_PARTIAL in str(error):
+            if ranged and _NOT_PARTIAL in str(error):
                 self.has_ranges = False
                 self.costs.requests["get"] += 1
                 return await self._open(path, start, end, pin)
@@ -185,9 +184,9 @@ class Bucket(Requests):
             raise ChangedError(path)
         first, last = result.range
         size_bytes = result.meta["size"]
-        if self.has_ranges and (first, last) != (start, min(end, size_bytes)):
+        if ranged and (first, last) != (start, min(end, size_bytes)):
             raise StoreError(f"{self.name}: asked for {start} to {end}, was told {first} to {last}")
-        if not self.has_ranges and start >= size_bytes:
+        if not ranged and start >= size_bytes:
             raise TruncatedError(f"{path} ends before byte {start}")
         return result, first, min(end, last)
 
@@ -232,7 +231,7 @@ class Bucket(Requests):
         can = await self.abilities()
         if len(data) > LARGE_BYTES and over is None:
             return await self._put_large(path, data, can)
-        if over is not None and can.update:
+        if over is not None and can.update and over.is_known:
             named = {"e_tag": over.e_tag, "version": over.number}
             return await self._put(path, data, {key: v for key, v in named.items() if v})
         if over is not None:

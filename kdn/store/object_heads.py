@@ -94,11 +94,13 @@ class Heads:
         return There(version, header, data[header_bytes:])
 
     async def _empty(self, key: bytes) -> There | None:
-        version = await self._bucket.head(path_of(key))
-        if version is None:
+        found = await self._bucket.head(path_of(key))
+        if found is None:
             return None
-        self.set_aside(key, version)
-        return There(version, None)
+        if found.size_bytes:
+            raise ChangedError(key.hex())
+        self.set_aside(key, found.version)
+        return There(found.version, None)
 
     # what is known
 

@@ -56,10 +56,10 @@ class Location:
 
 def parse_location(url: str) -> Location:
     """UnsupportedError for what is none, or says more than can be kept to."""
-    parts = urlsplit(url)
+    parts, shown_url = urlsplit(url), shown(url.partition("?")[0])
     kind = parts.scheme.lower()
     if kind not in OPTIONS:
-        raise UnsupportedError(f"expected s3://, gs://, az:// or file://, found {shown(url)}")
+        raise UnsupportedError(f"expected s3://, gs://, az:// or file://, found {shown_url}")
     if "@" in parts.netloc:
         raise UnsupportedError(
             f"{kind}://: expected no user or password in the URL: credentials come from the "
@@ -68,10 +68,10 @@ def parse_location(url: str) -> Location:
     path = unquote(parts.path)
     if kind == "file":
         if parts.netloc not in ("", "localhost") or not path.startswith("/") or parts.query:
-            raise UnsupportedError(f"expected file:///an/absolute/path, found {shown(url)}")
+            raise UnsupportedError(f"expected file:///an/absolute/path, found {shown_url}")
         return Location(kind, str(Path(path)), "", {})
     if not parts.netloc or parts.fragment:
-        raise UnsupportedError(f"expected {kind}://BUCKET/PREFIX, found {shown(url)}")
+        raise UnsupportedError(f"expected {kind}://BUCKET/PREFIX, found {shown_url}")
     prefix = path.strip("/")
     if any(part in ("", ".", "..") for part in prefix.split("/")) and prefix:
         raise UnsupportedError(f"expected a prefix without empty parts, found {shown(prefix)}")
@@ -98,10 +98,7 @@ def open_client(location: Location, tls_ca: str | None = None) -> Client:
     from obstore import store
 
     if location.kind == "file":
-        try:
-            return store.LocalStore(Path(location.bucket), mkdir=True)
-        except OSError as error:
-            raise UnsupportedError(f"{location.name}: {error}") from None
+        return _made(location, store.LocalStore, Path(location.bucket), mkdir=True)
     options = location.options
     plain = options.get("endpoint", "").startswith("http://") or _flag(options, "allow_http")
     client: dict[str, Any] = {
@@ -119,14 +116,25 @@ def open_client(location: Location, tls_ca: str | None = None) -> Client:
             config[theirs] = _flag(options, ours) if ours in _FLAGS else options[ours]
     make: Any = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[location.kind]
     # Tries are counted and bounded by whoever asks; so there are none in here.
-    opened: Client = make(
+    return _made(
+        location,
+        make,
         location.bucket,
         prefix=location.prefix or None,
         client_options=client,
         retry_config={"max_retries": 0},
         **config,
     )
-    return opened
+
+
+def _made(location: Location, make: Any, *args: Any, **options: Any) -> Client:
+    from obstore.exceptions import BaseError
+
+    try:
+        client: Client = make(*args, **options)
+    except (BaseError, OSError, ValueError) as error:
+        raise UnsupportedError(f"{location.name}: {str(error).splitlines()[0]}") from None
+    return client
 
 
 def _settings(kind: str) -> dict[str, str]:

@@ -24,7 +24,7 @@ FIRST_BYTES = 1 << 20
 within this."""
 AHEAD_BYTES = 64 << 20
 AHEAD = 32
-"""Spans that are read in order are asked for so far ahead."""
+"""So many spans are read at once, and in order so far ahead."""
 
 T = TypeVar("T")
 
@@ -35,6 +35,7 @@ class Reads:
 
     def __init__(self, bucket: Bucket, heads: Heads) -> None:
         self._bucket, self._heads = bucket, heads
+        self._streams = asyncio.Semaphore(AHEAD)
 
     async def _there(self, key: bytes, etag: bytes | None, more_bytes: int = 0) -> There | None:
         """The object that `etag` names (None: any), as remembered or as found."""
@@ -108,7 +109,11 @@ class Reads:
 
     async def into(self, asks: Sequence[Ask], receiver: Receiver) -> None:
         """All at once, each straight to the receiver as it arrives: nothing is held here."""
-        await at_once(self._into(number, ask, receiver) for number, ask in enumerate(asks))
+        await at_once(self._into_one(number, ask, receiver) for number, ask in enumerate(asks))
+
+    async def _into_one(self, number: int, ask: Ask, receiver: Receiver) -> None:
+        async with self._streams:
+            await self._into(number, ask, receiver)
 
     async def _into(self, number: int, ask: Ask, receiver: Receiver) -> None:
         position = ask.start

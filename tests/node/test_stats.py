@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from kdn.errors import UnsupportedError
 from kdn.node.logs import log_to
 from kdn.node.stats import NodeStats
 from kdn.store.base import Stats
+from kdn.store.costs import Costs
 from tests.node.harness import Running, key_of, with_node
 
 
@@ -34,6 +36,16 @@ def test_the_store_counts_are_shown() -> None:
     assert found["kdn_store_evictions_total{}"] == 5
     assert found["kdn_store_corruptions_total{}"] == 6
     assert found["kdn_store_hits_total{}"] == 7
+    assert "kdn_store_requests_total{kind=get}" not in found
+
+
+def test_what_a_bucket_costs_is_shown() -> None:
+    costs = Costs(Counter(get=9, put=2), sent_bytes=70, received_bytes=80)
+    found = values(NodeStats().expose(Stats(costs=costs)).decode())
+    assert found["kdn_store_requests_total{kind=get}"] == 9
+    assert found["kdn_store_requests_total{kind=put}"] == 2
+    assert found["kdn_store_sent_bytes_total{}"] == 70
+    assert found["kdn_store_received_bytes_total{}"] == 80
 
 
 def test_metrics_over_the_wire(tmp_path: Path) -> None:

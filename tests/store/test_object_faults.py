@@ -404,6 +404,13 @@ def test_refuses_other_locations_and_shows_no_secret(url: str) -> None:
     assert "hunter2" not in str(raised.value)
 
 
+@pytest.mark.parametrize("url", ["az://container/x", "file:///dev/null/kdn"])
+def test_what_cannot_be_opened_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(UnsupportedError, match=url.partition("?")[0]):
+        open_object_store(url)
+
+
 def test_paths_sort_as_keys_do() -> None:
     keys = [os.urandom(size) for size in range(1, 65) for _ in range(20)]
     keys += [key[:size] for key in keys[-20:] for size in (1, 8, 9, 10, 11, 63)]
