@@ -23,7 +23,11 @@ SCRATCH_BYTES = 64 << 10
 LINE_BYTES = 512
 """Read at a time where a long string comes next: more would have to be copied."""
 MAX_LINE_BYTES = 16 << 10
-MAX_ITEMS = 1 << 20
+MAX_ITEMS = 1 << 16
+MAX_HELD_BYTES = 64 << 20
+"""Of all answers to one job, besides its longest string."""
+ITEM_BYTES = 64
+"""Counted for each answer besides its bytes: the Python object."""
 MAX_DEPTH = 4
 ASKING = (b"ASKING",)
 
@@ -157,6 +161,7 @@ class ReplyReader:
         self._held: Held | None = None
         self._left_bytes = -1  # of that string; -1: none comes; 0: its line break does
         self._job: Job | None = None
+        self._held_bytes = 0
         self._waiting: deque[tuple[Job, deque[bool]]] = deque()
         self._counted: deque[bool] = deque()
         self.on_done: Callable[[Job], None] = lambda _: None
@@ -283,6 +288,10 @@ class ReplyReader:
             self._add([])
 
     def _add(self, reply: Reply) -> None:
+        assert self._job is not None
+        self._held_bytes += ITEM_BYTES + (len(reply) if isinstance(reply, bytes) else 0)
+        if self._held_bytes > MAX_HELD_BYTES + self._job.max_string_bytes:
+            raise LimitError(f"redis: expected an answer of at most {MAX_HELD_BYTES} bytes")
         while self._lists:
             size, items = self._lists[-1]
             items.append(reply)
@@ -291,7 +300,6 @@ class ReplyReader:
             self._lists.pop()
             reply = items
         job = self._job
-        assert job is not None
         if self._counted.popleft() or isinstance(reply, ErrorReply):
             job.replies.append(reply)
         if not self._counted:
@@ -301,6 +309,7 @@ class ReplyReader:
             self.on_done(job)
 
     def _next_job(self) -> None:
+        self._held_bytes = 0
         self._job, self._counted = self._waiting.popleft() if self._waiting else (None, deque())
 
 
