@@ -14,7 +14,8 @@ from aiohappyeyeballs import start_connection
 
 from kdn.errors import NotAllowedError, StoreError
 from kdn.store.redis_address import CLUSTER, SENTINEL, Address, RedisAddress
-from kdn.store.redis_wire import Command, CutError, ErrorReply, Job, RedisConnection, Reply
+from kdn.store.redis_exchange import RedisConnection
+from kdn.store.redis_wire import Command, CutError, ErrorReply, Job, Reply
 from kdn.store.tls import client_tls, explain
 
 CONNECTIONS = 32
