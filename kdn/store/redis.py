@@ -22,7 +22,7 @@ from kdn.store.redis_publishing import Publisher
 from kdn.store.redis_reading import Gathered, LookupJob, SpanJob
 from kdn.store.redis_record import Keys, Record
 from kdn.store.redis_shards import Shards
-from kdn.store.streaming import Ask, Collected, Piece, Receiver
+from kdn.store.streaming import Ask, Piece, Receiver
 
 LISTED = 256
 """Looked up at a time."""
@@ -126,11 +126,10 @@ class RedisStore(Store):
 
     async def read_spans(self, asks: Sequence[Ask]) -> AsyncGenerator[Piece]:
         for some in _batches(asks):
-            collected = _Pieces(len(some))
-            await self.read_into([asks[number] for number in some], collected)
+            pieces = _Pieces(len(some))
+            await self.read_into([asks[number] for number in some], pieces)
             for at, number in enumerate(some):
-                found = None if at in collected.lost else collected.found[at]
-                yield Piece(number, asks[number].start, found)
+                yield Piece(number, asks[number].start, pieces.found(at))
 
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
         jobs = {
@@ -184,13 +183,28 @@ class RedisStore(Store):
         await self._shards.close()
 
 
-class _Pieces(Collected):
+class _Pieces:
+    """A receiver that keeps the bytes of each ask; None of what is gone."""
+
     def __init__(self, num_asks: int) -> None:
-        super().__init__(num_asks)
-        self.lost: set[int] = set()
+        self._each: list[Gathered | None] = [Gathered() for _ in range(num_asks)]
+
+    def room(self, number: int, start: int, num_bytes: int) -> memoryview:
+        gathered = self._each[number]
+        assert gathered is not None
+        return gathered.room(number, start, num_bytes)
+
+    def taken(self, number: int, start: int, num_bytes: int) -> None:
+        gathered = self._each[number]
+        assert gathered is not None
+        gathered.taken(number, start, num_bytes)
 
     def gone(self, number: int) -> None:
-        self.lost.add(number)
+        self._each[number] = None
+
+    def found(self, number: int) -> memoryview | None:
+        gathered = self._each[number]
+        return None if gathered is None else gathered.data()
 
 
 def _batches(asks: Sequence[Ask]) -> Iterator[list[int]]:

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from kdn.errors import StoreError
 from kdn.store.redis_address import Address, RedisOptions
+from kdn.store.redis_pool import refusal
 from kdn.store.redis_reading import range_of
 from kdn.store.redis_record import RECORD_BYTES
 from kdn.store.redis_shards import Shards
 from kdn.store.redis_topology import replica_addresses
-from kdn.store.redis_wire import Command, Job, Reply
+from kdn.store.redis_wire import Command, ErrorReply, Job, Reply
 
 ATTEMPTS = 3
 MARK_MS = 1000
@@ -59,7 +60,9 @@ class Acknowledgements:
             ]
             job = Job(name, commands, writes=True)
             await self._shards.run([job])
-            there, _, *replies = job.replies
+            there, mark, *replies = job.replies
+            if isinstance(mark, ErrorReply):
+                raise refusal(self._shards.address, mark)
             if expected is not None and there != expected:
                 raise StoreError(f"{self._shards.address}: {name!r} has changed meanwhile")
             if self.is_enough(name, replies, wrote=True):

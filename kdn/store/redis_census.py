@@ -20,6 +20,7 @@ from kdn.store.redis_wire import Job
 SCANNED = 1000
 """Keys that a server looks at for one answer; others wait meanwhile."""
 MAX_NAMES = 1 << 24
+MAX_NAME_BYTES = 1024
 LEAST_S = 1.0
 SHARE = 100
 """Counting takes at most this part of the time: one in a hundred."""
@@ -39,7 +40,8 @@ async def names_at(shards: Shards, master: Address, pattern: bytes) -> AsyncGene
     """Of all keys there that match. What is there all the time comes at least once."""
     cursor, total = b"0", 0
     while True:
-        job = Job(b"", [(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", SCANNED)])
+        scan = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", SCANNED)
+        job = Job(b"", [scan], max_string_bytes=MAX_NAME_BYTES)
         await shards.run_at(master, job)
         match job.replies[0]:
             case [bytes(cursor), [*found]]:

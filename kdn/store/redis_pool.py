@@ -14,7 +14,8 @@ from aiohappyeyeballs import start_connection
 
 from kdn.errors import NotAllowedError, StoreError
 from kdn.store.redis_address import CLUSTER, SENTINEL, Address, RedisAddress
-from kdn.store.redis_wire import Command, CutError, ErrorReply, Job, RedisConnection, Reply
+from kdn.store.redis_exchange import RedisConnection
+from kdn.store.redis_wire import Command, CutError, ErrorReply, Job, Reply
 from kdn.store.tls import client_tls, explain
 
 CONNECTIONS = 32
@@ -48,9 +49,12 @@ class Pools:
             (client_tls(address.tls_ca) or ssl.create_default_context()) if address.tls else None
         )
         self._pools: dict[Server, _Pool] = {}
+        self._closed = False
 
     async def ask(self, server: Server, jobs: Sequence[Job], *, asking: bool = False) -> None:
         """CutError if the server is not there, or goes; then some jobs may be answered."""
+        if self._closed:
+            raise StoreError(f"{self._address}: the store was closed")
         options = self._address.options
         silence_s = options.silence_s
         if any(job.writes for job in jobs):  # a server that waits for replicas says nothing
@@ -115,6 +119,7 @@ class Pools:
 
     async def close(self) -> None:
         """Whoever still waits for an answer learns that there is none."""
+        self._closed = True
         every = [connection for pool in self._pools.values() for connection in pool.open]
         for connection in every:
             connection.abort()

@@ -177,7 +177,11 @@ class Publisher:
         if record.num_parts == 1:
             return
         if not self._ttl_ms:
-            await self._shards.run(self._for_parts(record, b"PERSIST"))
+            jobs = self._for_parts(record, b"PERSIST")
+            await self._shards.run(jobs)
+            for job in jobs:
+                if isinstance(job.replies[0], ErrorReply):
+                    raise self._refused(job.replies[0])
         if not await self.whole([record]):
             raise NoSpaceError(f"{self._shards.address}: a part was evicted while it was written")
 

@@ -156,6 +156,9 @@ class Shards:
         trouble = next((one for one in job.replies if _is_trouble(one)), None)
         if isinstance(trouble, ErrorReply):
             return self._is_trouble_lost(way, server, trouble)
+        refused = next((one for one in job.replies if _is_refusal(one)), None)
+        if isinstance(refused, ErrorReply) and not job.writes:
+            raise refusal(server.address, refused)
         if server.role is Role.REPLICA and job.is_miss:
             way.master_only = True
         else:
@@ -227,6 +230,11 @@ class Shards:
 def _of(ways: Sequence[_Way]) -> tuple[int, int]:
     """Changes whenever something was done."""
     return len(ways), sum(way.job.progress for way in ways)
+
+
+def _is_refusal(reply: object) -> bool:
+    """An error that says nothing of what is there. (Another type than a string says that.)"""
+    return isinstance(reply, ErrorReply) and reply.code != "WRONGTYPE"
 
 
 def _is_trouble(reply: object) -> bool:

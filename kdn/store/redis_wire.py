@@ -1,4 +1,4 @@
-"""What travels to a Redis server and back (RESP2), and one connection that carries it.
+"""What travels to a Redis server and back (RESP2).
 
 Answers are read with suspicion: every length is checked before memory is taken for it. The bytes of
 long strings go from the socket straight to where their reader wants them, which is most of what
@@ -7,25 +7,23 @@ reading many megabytes costs; Python sees a few calls for each megabyte.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias
 
 from kdn.errors import LimitError, MalformedError, StoreError
 
-WINDOW_BYTES = 8 << 20
-"""Of answers asked for and not yet received. TCP has no more than this on its way, so asking for
-more ahead gains nothing, and the server would have to buffer it, in memory that counts against its
-bound. (32 MiB from one server on loopback arrive 2.3 times as fast as if asked for at once.)"""
 SCRATCH_BYTES = 64 << 10
 LINE_BYTES = 512
 """Read at a time where a long string comes next: more would have to be copied."""
 MAX_LINE_BYTES = 16 << 10
-MAX_ITEMS = 1 << 20
+MAX_ITEMS = 1 << 16
+MAX_HELD_BYTES = 64 << 20
+"""Of all answers to one job, besides its longest string."""
+ITEM_BYTES = 64
+"""Counted for each answer besides its bytes: the Python object."""
 MAX_DEPTH = 4
-ASKING = (b"ASKING",)
 
 Command: TypeAlias = tuple[bytes | memoryview | int, ...]
 Reply: TypeAlias = "bytes | int | ErrorReply | list[Reply] | None"
@@ -157,6 +155,7 @@ class ReplyReader:
         self._held: Held | None = None
         self._left_bytes = -1  # of that string; -1: none comes; 0: its line break does
         self._job: Job | None = None
+        self._held_bytes = 0
         self._waiting: deque[tuple[Job, deque[bool]]] = deque()
         self._counted: deque[bool] = deque()
         self.on_done: Callable[[Job], None] = lambda _: None
@@ -283,6 +282,10 @@ class ReplyReader:
             self._add([])
 
     def _add(self, reply: Reply) -> None:
+        assert self._job is not None
+        self._held_bytes += ITEM_BYTES + (len(reply) if isinstance(reply, bytes) else 0)
+        if self._held_bytes > MAX_HELD_BYTES + self._job.max_string_bytes:
+            raise LimitError(f"redis: expected an answer of at most {MAX_HELD_BYTES} bytes")
         while self._lists:
             size, items = self._lists[-1]
             items.append(reply)
@@ -291,7 +294,6 @@ class ReplyReader:
             self._lists.pop()
             reply = items
         job = self._job
-        assert job is not None
         if self._counted.popleft() or isinstance(reply, ErrorReply):
             job.replies.append(reply)
         if not self._counted:
@@ -301,6 +303,7 @@ class ReplyReader:
             self.on_done(job)
 
     def _next_job(self) -> None:
+        self._held_bytes = 0
         self._job, self._counted = self._waiting.popleft() if self._waiting else (None, deque())
 
 
@@ -308,130 +311,3 @@ def _integer(text: bytes) -> int:
     if len(text) > 20 or not text.removeprefix(b"-").isdigit():
         raise MalformedError(f"redis: expected a number, found {text[:40]!r}")
     return int(text)
-
-
-class RedisConnection(asyncio.BufferedProtocol):
-    """One exchange at a time: `ask`, then again while it `is_idle`."""
-
-    def __init__(self, on_lost: Callable[[RedisConnection], None]) -> None:
-        self.closed = asyncio.Event()
-        self._on_lost = on_lost
-        self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
-        self._reader = ReplyReader()
-        self._reader.on_done = self._on_done
-        self._unsent: deque[Job] = deque()
-        self._asking = False
-        self._left = 0  # jobs without all answers
-        self._window_bytes = 0
-        self._answer: asyncio.Future[None] | None = None
-        self._moved_s = 0.0  # when something last arrived or was sent
-        self._unsent_bytes = 0
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def is_idle(self) -> bool:
-        open_ = self._transport is not None and not self._transport.is_closing()
-        return open_ and self._answer is None and self._reader.is_idle
-
-    async def ask(self, jobs: Sequence[Job], silence_s: float, *, asking: bool = False) -> None:
-        """All answers. Whatever is raised, the connection is of no use any more, and jobs that
-        have not all their answers (`is_answered`) may have been done."""
-        assert self._answer is None
-        if self._transport is None or self._transport.is_closing():
-            raise CutError("the connection was closed")
-        if not jobs:
-            return
-        self._answer = self._loop.create_future()
-        self._unsent.extend(jobs)
-        self._left, self._asking, self._window_bytes = len(jobs), asking, 0
-        self._moved_s = self._loop.time()
-        self._watch(silence_s)
-        try:
-            self._send_more()
-            await self._answer
-        except BaseException:
-            self.abort()
-            raise
-        finally:
-            assert self._timer is not None
-            self._timer.cancel()
-            self._answer = None
-
-    def _send_more(self) -> None:
-        """As many as the window has room for."""
-        out: list[bytes] = []
-        while self._unsent and (not self._window_bytes or self._fits(self._unsent[0])):
-            job = self._unsent.popleft()
-            job.in_window_bytes = job.travelling_bytes
-            self._window_bytes += job.in_window_bytes
-            commands = list(job.commands())
-            if self._asking:  # a server that is taking a slot over answers only who asks so
-                commands = [one for command in commands for one in (ASKING, command)]
-            self._reader.expect(job, [command is not ASKING for command in commands])
-            out += map(pack, commands)
-        if out:
-            assert self._transport is not None
-            self._transport.write(out[0] if len(out) == 1 else b"".join(out))
-
-    def _fits(self, job: Job) -> bool:
-        return self._window_bytes + job.travelling_bytes <= WINDOW_BYTES
-
-    def _on_done(self, job: Job) -> None:
-        self._left -= 1
-        self._window_bytes -= job.in_window_bytes
-        if self._left:
-            self._send_more()
-        elif self._answer is not None and not self._answer.done():
-            self._answer.set_result(None)
-
-    def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-    def _watch(self, silence_s: float) -> None:
-        """A long command on a slow link goes out for a while before anything comes back."""
-        assert self._transport is not None
-        unsent_bytes = self._transport.get_write_buffer_size()
-        if unsent_bytes != self._unsent_bytes:
-            self._unsent_bytes, self._moved_s = unsent_bytes, self._loop.time()
-        quiet_s = self._loop.time() - self._moved_s
-        if quiet_s >= silence_s:
-            self._fail(CutError(f"no answer for {silence_s:g} s"))
-            return
-        wait_s = min(silence_s - quiet_s, silence_s / 4)
-        self._timer = self._loop.call_later(wait_s, self._watch, silence_s)
-
-    # what the event loop calls
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        try:
-            return self._reader.room()
-        except Exception as error:  # a mistake of the receiver's: who waits learns of it
-            self._fail(error)
-            return memoryview(bytearray(SCRATCH_BYTES))
-
-    def buffer_updated(self, num_bytes: int) -> None:
-        self._moved_s = self._loop.time()
-        if self._transport is None or self._transport.is_closing():
-            return
-        try:
-            self._reader.filled(num_bytes)
-        except Exception as error:
-            self._fail(error)
-
-    def eof_received(self) -> None:
-        """Nothing is sent after it: the transport closes."""
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.closed.set()
-        self._on_lost(self)
-        self._fail(CutError(f"the connection was lost: {error!r}" if error else "it was closed"))
-
-    def _fail(self, error: Exception) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error)
-        self.abort()
