@@ -219,11 +219,11 @@ async def _send(
     response = web.StreamResponse(headers={"Content-Type": frames.CONTENT_TYPE})
     response.content_length = num_bytes
     await response.prepare(request)
-    asks = [
+    asks = (
         Ask(entry.key, start, end, entry.etag)
         for _, status, entry, _, start, end in answers
         if status == frames.OK and entry is not None and end > len(entry.head)
-    ]
+    )
     with (
         node.depot.store.expecting(asks),
         Sender(node, request, (tenant.name, request[CLIENT])) as sender,

@@ -42,7 +42,9 @@ async def _follow(
     node: Node, request: web.Request, response: web.StreamResponse, after: int, arrived_s: float
 ) -> None:
     tenant, feed, told_s = request[TENANT].name, node.feed, arrived_s
-    while await feed.newer(told_s, after, HEARTBEAT_S, lambda: node.stopping):
+    patience_s = 0.0  # at first: whoever begins to follow knows nothing
+    while await feed.newer(told_s, after, patience_s, lambda: node.stopping):
+        patience_s = HEARTBEAT_S
         sequence, told_s = feed.sequence, feed.as_of_s
         while after < sequence:
             changes = await node.depot.wait(node.depot.names.changes(after, PAGE))

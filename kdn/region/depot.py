@@ -16,7 +16,7 @@ from kdn.depot.manifests import chunks_of
 from kdn.depot.names import Must, Version
 from kdn.depot.stores import DISK_DEADLINE_S, open_store
 from kdn.depot.tenants import Tenant, owners_of, tenants_of
-from kdn.errors import StoreError
+from kdn.errors import StoreError, UnsupportedError
 from kdn.files import private_folder
 from kdn.region.centre import CentreStore, open_clients
 from kdn.region.centre_names import CentreNames
@@ -114,6 +114,7 @@ async def open_region(
     settings: DepotSettings, tenant_settings: Sequence[TenantSettings] = ()
 ) -> AsyncIterator[RegionDepot]:
     """As `open_depot`, for settings with an upstream."""
+    _check(settings)
     data, tenants = settings.data, tenants_of(tenant_settings)
     try:
         private_folder(data, DATA)
@@ -138,13 +139,24 @@ async def open_region(
             for tenant in tenants
         }
         hurry = partial(_hurry, store, {tenant.name: tenant for tenant in tenants})
-        names = RegionNames(copy, centres, following, settings.max_stale_s, hurry)
+        names = RegionNames(
+            copy, centres, following, max_stale_s=settings.max_stale_s,
+            timeout_s=settings.upstream_timeout_s, before_put=hurry,
+        )  # fmt: skip
         opened.push_async_callback(names.close)
         tasks = [
             asyncio.create_task(supervise("following names", one.run)) for one in following.values()
         ]
         opened.push_async_callback(_stop, tasks)
         yield RegionDepot(store, names, tenants, settings.store_timeout_s, policy)
+
+
+def _check(settings: DepotSettings) -> None:
+    """What a region cannot be as well."""
+    if getattr(settings, "store", ""):
+        raise UnsupportedError("store and upstream: expected one of them, found both")
+    if getattr(settings, "workers", 1) != 1:
+        raise UnsupportedError("upstream: a region has one worker")
 
 
 async def _open_store(

@@ -12,6 +12,7 @@ What is promised (`docs/cluster.md`, tested by `bench/cluster/linearizable.py`):
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
@@ -40,12 +41,15 @@ class RegionNames(NameStore):
         copy: NamesCopy,
         centres: Mapping[str, CentreNames],
         following: Mapping[str, Following],
+        *,
         max_stale_s: float,
+        timeout_s: float,
         before_put: Before = _at_once,
     ) -> None:
         """`centres` and `following`: by tenant."""
         self._copy, self._centres, self._following = copy, centres, following
-        self._max_stale_s, self._before_put = max_stale_s, before_put
+        self._max_stale_s, self._timeout_s = max_stale_s, timeout_s
+        self._before_put = before_put
         self._flights: NextFlight[Answer] = NextFlight()
         self._told = 0  # the highest sequence that the centre has answered with
 
@@ -99,7 +103,11 @@ class RegionNames(NameStore):
 
     async def _ask(self, tenant: str, name: str) -> Answer:
         """The centre, not before now. Others who ask meanwhile share the question after this."""
-        return await self._flights.run((tenant, name), lambda: self._fetch(tenant, name))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._flights.run((tenant, name), lambda: self._fetch(tenant, name))
+        except TimeoutError:
+            raise CentreAwayError(f"no answer of the centre within {self._timeout_s:g} s") from None
 
     async def _fetch(self, tenant: str, name: str) -> Answer:
         answer = await self._centres[tenant].read(name, self._copy.view(tenant).held.get(name))

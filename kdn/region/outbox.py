@@ -78,6 +78,7 @@ class Outbox:
         self._added = asyncio.Event()
         self._sending: set[bytes] = set()
         self._left = asyncio.Condition()  # told when something leaves either of them
+        self._is_failing = False
         self._task: asyncio.Task[None] | None = None
         self.sent = 0
         self.failures = 0
@@ -131,10 +132,10 @@ class Outbox:
             self._left.notify_all()
 
     async def hurry(self, keys: Iterable[bytes], wait_s: float) -> bool:
-        """Send these first, and wait so long: whether none of them is left."""
+        """Send these first, and wait so long, unless the centre is away: whether none is left."""
         first = {key: self._waiting[key] for key in keys if key in self._waiting}
-        if not first:
-            return True
+        if not first or self._is_failing:
+            return not first
         rest = {key: entry for key, entry in self._waiting.items() if key not in first}
         self._waiting = first | rest
         try:
@@ -158,7 +159,8 @@ class Outbox:
             if not batch:
                 await self._rest()
                 continue
-            if await self._send_all(batch):
+            self._is_failing = not await self._send_all(batch)
+            if not self._is_failing:
                 at_once, pause_s = min(2 * at_once, MAX_AT_ONCE), FIRST_PAUSE_S
                 continue
             self.failures += 1

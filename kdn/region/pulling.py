@@ -24,6 +24,7 @@ from kdn.background import watched
 from kdn.errors import FormatError, KdnError, StoreError
 from kdn.region.centre import CentreStore
 from kdn.region.flight import Flight, GoneError
+from kdn.region.grouping import Group, Wanted, grouped
 from kdn.region.pieces import (
     HEAD_BYTES,
     LETTER,
@@ -40,8 +41,6 @@ from kdn.store.streaming import Ask
 from kdn.store.tiered import Tier
 
 MAX_PIECE_BYTES = 4 << 20
-MAX_REQUEST_BYTES = 8 << 20
-MAX_REQUEST_PIECES = 512
 REQUESTS_AHEAD = 2
 MAX_FLYING_BYTES = 64 << 20
 """Of a tenant, on their way from the centre to the region's own store."""
@@ -54,29 +53,6 @@ FIRST_SWEEP = 20_000
 """Objects known here until those of which nothing is left are forgotten."""
 
 
-class _Group:
-    """Flights of one request."""
-
-    def __init__(self, flights: Sequence[tuple[Partial, Flight]]) -> None:
-        self.flights = flights
-
-    def room(self, number: int, start: int, num_bytes: int) -> memoryview:
-        return self.flights[number][1].room(start, num_bytes)
-
-    def taken(self, number: int, start: int, num_bytes: int) -> None:
-        """Nobody reads them before they are checked."""
-
-    def check(self, number: int, start: int, num_bytes: int, checksum: int) -> None:
-        self.flights[number][1].check(start, num_bytes, checksum)
-
-    def gone(self, number: int) -> None:
-        self.flights[number][1].fail(GoneError("the centre no longer has this object"))
-
-    @property
-    def asks(self) -> list[Ask]:
-        return [Ask(one.key, f.start, f.end, one.etag) for one, f in self.flights]
-
-
 class Puller:
     def __init__(self, local: Store, centre: CentreStore, tier: Tier) -> None:
         """`tier` is the centre's: it says whether it is worth asking."""
@@ -84,10 +60,13 @@ class Puller:
         self._partials: dict[bytes, Partial] = {}
         self._flying: Counter[bytes] = Counter()  # bytes by tenant
         self._room = asyncio.Condition()
+        self._num_waiting = 0  # for room
         self._tasks: set[asyncio.Task[None]] = set()
         self._joining = asyncio.Lock()  # one object at a time is whole in memory
         self._sweep_at = FIRST_SWEEP
         self.fetched_bytes = 0
+        self.joined = 0
+        """Objects that became whole: since then they are found in the region's own store."""
 
     async def load(self, tenants: Iterable[bytes]) -> None:
         """What earlier processes kept, of the tenants with these prefixes."""
@@ -96,7 +75,7 @@ class Puller:
                 async for piece in pieces:
                     key, start = split_key(piece.key)
                     partial = self._partials.setdefault(key, Partial(key, piece.etag))
-                    if partial.etag == piece.etag:
+                    if partial.etag == piece.etag and piece.size_bytes > HEAD_BYTES:
                         partial.rest[start] = start + piece.size_bytes - HEAD_BYTES
 
     def __contains__(self, key: bytes) -> bool:
@@ -218,7 +197,7 @@ class Puller:
         return span.data
 
     @contextmanager
-    def expecting(self, asks: Sequence[Ask]) -> Iterator[None]:
+    def expecting(self, asks: Iterable[Ask]) -> Iterator[None]:
         """While these are being read in order, fetch what is missing of them ahead."""
         wanted = [ask for ask in asks if ask.key in self._partials]
         task = self._start(self._run_ahead(wanted)) if wanted else None
@@ -230,14 +209,14 @@ class Puller:
 
     async def _run_ahead(self, asks: Sequence[Ask]) -> None:
         ahead: list[asyncio.Task[None]] = []
-        for group in _grouped(self._missing(asks), self._centre):
+        for group in grouped(self._missing(asks), self._centre):
             # Looked at again: others may have asked for the same meanwhile.
             tasks = await self._fetch(group)
             ahead += tasks
             if len(ahead) >= REQUESTS_AHEAD:
                 await asyncio.wait([ahead.pop(0)])
 
-    def _missing(self, asks: Sequence[Ask]) -> Iterator[tuple[Partial, int, int]]:
+    def _missing(self, asks: Sequence[Ask]) -> Iterator[Wanted]:
         for ask in asks:
             partial = self._partials.get(ask.key)
             if partial is None or partial.entry is None or partial.etag != ask.etag:
@@ -247,7 +226,7 @@ class Puller:
                 for at in range(first, last, MAX_PIECE_BYTES):
                     yield partial, at, min(last, at + MAX_PIECE_BYTES)
 
-    async def _fetch(self, wanted: Sequence[tuple[Partial, int, int]]) -> list[asyncio.Task[None]]:
+    async def _fetch(self, wanted: Sequence[Wanted]) -> list[asyncio.Task[None]]:
         """Ask the centre for what of these ranges (of one collection) is still missing."""
         size_bytes = sum(end - start for _, start, end in wanted)
         await self._take_room(_tenant(wanted[0][0].key), size_bytes)
@@ -261,15 +240,14 @@ class Puller:
                 flights.append((partial, flight))
         unused = size_bytes - sum(flight.size_bytes for _, flight in flights)
         self._give_back(_tenant(wanted[0][0].key), unused)
-        return [self._start(self._fly(_Group(flights)))] if flights else []
+        return [self._start(self._fly(Group(flights)))] if flights else []
 
-    async def _fly(self, group: _Group) -> None:
-        error: KdnError = StoreError("the request to the centre was given up")
+    async def _fly(self, group: Group) -> None:
+        error: KdnError = StoreError("it cannot be reached")
         try:
-            if time.monotonic() < self._tier.rests_until_s:
-                raise StoreError("the centre cannot be reached")
-            await self._centre.read_into(group.asks, group)
-            self._tier.failures_in_row = 0
+            if time.monotonic() >= self._tier.rests_until_s:
+                await self._centre.read_into(group.asks, group)
+                self._tier.failures_in_row = 0
         except KdnError as fault:
             error = fault
             self._tier.failed()
@@ -327,23 +305,28 @@ class Puller:
                 if not self._is_current(partial):  # deleted meanwhile
                     await self._local.delete(entry.key)
                 elif kept.etag == entry.etag:
+                    self.joined += 1
                     await self.forget(entry.key)
 
     # room, tasks
 
     async def _take_room(self, tenant: bytes, size_bytes: int) -> None:
-        async with self._room:
-            await self._room.wait_for(
-                lambda: (
-                    not self._flying[tenant]
-                    or self._flying[tenant] + size_bytes <= MAX_FLYING_BYTES
-                )
-            )
-            self._flying[tenant] += size_bytes
+        def is_room() -> bool:
+            flying = self._flying[tenant]
+            return not flying or flying + size_bytes <= MAX_FLYING_BYTES
+
+        if not is_room():
+            self._num_waiting += 1
+            try:
+                async with self._room:
+                    await self._room.wait_for(is_room)
+            finally:
+                self._num_waiting -= 1
+        self._flying[tenant] += size_bytes
 
     def _give_back(self, tenant: bytes, size_bytes: int) -> None:
         self._flying[tenant] -= size_bytes
-        if size_bytes:
+        if size_bytes and self._num_waiting:
             self._start(self._tell_room())
 
     async def _tell_room(self) -> None:
@@ -383,22 +366,3 @@ class Puller:
 
 def _tenant(key: bytes) -> bytes:
     return key[:PREFIX_BYTES]
-
-
-def _grouped(
-    wanted: Iterable[tuple[Partial, int, int]], centre: CentreStore
-) -> Iterator[list[tuple[Partial, int, int]]]:
-    """Ranges for one request each."""
-    group: list[tuple[Partial, int, int]] = []
-    size_bytes = 0
-    for one in wanted:
-        partial, start, end = one
-        full = size_bytes + end - start > MAX_REQUEST_BYTES or len(group) >= MAX_REQUEST_PIECES
-        other = group and centre.prefix_of(group[0][0].key) != centre.prefix_of(partial.key)
-        if group and (full or other):
-            yield group
-            group, size_bytes = [], 0
-        group.append(one)
-        size_bytes += end - start
-    if group:
-        yield group

@@ -8,7 +8,7 @@ arrives, this region drops its own and serves the centre's from then on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import replace
 
@@ -22,6 +22,8 @@ from kdn.store.tally import Usage
 from kdn.store.tiered import Tier, merged
 
 LOCAL_S = 30.0
+LOOKS = 2
+"""At what is here, if it moves from one place to the other meanwhile."""
 CENTRE_S = 20.0
 """For the centre to answer a lookup, or to take an object that the outbox has no room for."""
 
@@ -35,6 +37,7 @@ class RegionStore(Store):
         self._tier = Tier("centre", centre, CENTRE_S)
         self.puller = Puller(local, centre, self._tier)
         self.outbox = Outbox(outbox, local, upward, self._settled) if outbox else None
+        self._own = (local, outbox) if outbox else (local,)
         self._lookups: dict[tuple[bytes, int], asyncio.Task[dict[bytes, Entry]]] = {}
 
     async def open(self, tenants: Sequence[bytes]) -> None:
@@ -52,11 +55,19 @@ class RegionStore(Store):
     async def get(
         self, key: bytes, start: int = 0, end: int | None = None, *, etag: bytes | None = None
     ) -> Span | None:
-        span = await self._local.get(key, start, end, etag=etag)
-        if span is None and self.outbox is not None and key in self.outbox:
-            span = await self.outbox.store.get(key, start, end, etag=etag)
-        if span is not None:
-            return span
+        for _ in range(LOOKS):
+            joined = self.puller.joined
+            span = await self._local.get(key, start, end, etag=etag)
+            if span is None and self.outbox is not None and key in self.outbox:
+                span = await self.outbox.store.get(key, start, end, etag=etag)
+            span = span or await self._pull(key, start, end, etag)
+            if span is not None or joined == self.puller.joined:
+                break  # or else it may have become whole meanwhile
+        return span
+
+    async def _pull(
+        self, key: bytes, start: int, end: int | None, etag: bytes | None
+    ) -> Span | None:
         entry = await self.puller.known(key)
         if entry is None:
             [entry] = await self._ask_centre([key], 0)
@@ -64,20 +75,23 @@ class RegionStore(Store):
             return None
         return await self.puller.read(entry, start, end)
 
-    def expecting(self, asks: Sequence[Ask]) -> AbstractContextManager[None]:
+    def expecting(self, asks: Iterable[Ask]) -> AbstractContextManager[None]:
         return self.puller.expecting(asks)
 
     async def here(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> dict[bytes, Entry]:
         """What can be answered for without the centre, with as much of their heads as is here."""
         found: dict[bytes, Entry] = {}
-        stores = [self._local] + ([self.outbox.store] if self.outbox else [])
-        for store in stores:
-            missing = [key for key in dict.fromkeys(keys) if key not in found]
-            entries = await store.lookup(missing, head_bytes=head_bytes)
-            found.update((entry.key, entry) for entry in entries if entry)
-        for key in dict.fromkeys(keys):
-            if key not in found and (entry := await self.puller.known(key)) is not None:
-                found[key] = entry
+        for _ in range(LOOKS):
+            joined = self.puller.joined
+            for store in self._own:
+                missing = [key for key in dict.fromkeys(keys) if key not in found]
+                entries = await store.lookup(missing, head_bytes=head_bytes)
+                found.update((entry.key, entry) for entry in entries if entry)
+            for key in dict.fromkeys(keys):
+                if key not in found and (entry := await self.puller.known(key)) is not None:
+                    found[key] = entry
+            if joined == self.puller.joined:
+                break  # or else something may have become whole meanwhile
         return found
 
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
@@ -183,7 +197,7 @@ class RegionStore(Store):
     async def _drop(self, key: bytes, kept: bytes, replacing: bytes | None) -> None:
         """What is here of another object than the centre keeps, or of the one that gave way: its
         bytes were no good, even if the new object has the same etag."""
-        for store in [self._local] + ([self.outbox.store] if self.outbox else []):
+        for store in self._own:
             [found] = await store.lookup([key])
             if found is not None and (found.etag != kept or not is_taken(found, replacing)):
                 if self.outbox is not None and store is self.outbox.store:
@@ -212,7 +226,10 @@ class RegionStore(Store):
                 was_here |= await self._centre.delete(key)
         except TimeoutError:
             raise StoreError(f"the centre did not answer within {CENTRE_S:g} s") from None
-        # Whoever looked it up before it was deleted there may have brought it back.
+        # Whoever looked it up before it was deleted there may bring it back.
+        for (known, _), lookup in list(self._lookups.items()):
+            if known == key:
+                await asyncio.wait([lookup])
         await self.puller.forget(key)
         await self._local.delete(key)
         return was_here

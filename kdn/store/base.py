@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 
@@ -145,7 +145,7 @@ class Store(ABC):
             span = await self.get(ask.key, ask.start, ask.end, etag=ask.etag)
             yield Piece(number, ask.start, None if span is None else span.data)
 
-    def expecting(self, asks: Sequence[Ask]) -> AbstractContextManager[None]:
+    def expecting(self, asks: Iterable[Ask]) -> AbstractContextManager[None]:
         """While these are read with `get`, in order: a store that is far away may fetch ahead."""
         return nullcontext()
 

@@ -87,6 +87,8 @@ class Link:
             await asyncio.gather(self._carry(near, out, False), self._carry(far, back, True))
         except (OSError, TimeoutError, asyncio.CancelledError):
             pass
+        except RuntimeError:  # uvloop's word for a transport that is gone
+            pass
         finally:
             for end in ends:
                 self._writers.discard(end)
@@ -105,5 +107,5 @@ class Link:
                 self.up_bytes += len(piece)
             sink.write(piece)
             await sink.drain()
-        with suppress(OSError, RuntimeError):  # uvloop says so of a transport that is gone
+        with suppress(OSError):
             sink.write_eof()
