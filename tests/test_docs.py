@@ -12,6 +12,7 @@ import re
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -50,7 +51,15 @@ async def run_example(code: str, **given: Any) -> dict[str, Any]:
 
 def test_no_example_is_left_out() -> None:
     counts = {path.name: len(examples(path)) for path in DOCUMENTS if examples(path)}
-    assert counts == {"README.md": 1, "quickstart-transformers.md": 3, "delivery.md": 2}
+    assert counts == {
+        "README.md": 1, "quickstart-transformers.md": 3, "delivery.md": 2, "cluster.md": 1
+    }  # fmt: skip
+
+
+def test_the_example_of_regions_asks_as_clients_can_be_asked() -> None:
+    client = create_autospec(kdn.Client, instance=True)
+    asyncio.run(run_example(examples(ROOT / "docs" / "cluster.md")[0], client=client))
+    assert client.ask.call_count == 2
 
 
 def test_the_example_of_a_session_delivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

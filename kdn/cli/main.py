@@ -63,7 +63,9 @@ DTypeOption = Annotated[
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="A TOML file; by default kdn.toml if there is one.")
 ]
-UrlOption = Annotated[str | None, typer.Option(help="The node to ask.")]
+UrlOption = Annotated[
+    str | None, typer.Option(help="The node to ask, or several of one store: URL,URL.")
+]
 TokenOption = Annotated[
     Path | None, typer.Option(help="Holds the tenant's token; by default client.token_file.")
 ]

@@ -57,6 +57,7 @@ from kdn.session.opened import Opened
 from kdn.session.profiles import codec_for, share_profile
 from kdn.session.settings import SessionSettings
 from kdn.session.spooling import open_spool
+from kdn.store.node_client import HttpLimits
 
 LOOKUP_S = 30.0
 HELD_S = 1.0
@@ -102,7 +103,11 @@ class Session(Opened):
         settings = self.settings
         own = settings.credentials
         places = open_places(
-            settings.where, token=own.token, client=settings.client, tls_ca=own.tls_ca
+            settings.where,
+            token=own.token,
+            client=settings.client,
+            tls_ca=own.tls_ca,
+            limits=HttpLimits(resolve_s=settings.resolve_s),
         )
         self.places = await self._parts.enter_async_context(places)
         self.codec = await codec_for(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kdn.cache.keys import PUBLIC_SECRET
 from kdn.credentials import Credentials
-from kdn.defaults import CODEC, HOST_BYTES, QUEUE_BYTES, SPOOL_BYTES
+from kdn.defaults import CODEC, HOST_BYTES, QUEUE_BYTES, RESOLVE_S, SPOOL_BYTES
 from kdn.places.places import Place
 
 
@@ -31,6 +31,8 @@ class SessionSettings:
     """Of chunks, in memory that all engines of this host share; 0: none."""
     host_folder: Path | None = None
     """Where they are, if not in the system's shared memory."""
+    resolve_s: float = RESOLVE_S
+    """How long the addresses of a name are taken to be the same."""
 
     @property
     def secret(self) -> bytes:

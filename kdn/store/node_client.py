@@ -22,6 +22,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from kdn.checked import checked_url
+from kdn.defaults import RESOLVE_S
 from kdn.errors import LimitError, StoreError, UnavailableError
 from kdn.protocol.limits import MAX_JSON_BYTES, MAX_LISTED
 from kdn.store.http_answers import Reply, member
@@ -46,7 +47,7 @@ class HttpLimits:
     """Of a whole request."""
     hedge_s: float = 0.25
     """Of several nodes: after such a silence another one is asked, too (`failover.py`)."""
-    resolve_s: float = 5.0
+    resolve_s: float = RESOLVE_S
     """How long the addresses of a name are taken to be the same (`members.py`)."""
 
 

@@ -84,8 +84,7 @@ def _need(package: str, extra: str) -> None:
 
 
 def _open_http(url: str, credentials: Credentials) -> Store:
-    from kdn.store.http import HttpStore
-    from kdn.store.node_client import NodeClient
+    from kdn.store.many_nodes import node_store, open_nodes
     from kdn.store.static import open_static_store
     from kdn.store.static_client import is_export
     from kdn.store.tls import client_tls
@@ -93,4 +92,4 @@ def _open_http(url: str, credentials: Credentials) -> Store:
     tls = client_tls(credentials.tls_ca)
     if is_export(url):  # no token is sent there
         return open_static_store(url, tls=tls)
-    return HttpStore(NodeClient(url, token=credentials.token, tls=tls))
+    return node_store(open_nodes(url, token=credentials.token, tls=tls))

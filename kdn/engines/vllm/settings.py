@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 REQUEST_KEY = "kdn"
 """Under which `kv_transfer_params` holds the settings of one request."""
 MAX_BYTES = 1 << 50
+MIN_RESOLVE_S = 0.1
 STAGING_BYTES = 5 << 28
 """1.25 GiB: 8,192 tokens of a model with 8 billion weights, and some more."""
 
@@ -154,6 +155,7 @@ _OF_SESSION: Mapping[str, Check] = {
     "spool_folder": _path,
     "host_bytes": _bytes,
     "host_folder": _path,
+    "resolve_s": partial(checked_number, least=MIN_RESOLVE_S, most=MAX_WAIT_S),
 }
 _OF_REQUEST: Mapping[str, Check] = {
     "quality": _quality,
