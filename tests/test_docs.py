@@ -17,6 +17,7 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
+import kdn
 from kdn.cache.keys import cut
 from kdn.cache.tensors import KVCache
 from kdn.delivery.endpoints import Endpoint
