@@ -46,7 +46,8 @@ async def run_example(code: str, **given: Any) -> dict[str, Any]:
     """With `await` at its top level: the names it leaves."""
     names = TAKEN_FOR_GRANTED | given
     compiled = compile(code, "example", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    await cast(Awaitable[None], eval(compiled, names))
+    if (running := eval(compiled, names)) is not None:  # something in it is awaited
+        await cast(Awaitable[None], running)
     return names
 
 
