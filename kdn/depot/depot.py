@@ -38,6 +38,7 @@ from kdn.store.tally import Usage
 DATA = re.compile(r"\w+\.sqlite(?:-\w+)?|objects|outbox|cache|followed(?:\.new)?|lost\+found")
 """What there may be in a data folder."""
 DELETES_AT_ONCE = 32
+CANCEL_S = 0.2
 SLICE_S = 0.0005
 IN_THREAD_BYTES = 256 * 2**10
 """Manifests beyond this are parsed in a thread: others may run while their keys are read."""
@@ -300,8 +301,10 @@ async def _open_shared(
 
 
 async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
+    """Libraries below may swallow a cancellation that comes while they end a wait of their own."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=CANCEL_S)
 
 
 def _make_folder(data: Path) -> None:

@@ -171,7 +171,7 @@ class SharedNames(NameStore):
     tenant holds, and what no cache may keep."""
 
     recount_s: float
-    """How often tenants' objects are counted anew: a store that evicts drifts, and lists cost."""
+    """How often tenants' objects are counted anew: what is evicted is not told, and lists cost."""
 
     @abstractmethod
     async def count(self, tenant: str, more: Usage) -> Usage:
