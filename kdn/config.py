@@ -45,7 +45,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?(?:b|bit)?", re.IGNORECASE)
 _TOKEN = re.compile(r"sha256:[0-9a-f]{64}")
 TOKEN_LISTS = ("read_tokens", "tokens", "operate_tokens")
 """Of a tenant, by what they may do."""
-SECRETS = ("token", "secret", "upstream_token")
+SECRETS = ("token", "secret", "upstream_token", "store_token")
 """Settings that are never shown. Each has a twin that names a file: `token_file`, ..."""
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -73,6 +73,14 @@ class DepotSettings:
     """For the centre to answer a question about names."""
     store_timeout_s: float = 60.0
     """For one operation of the store."""
+    store: str = ""
+    """URL of a store that many nodes share (`redis://…`, `s3://…`): it has objects and names, and
+    `memory_bytes` and `disk_bytes` are caches. `kdn node` then has no disk unless it is given."""
+    store_token: str = field(default="", repr=False)
+    """The password of a Redis, if not in the URL."""
+    store_token_file: str = ""
+    store_tls_ca: str = ""
+    """A PEM file: the authority that signed the store's certificate, if a private one did."""
 
     @property
     def upstream_credentials(self) -> Credentials:
@@ -81,6 +89,12 @@ class DepotSettings:
             self.upstream_token or None, self.upstream_token_file or None, "upstream_token"
         )
         return Credentials(token, tls_ca=self.upstream_tls_ca or None)
+
+    @property
+    def store_credentials(self) -> Credentials:
+        """Read from their files now."""
+        token = token_from(self.store_token or None, self.store_token_file or None, "store_token")
+        return Credentials(token, tls_ca=self.store_tls_ca or None)
 
 
 @dataclass(frozen=True)
@@ -210,6 +224,8 @@ def load_config(
         ]
         sections[name], given = _section(name, kind, layers)
         sources |= given
+    if sections["node"].store and sources["node.disk_bytes"] == "default":
+        sections["node"] = replace(sections["node"], disk_bytes=0)
     if path and any(sources.get(f"{s}.{key}") == str(path) for s in sections for key in SECRETS):
         warn_if_shared(path.stat().st_mode, "configuration file", path)
     tenants = tuple(

@@ -74,6 +74,10 @@ class NotAllowedError(RefusedError):
     """This token, or none, may not do that there."""
 
 
+class ReadOnlyError(RefusedError):
+    """Nothing can be written there: an export is changed by `kdn export` alone."""
+
+
 class ConditionError(KdnError):
     """A change was made for another version of a name than `newest`: the etag that is there, None
     if there is no such name."""

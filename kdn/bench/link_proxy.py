@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Lock, Thread
 
-PIECE_BYTES = 64 * 1024
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1500, 64 * 1024
+PIECE_S = 0.005
+"""A piece takes no longer than this, within those bounds: a slow link has no bursts, either."""
 _LATE_S = 0.01
 """A timer that fires late is made up for; a link that was idle is not."""
 _CONNECT_S = 10.0
@@ -33,6 +35,12 @@ class LinkPace:
         self._clock = clock
         self._lock = Lock()  # guards _free_at_s: connections are pumped by threads of their own
         self._free_at_s = 0.0
+
+    @property
+    def piece_bytes(self) -> int:
+        """To put on the link at once."""
+        wanted = MAX_PIECE_BYTES if self.bits_per_s is None else self.bits_per_s / 8 * PIECE_S
+        return int(min(max(wanted, MIN_PIECE_BYTES), MAX_PIECE_BYTES))
 
     def wait_s(self, num_bytes: int) -> float:
         """Put these bytes on the link; how long until the last of them is through."""
@@ -107,7 +115,7 @@ class Proxy:
     def _pump(self, source: socket.socket, sink: socket.socket, way: str, pace: LinkPace) -> None:
         # Either end may leave at any time; then the other one is told, and that is all.
         with suppress(OSError):
-            while piece := source.recv(PIECE_BYTES):
+            while piece := source.recv(pace.piece_bytes):
                 if wait_s := pace.wait_s(len(piece)):
                     time.sleep(wait_s)
                 sink.sendall(piece)

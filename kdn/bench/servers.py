@@ -6,6 +6,7 @@ started is ended with the `with` block, however that ends; every wait has a dead
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ SLOTS_FIELD = 8
 """Of a line of CLUSTER NODES."""
 NODE_TIMEOUT_MS = 2000
 """After so long a Cluster or a Sentinel gives a silent master up."""
+PORTS = range(12_000, 32_000)
 QUIET = ("--save", "", "--appendonly", "no", "--daemonize", "no", "--loglevel", "notice")
 
 
@@ -65,10 +67,14 @@ def needed(name: str, advice: str) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Not one of those that the system gives to clients: before a server listens there, a client
+    might have it."""
+    for _ in range(100):
+        port = PORTS.start + secrets.randbelow(len(PORTS))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError(f"no free port from {PORTS.start} to {PORTS.stop}")
 
 
 class RedisServer:
@@ -130,6 +136,15 @@ class RedisServer:
         once = Retry(NoBackoff(), 0)
         with Redis(port=self.port, socket_timeout=STOP_S, retry=once, **options) as client:
             return client.execute_command(*command)
+
+    def follow(self, master: RedisServer) -> None:
+        """Be a replica from now on; return when it has all that its master has."""
+        self.ask("REPLICAOF", "127.0.0.1", master.port)
+        until(
+            lambda: _has_replicas(self, 0) and _has_replicas(master, 1),
+            START_S,
+            lambda: f"{self.address} does not follow {master.address}",
+        )
 
     def kill(self) -> None:
         """As a power loss does: nothing is saved, nobody is told."""
@@ -226,6 +241,7 @@ class RedisClusterServers:
         master = self._start_one()
         self._manage("add-node", master.address, self.servers[0].address)
         until(lambda: self._all_know(master), START_S, lambda: "not all know the new master")
+        self.wait_until_whole()  # it takes no keys before it has seen the others for a while
         for _ in range(replicas):
             replica = self._start_one()
             self._manage(
@@ -326,8 +342,7 @@ class SentinelServers:
         master.start()
         for replica in replicas:
             replica.start()
-            replica.ask("REPLICAOF", "127.0.0.1", master.port)
-        until(lambda: _has_replicas(master, len(replicas)), START_S, lambda: "no replicas")
+            replica.follow(master)
         for sentinel in self.sentinels:
             sentinel.start()
         until(self._all_meet, START_S, lambda: "the Sentinels do not know each other")

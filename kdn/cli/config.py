@@ -27,7 +27,7 @@ def rows(config: Config) -> list[tuple[str, str, str]]:
         settings = getattr(config, section)
         for item in fields(settings):
             name, value = f"{section}.{item.name}", getattr(settings, item.name)
-            has_password = item.name in ("url", "upstream") and "@" in value
+            has_password = item.name in ("url", "upstream", "store") and "@" in value
             hidden = (item.name in SECRETS and value) or has_password
             shown.append((name, "(set)" if hidden else str(value), config.sources[name]))
     for tenant in config.tenants:

@@ -37,12 +37,13 @@ bench = lazy_group(
         "ttft": ("kdn.bench.ttft:run", "Time to first token over shaped links, with a real model."),
         "vllm": ("kdn.bench.vllm:run", "First token of a fresh vLLM engine, beside LMCache."),
         "gpu": ("kdn.bench.gpu:run", "Decoding on a GPU beside prefill, and over links."),
+        "export": ("kdn.bench.export:run", "A delivery from plain nginx beside one from a node."),
     }
 )
 app.add_typer(bench, name="bench", help="Measure on real data, with tables, JSON and plots.")
 
-FILE_OPTIONS = ("--text", "--calibration", "--requests")
-"""Options that take one or more files; so a command's own arguments come before them."""
+FILE_OPTIONS = ("--text", "--calibration", "--requests", "--names")
+"""Options that take one or more values; so a command's own arguments come before them."""
 
 ModelOption = Annotated[str, typer.Option(help="smollm2, a local folder, or a name on the hub.")]
 DeviceOption = Annotated[
@@ -208,12 +209,15 @@ def node(
     upstream: Annotated[
         str | None, typer.Option(help="The centre's URL: this node is a region of it.")
     ] = None,
+    store: Annotated[
+        str | None, typer.Option(help="A store that many nodes share, as redis:// or s3://.")
+    ] = None,
 ) -> None:
     """Serve stores over HTTP. Works without any configuration, on loopback."""
     from kdn.config import load_config
     from kdn.node.server import run
 
-    flags = {"data": data, "host": host, "port": port, "insecure": insecure}
+    flags = {"data": data, "host": host, "port": port, "insecure": insecure, "store": store}
     flags["upstream"] = upstream
     run(load_config(config, {f"node.{name}": value for name, value in flags.items()}))
 
@@ -263,6 +267,28 @@ def rm(
     from kdn.cli.remote import Whom, remove
 
     remove(Whom(config, url, token_file, tls_ca), what, chunks)
+
+
+@app.command(name="export")
+def export_command(
+    place: Annotated[str, typer.Argument(help="A folder, or the URL of a node.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write; it may hold an earlier export.")],
+    names: Annotated[
+        list[str] | None,
+        typer.Option(help="What to export, as docs or 'docs-*'; by default everything."),
+    ] = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove from the folder what is not exported now.")
+    ] = False,
+    config: ConfigOption = None,
+    token_file: TokenOption = None,
+    tls_ca: TlsOption = None,
+) -> None:
+    """Write names and chunks as files that any web server or CDN can serve."""
+    from kdn.cli.export import run
+    from kdn.cli.remote import Whom
+
+    run(Whom(config, place, token_file, tls_ca), folder, names or [], prune)
 
 
 @app.command(name="config")

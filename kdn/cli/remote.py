@@ -16,7 +16,7 @@ from rich.table import Table
 from kdn.checked import checked_name, checked_text, shown
 from kdn.config import load_config
 from kdn.errors import StoreError, UnsupportedError
-from kdn.places.places import Places, is_url, open_places
+from kdn.places.places import Places, is_folder, open_places
 from kdn.store.node_client import HttpLimits
 
 NO_LIMIT = 1 << 62
@@ -38,7 +38,7 @@ def _ask(whom: Whom, question: Callable[[Places], Awaitable[None]]) -> None:
     flags = {"url": whom.url, "token_file": whom.token_file, "tls_ca": whom.tls_ca}
     given = {f"client.{name}": value for name, value in flags.items()}
     settings = load_config(whom.config, given).client
-    if not is_url(settings.url) and not os.path.isfile(_names_file(settings.url)):
+    if is_folder(settings.url) and not os.path.isfile(_names_file(settings.url)):
         raise UnsupportedError(
             "expected the URL of a node, or a folder that something was learned into, found "
             f"{shown(settings.url)}"

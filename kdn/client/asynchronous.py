@@ -59,7 +59,7 @@ from kdn.engines.reading import pieces
 from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import spec_of
 from kdn.engines.unchanged import Unchanged
-from kdn.errors import KdnError, StoreError, UnsupportedError
+from kdn.errors import KdnError, ReadOnlyError, StoreError, UnsupportedError
 from kdn.places.places import Where, checked_places
 from kdn.session.opened import Opened
 from kdn.session.quality import Quality, enough_kld
@@ -163,6 +163,9 @@ class AsyncClient(Opened):
         tokens, style = self.engine.prompts.learn(what)
         checked_tokens("what", tokens, self.engine.spec.vocab_size)
         session, chunks = self.session, cut(tokens, await self.engine.names())
+        if session.is_read_only:  # before the model reads
+            place = session.places.publish_to.name
+            raise ReadOnlyError(f"nothing can be learned into {place}: an export is read-only")
         known = await session.know_home(chunks)
         computed = 0
         if len(known.chunks) < len(chunks):

@@ -87,6 +87,7 @@ class Admission(Enum):
     ALREADY = "already on its way"
     LOSSY = "computed on top of losses: refused"
     FULL = "too much is waiting: refused"
+    READ_ONLY = "the place takes nothing: refused"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 Chunks that the newest version of a name uses are held on disk, as far as they fit into their
 tenant's share: eviction takes what nobody named. Every operation has a deadline.
+
+Or all that a store holds which many share (`DepotSettings.store`): then objects, names and counts
+are there, and a depot has nothing of its own but caches. What is evicted is up to that store.
 """
 
 from __future__ import annotations
@@ -9,27 +12,33 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from kdn.config import DepotSettings, TenantSettings
+from kdn.depot.counts import SharedCounts
+from kdn.depot.following import Follower
 from kdn.depot.manifests import chunks_of
-from kdn.depot.names import Must, NameStore, Totals, Version
+from kdn.depot.names import Must, NameStore, SharedNames, Totals, Version
+from kdn.depot.shared_names import open_shared_names
 from kdn.depot.sqlite_names import SqliteNames
-from kdn.depot.stores import open_store
+from kdn.depot.stores import open_shared_store, open_store
 from kdn.depot.tenants import Tenant, owners_of, tenants_of
 from kdn.depot.turns import Turns, Work
-from kdn.errors import ConditionError, StoreError
+from kdn.errors import ConditionError, StoreError, UnsupportedError
 from kdn.files import private_folder
 from kdn.store.base import Entry, Store, is_taken
 from kdn.store.evict import Retention, open_policy
+from kdn.store.shared import SharedStore
 from kdn.store.tally import Usage
 
-DATA = re.compile(r"\w+\.sqlite(?:-\w+)?|objects|outbox|lost\+found")
+DATA = re.compile(r"\w+\.sqlite(?:-\w+)?|objects|outbox|cache|followed(?:\.new)?|lost\+found")
 """What there may be in a data folder."""
 DELETES_AT_ONCE = 32
+CANCEL_S = 0.2
 SLICE_S = 0.0005
 IN_THREAD_BYTES = 256 * 2**10
 """Manifests beyond this are parsed in a thread: others may run while their keys are read."""
@@ -49,6 +58,8 @@ class Depot:
     """For one operation."""
     policy: Retention | None = None
     """Of the disk: told what names use."""
+    counts: SharedCounts | None = None
+    """Of tenants, where many share the store."""
     changed: Callable[[Entry], None] = lambda entry: None
     """Called with whatever was put, replaced or deleted."""
     turns: Turns = field(default_factory=Turns)
@@ -79,15 +90,22 @@ class Depot:
         """For `/metrics`: names, what they mean, and values."""
         return []
 
-    async def held_bytes(self, tenant: Tenant) -> int:
-        """What a tenant's objects and manifests take of its quota."""
+    async def held(self, tenant: Tenant) -> Usage:
+        """A tenant's objects, and what they and its manifests take of its quota."""
+        if self.counts is not None:
+            return await self.wait(self.counts.held(tenant))
         names = await self.wait(self.names.totals(tenant.name))
-        return names.size_bytes + self.store.usage(tenant.prefix).size_bytes
+        usage = self.store.usage(tenant.prefix)
+        return Usage(usage.objects, usage.size_bytes + names.size_bytes)
 
     async def check_quota(self, tenant: Tenant, more_bytes: int) -> None:
         """QuotaError if so much more would be too much."""
-        if tenant.quota.limit_bytes and more_bytes > 0:
-            tenant.quota.check(more_bytes, await self.held_bytes(tenant))
+        if not tenant.quota.limit_bytes or more_bytes <= 0:
+            return
+        if self.counts is not None:
+            await self.wait(self.counts.check(tenant, more_bytes))
+        else:
+            tenant.quota.check(more_bytes, (await self.held(tenant)).size_bytes)
 
     async def check_room(
         self, tenant: Tenant, key: bytes, size_bytes: int, replacing: bytes | None
@@ -111,6 +129,12 @@ class Depot:
                 kept = await self.wait(self.store.put_entry(entry, data, checksum, replacing))
             for known in filter(None, (old, kept)):
                 self.changed(known)
+            if kept.etag == entry.etag:
+                self._count(tenant, [old] if old else [], [kept])
+                if self.counts is not None:
+                    await self.wait(self.counts.settle(tenant))
+            if replacing is not None:
+                await self.tell_removed([entry.key])
             return kept, old is None and kept.etag == entry.etag
 
     async def delete(self, key: bytes) -> bool:
@@ -119,7 +143,24 @@ class Depot:
         was_here = await self.wait(self.store.delete(key))
         if was_here and entry is not None:
             self.changed(entry)
+            self._count(self._owner(key), [entry], [])
+        await self.tell_removed([key])
         return was_here
+
+    def _owner(self, key: bytes) -> Tenant:
+        return next(tenant for tenant in self.tenants if key.startswith(tenant.prefix))
+
+    def _count(self, tenant: Tenant, gone: Sequence[Entry], came: Sequence[Entry]) -> None:
+        if self.counts is not None:
+            more_bytes = sum(entry.size_bytes for entry in came)
+            more_bytes -= sum(entry.size_bytes for entry in gone)
+            self.counts.add(tenant, len(came) - len(gone), more_bytes)
+
+    async def tell_removed(self, keys: Sequence[bytes]) -> None:
+        """The caches of other nodes: when this returns, they are going to know."""
+        if isinstance(self.names, SharedNames) and keys:
+            with suppress(UnsupportedError):  # where nothing can be told, no node uses a cache
+                await self.wait(self.names.remove(keys))
 
     # names
 
@@ -141,6 +182,8 @@ class Depot:
                 chunks = chunks_of(manifest)
             await self.check_quota(tenant, len(manifest))
             made = await self.names.put(tenant.name, name, manifest, chunks, must, most)
+            if self.counts is not None:
+                self.counts.add_manifest(tenant, len(manifest))
             await self._retain(tenant, name, chunks)
         return made
 
@@ -181,6 +224,8 @@ class Depot:
             await asyncio.gather(*(self.store.delete(key) for key in batch))
         for entry in filter(None, entries):
             self.changed(entry)
+        self._count(tenant, list(filter(None, entries)), [])
+        await self.tell_removed(keys)
         left = await self.store.lookup(keys)
         if any(left):
             raise StoreError(f"{sum(map(bool, left))} chunks are still there after deletion")
@@ -210,12 +255,14 @@ async def open_depot(
     settings: DepotSettings, tenant_settings: Sequence[TenantSettings] = ()
 ) -> AsyncIterator[Depot]:
     """What is in the folder `settings.data`, which is made if need be; closed (and flushed) on
-    leaving. One process at a time may have it open."""
+    leaving. One process at a time may have it open. Or what is in the store `settings.store`, which
+    many may have open: of the folder then only what is cached on disk."""
+    if settings.store:
+        async with _open_shared(settings, tenant_settings) as depot:
+            yield depot
+        return
     data, tenants = settings.data, tenants_of(tenant_settings)
-    try:
-        private_folder(data, DATA)
-    except OSError as error:
-        raise StoreError(f"data folder {data}: {error}") from error
+    _make_folder(data)
     async with AsyncExitStack() as opened:
         names = SqliteNames(data / "names.sqlite")
         opened.push_async_callback(names.close)
@@ -227,3 +274,41 @@ async def open_depot(
         store = await open_store(settings, policy, owners)
         opened.push_async_callback(store.close)
         yield Depot(store, names, tenants, settings.store_timeout_s, policy)
+
+
+@asynccontextmanager
+async def _open_shared(
+    settings: DepotSettings, tenant_settings: Sequence[TenantSettings]
+) -> AsyncIterator[Depot]:
+    """Nothing is asked of the store yet: one that is away now may be there later."""
+    tenants = tenants_of(tenant_settings)
+    if settings.disk_bytes:
+        _make_folder(settings.data)
+    async with AsyncExitStack() as opened:
+        names = open_shared_names(settings.store, settings.store_credentials)
+        opened.push_async_callback(names.close)
+        store = await open_shared_store(settings, owners_of(tenants))
+        opened.push_async_callback(store.close)
+        counts = SharedCounts(names, store, tenants)
+        opened.push_async_callback(counts.tell_all)
+        work = [counts.run()]
+        if isinstance(store, SharedStore):
+            kept = settings.data / "followed" if settings.disk_bytes else None
+            work.append(Follower(store, names, kept).run())
+        for one in work:
+            opened.push_async_callback(_end, asyncio.create_task(one))
+        yield Depot(store, names, tenants, settings.store_timeout_s, counts=counts)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    """Libraries below may swallow a cancellation that comes while they end a wait of their own."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=CANCEL_S)
+
+
+def _make_folder(data: Path) -> None:
+    try:
+        private_folder(data, DATA)
+    except OSError as error:
+        raise StoreError(f"data folder {data}: {error}") from error

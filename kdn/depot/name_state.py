@@ -12,11 +12,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
-from kdn.depot.names import MAX_VERSIONS, Change, Totals, Version, beyond, check_known
+from kdn.depot.names import MAX_VERSIONS, UNCHANGED, Change, Totals, Version, beyond, check_known
 from kdn.errors import FormatError, QuotaError
 
-MAX_REMOVED = 1 << 16
-"""Keys of deleted objects that are remembered, for caches that follow."""
+MAX_REMOVED, MAX_REMOVED_KEPT = 1 << 16, 1 << 12
+"""Keys of deleted objects that are remembered, for caches that follow; and that are kept for those
+who come later."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,10 @@ class Delete:
 
 @dataclass(frozen=True)
 class Count:
-    """A tenant's objects take so much more, or less."""
+    """A tenant has so many more objects, or fewer, which take so much more."""
 
     tenant: str
+    more_objects: int
     more_bytes: int
     recounted_s: float = 0.0
     """If not 0: somebody begins to count them anew, at that time."""
@@ -130,9 +132,12 @@ class TenantState:
     """How many names use each chunk."""
     size_bytes: int = 0
     num_uses: int = 0
+    num_objects: int = 0
     objects_bytes: int = 0
-    """Of its objects, as counted."""
+    """As all nodes counted them."""
     recounted_s: float = 0.0
+    changed: int = UNCHANGED
+    """The sequence of the last change of a name."""
 
     @property
     def totals(self) -> Totals:
@@ -206,10 +211,12 @@ class NameState:
             return []
         tenant = self.tenants.setdefault(happening.tenant, TenantState())
         if isinstance(happening, Count):
+            tenant.num_objects = max(0, tenant.num_objects + happening.more_objects)
             tenant.objects_bytes = max(0, tenant.objects_bytes + happening.more_bytes)
             tenant.recounted_s = happening.recounted_s or tenant.recounted_s
             return []
         etag = happening.etag if isinstance(happening, Put) else None
+        tenant.changed = self.sequence
         self.changes.append(
             Change(self.sequence, happening.tenant, happening.name, happening.version, etag)
         )
@@ -237,10 +244,14 @@ class NameState:
         return [self.removed[i][1] for i in range(at, len(self.removed))]
 
     def dump(self) -> dict[str, Any]:
-        """For JSON. Deleted objects are left out: caches that far behind keep nothing."""
+        """For JSON."""
+        removed = list(self.removed)[-MAX_REMOVED_KEPT:]
+        left_out = len(self.removed) - len(removed)
         return {
             "sequence": self.sequence,
             "first": self.first,
+            "removed_first": self.removed[left_out - 1][0] if left_out else self.removed_first,
+            "removed": [(sequence, key.hex()) for sequence, key in removed],
             "changes": [astuple(change) for change in self.changes],
             "tenants": {name: _dump_tenant(tenant) for name, tenant in self.tenants.items()},
         }
@@ -252,6 +263,9 @@ class NameState:
             state = cls(values["sequence"])
             state.first = values["first"]
             state.changes.extend(Change(*change) for change in values["changes"])
+            state.removed_first = values["removed_first"]
+            removed = values["removed"]
+            state.removed.extend((sequence, bytes.fromhex(key)) for sequence, key in removed)
             state.tenants = {name: _parse_tenant(one) for name, one in values["tenants"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FormatError(f"expected the state of names: {error!r}") from error
@@ -289,8 +303,10 @@ def forgotten_for(
 
 def _dump_tenant(tenant: TenantState) -> dict[str, Any]:
     return {
+        "num_objects": tenant.num_objects,
         "objects_bytes": tenant.objects_bytes,
         "recounted_s": tenant.recounted_s,
+        "changed": tenant.changed,
         "names": {
             name: {
                 "versions": [astuple(held) for held in record.versions],
@@ -302,7 +318,12 @@ def _dump_tenant(tenant: TenantState) -> dict[str, Any]:
 
 
 def _parse_tenant(values: dict[str, Any]) -> TenantState:
-    tenant = TenantState(objects_bytes=values["objects_bytes"], recounted_s=values["recounted_s"])
+    tenant = TenantState(
+        num_objects=values["num_objects"],
+        objects_bytes=values["objects_bytes"],
+        recounted_s=values["recounted_s"],
+        changed=values["changed"],
+    )
     for name, told_record in values["names"].items():
         versions = [Held(*held) for held in told_record["versions"]]
         uses = {bytes.fromhex(chunk): last for chunk, last in told_record["uses"].items()}

@@ -22,8 +22,10 @@ from dataclasses import dataclass, fields
 from hashlib import blake2b
 
 from kdn.errors import ForgottenError
+from kdn.store.tally import Usage
 
 MAX_VERSIONS = 100
+UNCHANGED = 1
 MAX_CHANGES = 10_000
 """Changes that a reader of the feed may fall behind before it has to list all names."""
 Must = Callable[[str | None], bool]
@@ -81,7 +83,7 @@ class Told:
 
     about: Version | None
     sequence: int
-    """No answer of a later sequence is older than this one."""
+    """Of the tenant's names. No answer of this sequence or a later one is older."""
     stale_s: float | None = None
     """None: it is as new as was asked for. A number: it may be older, by so many seconds."""
 
@@ -94,7 +96,7 @@ class NameStore(ABC):
     ) -> Told:
         """The newest version, or that one, as new as asked for."""
         about = await self.find(tenant, name, version)
-        return Told(about, await self.sequence())
+        return Told(about, await self.last_change(tenant))
 
     @abstractmethod
     async def find(self, tenant: str, name: str, version: int | None = None) -> Version | None:
@@ -156,6 +158,11 @@ class NameStore(ABC):
         """Of the last change there was, of any tenant."""
 
     @abstractmethod
+    async def last_change(self, tenant: str) -> int:
+        """The sequence of the last change of this tenant's names; `UNCHANGED` if there was none.
+        What tenants are told: that of all changes would tell them of each other."""
+
+    @abstractmethod
     async def changes(self, after: int, limit: int) -> list[Change]:
         """The first changes after that sequence, of all tenants, in order; none if it is the last.
         ForgottenError if some of them are no longer known, or if the store never came that far."""
@@ -169,10 +176,13 @@ class SharedNames(NameStore):
     """Names in a store that many nodes share, and what else they must agree on: how much each
     tenant holds, and what no cache may keep."""
 
+    recount_s: float
+    """How often tenants' objects are counted anew: what is evicted is not told, and lists cost."""
+
     @abstractmethod
-    async def count(self, tenant: str, more_bytes: int) -> int:
-        """The tenant's objects take so much more (or less). What objects and manifests take now, as
-        counted by all nodes; never below 0."""
+    async def count(self, tenant: str, more: Usage) -> Usage:
+        """The tenant has so many more objects (or fewer), which take so much more. What it has now,
+        as all nodes counted it, never below 0; manifests are among the bytes."""
 
     @abstractmethod
     async def begin_recount(self, tenant: str, every_s: float) -> bool:

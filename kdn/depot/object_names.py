@@ -41,11 +41,14 @@ from kdn.depot.object_log import ObjectLog
 from kdn.depot.small_objects import SmallObjects
 from kdn.errors import ChecksumError, ConditionError, KdnError, QuotaError, StoreError
 from kdn.protocol.limits import MAX_MANIFEST_BYTES
+from kdn.store.tally import Usage
 
 MAX_REMOVED_AT_ONCE = 8192
 
 
 class ObjectNames(SharedNames):
+    recount_s = 7 * 24 * 3600.0
+
     def __init__(self, bucket: SmallObjects, *, clock: Callable[[], float] = time.time) -> None:
         self._bucket = bucket
         self._log = ObjectLog(bucket)
@@ -171,18 +174,22 @@ class ObjectNames(SharedNames):
         state = await self._log.refresh()
         return (state if self._log.is_begun else await self._log.begin()).sequence
 
+    async def last_change(self, tenant: str) -> int:
+        return (await self._log.refresh()).tenant(tenant).changed
+
     async def changes(self, after: int, limit: int) -> list[Change]:
         return (await self._log.refresh()).changes_after(after, limit)
 
     # what nodes agree on
 
-    async def count(self, tenant: str, more_bytes: int) -> int:
-        if more_bytes:
-            await self._log.commit(lambda state: Count(tenant, more_bytes))
+    async def count(self, tenant: str, more: Usage) -> Usage:
+        if more.objects or more.size_bytes:
+            happening = Count(tenant, more.objects, more.size_bytes)
+            await self._log.commit(lambda state: happening)
             own = self._log.state.tenant(tenant)
         else:
             own = (await self._log.refresh()).tenant(tenant)
-        return own.objects_bytes + own.size_bytes
+        return Usage(own.num_objects, own.objects_bytes + own.size_bytes)
 
     async def begin_recount(self, tenant: str, every_s: float) -> bool:
         now_s = self._clock()
@@ -190,7 +197,7 @@ class ObjectNames(SharedNames):
         def decide(state: NameState) -> Count:
             if now_s - state.tenant(tenant).recounted_s < every_s:
                 raise _NotYetError
-            return Count(tenant, 0, now_s)
+            return Count(tenant, 0, 0, now_s)
 
         try:
             await self._log.commit(decide)

@@ -20,6 +20,7 @@ from kdn.depot import redis_scripts as scripts
 from kdn.depot.names import (
     MAX_CHANGES,
     MAX_VERSIONS,
+    UNCHANGED,
     Change,
     Must,
     SharedNames,
@@ -30,6 +31,7 @@ from kdn.depot.names import (
 )
 from kdn.depot.redis_primary import RedisPrimary
 from kdn.errors import ChecksumError, ConditionError, FormatError, QuotaError, StoreError
+from kdn.store.tally import Usage
 
 MAX_REMOVED = 1 << 16
 REMOVED_AT_ONCE = 4096
@@ -42,6 +44,8 @@ _REMOVALS = ("removals", "kept", "removed")
 
 
 class RedisNames(SharedNames):
+    recount_s = 3600.0
+
     def __init__(
         self, url: str, credentials: Credentials, *, clock: Callable[[], float] = time.time
     ) -> None:
@@ -162,6 +166,10 @@ class RedisNames(SharedNames):
         found = await self._redis.read(scripts.BEGIN, _FEED[:2], time.time_ns() // 1000)
         return int(found[1])
 
+    async def last_change(self, tenant: str) -> int:
+        found = dict(_pairs(await self._redis.read(_HGETALL, [f"{tenant}:totals"])))
+        return int(found.get(b"changed", UNCHANGED))
+
     async def changes(self, after: int, limit: int) -> list[Change]:
         found = await self._redis.read(scripts.AFTER, _FEED, after, limit)
         first, last, told = found or (0, 0, [])
@@ -170,20 +178,28 @@ class RedisNames(SharedNames):
 
     # what nodes agree on
 
-    async def count(self, tenant: str, more_bytes: int) -> int:
+    async def count(self, tenant: str, more: Usage) -> Usage:
         keys = [f"done:{token_hex(8)}", f"{tenant}:totals"]
-        return int(await self._redis.write(scripts.COUNT, keys, more_bytes))
+        found = await self._redis.write(
+            scripts.COUNT, keys, more.objects, more.size_bytes, may_be_evicted=True
+        )
+        objects, size_bytes = map(int, found.split())
+        return Usage(objects, size_bytes)
 
     async def begin_recount(self, tenant: str, every_s: float) -> bool:
         keys = [f"done:{token_hex(8)}", f"{tenant}:totals"]
-        answer = await self._redis.write(scripts.RECOUNT, keys, repr(self._clock()), every_s)
+        answer = await self._redis.write(
+            scripts.RECOUNT, keys, repr(self._clock()), every_s, may_be_evicted=True
+        )
         return answer == b"yours"
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         for first in range(0, len(keys), REMOVED_AT_ONCE):
             some = (key.hex() for key in keys[first : first + REMOVED_AT_ONCE])
             done, start = f"done:{token_hex(8)}", time.time_ns() // 1000
-            await self._redis.write(scripts.REMOVE, [done, *_REMOVALS], start, MAX_REMOVED, *some)
+            await self._redis.write(
+                scripts.REMOVE, [done, *_REMOVALS], start, MAX_REMOVED, *some, may_be_evicted=True
+            )
 
     async def removed(self, after: int) -> tuple[int, list[bytes] | None]:
         begun = await self._redis.read(scripts.BEGIN, _REMOVALS[:2], time.time_ns() // 1000)
@@ -191,8 +207,8 @@ class RedisNames(SharedNames):
             return int(begun[1]), None
         found = await self._redis.read(scripts.AFTER, _REMOVALS, after, MAX_REMOVED)
         first, last, told = found or (0, 0, [])
-        if not int(first) <= after <= int(last):
-            return int(last), None
+        if not int(first) <= after <= int(last) or len(told) != int(last) - after:
+            return int(last), None  # forgotten, or evicted
         return int(last), [bytes.fromhex(one.split()[1].decode()) for one in told]
 
     async def close(self) -> None:

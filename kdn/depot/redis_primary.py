@@ -19,7 +19,7 @@ from kdn.errors import NoSpaceError, StoreError, UnsupportedError
 from kdn.store.redis_address import CLUSTER, parse_redis_url
 from kdn.store.redis_connection import client_of
 
-PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.3
 INFO_S = 60.0
 """How long it is believed whether a server evicts names."""
 
@@ -38,12 +38,16 @@ class RedisPrimary:
     async def read(self, script: str, keys: Sequence[str], *args: Any) -> Any:
         return await self._try(lambda connection: self._eval(connection, script, keys, args))
 
-    async def write(self, script: str, keys: Sequence[str], *args: Any) -> bytes:
+    async def write(
+        self, script: str, keys: Sequence[str], *args: Any, may_be_evicted: bool = False
+    ) -> bytes:
         """What a script answers, when as many replicas have it as the options say; StoreError if
-        they have not in time: then it may have happened."""
+        they have not in time: then it may have happened. UnsupportedError where the server might
+        evict what must not be."""
 
         async def work(connection: Any) -> bytes:
-            await self._check_evictions(connection)
+            if not may_be_evicted:
+                await self._check_evictions(connection)
             answer: bytes = await self._eval(connection, script, keys, args)
             await self._wait(connection)
             return answer

@@ -12,7 +12,8 @@ with what the first one did.
     done:ID                what a write answered, for a while
     T:order                sorted set of names, of tenant T
     T:newest               hash: name to record ("version etag created_s size_bytes")
-    T:totals               hash: names, size_bytes, chunks; objects_bytes, recounted_s
+    T:totals               hash: names, size_bytes, chunks; num_objects, objects_bytes, recounted_s;
+                           changed: the sequence of the tenant's last change
     T:users                hash: chunk to the number of names that use it
     T:N:versions           hash: version to record, of name N
     T:N:manifests          hash: version to manifest
@@ -76,6 +77,7 @@ local function forget(up_to)
 end
 local function tell(version, new_etag)
     local now = next_of(sequence, first, start)
+    call('HSET', totals, 'changed', number(now))
     local told = table.concat({number(now), tenant, name, version, new_etag}, ' ')
     call('ZADD', changes, number(now), told)
     local gone = number(now - max_changes)
@@ -161,13 +163,14 @@ return done('deleted')
 COUNT = (
     _PRELUDE
     + """
-local objects = call('HINCRBY', KEYS[2], 'objects_bytes', ARGV[1])
-if objects < 0 then
-    call('HSET', KEYS[2], 'objects_bytes', 0)
-    objects = 0
+local function count(what, more)
+    local now = call('HINCRBY', KEYS[2], what, more)
+    if now < 0 then call('HSET', KEYS[2], what, 0) end
+    return math.max(now, 0)
 end
+local objects, bytes = count('num_objects', ARGV[1]), count('objects_bytes', ARGV[2])
 local names = tonumber(call('HGET', KEYS[2], 'size_bytes') or '0')
-return done(number(objects + names))
+return done(number(objects) .. ' ' .. number(bytes + names))
 """
 )
 

@@ -30,9 +30,14 @@ class Quota:
         self.limit_bytes = limit_bytes
         self._reserved_bytes = 0
 
+    def fits(self, size_bytes: int, held_bytes: int) -> bool:
+        """Beside what is held, and what is on its way."""
+        wanted_bytes = held_bytes + self._reserved_bytes + size_bytes
+        return not self.limit_bytes or wanted_bytes <= self.limit_bytes
+
     def check(self, size_bytes: int, held_bytes: int) -> None:
-        """QuotaError for what would not fit beside what is held."""
-        if self.limit_bytes and held_bytes + self._reserved_bytes + size_bytes > self.limit_bytes:
+        """QuotaError for what does not fit."""
+        if not self.fits(size_bytes, held_bytes):
             raise QuotaError(
                 f"{size_bytes} more bytes do not fit into the quota of {self.limit_bytes}"
             )

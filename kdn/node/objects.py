@@ -182,9 +182,10 @@ async def _collect(
 
 async def get_stats(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
+    held = await node.depot.held(tenant)
     shown = {
-        "objects": node.depot.store.usage(tenant.prefix).objects,
-        "size_bytes": await node.depot.held_bytes(tenant),
+        "objects": held.objects,
+        "size_bytes": held.size_bytes,
         "quota_bytes": tenant.settings.quota_bytes,
         "waiting_objects": (waiting := node.depot.waiting(tenant)).objects,
         "waiting_bytes": waiting.size_bytes,

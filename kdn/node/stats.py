@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from kdn.background import faults
 from kdn.store.base import Stats
+from kdn.store.costs import Costs
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 QUEUE_BUCKETS_S = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -105,3 +106,19 @@ class StoreCollector(Collector):
             ("corruptions", "Objects found damaged, never served.", stats.corruptions),
         ):
             yield CounterMetricFamily(f"kdn_store_{name}", help_, value)
+        yield from _costs(stats.costs)
+
+
+def _costs(costs: Costs) -> Iterable[Metric]:
+    """What a bill is made of, where the store is a bucket."""
+    requests = CounterMetricFamily(
+        "kdn_store_requests", "Requests to a store elsewhere, by kind.", labels=["kind"]
+    )
+    for kind, number in sorted(costs.requests.items()):
+        requests.add_metric([kind], number)
+    yield requests
+    for name, help_, value in (
+        ("sent_bytes", "Bytes of objects sent to a store elsewhere.", costs.sent_bytes),
+        ("received_bytes", "Bytes of objects received from it.", costs.received_bytes),
+    ):
+        yield CounterMetricFamily(f"kdn_store_{name}", help_, value)

@@ -75,8 +75,9 @@ class RegionDepot(Depot):
             ]
         return [(f"kdn_region_{name}", help_, value) for name, help_, value in told]
 
-    async def held_bytes(self, tenant: Tenant) -> int:
-        return self.waiting(tenant).size_bytes
+    async def held(self, tenant: Tenant) -> Usage:
+        """What counts here: the centre counts the rest."""
+        return self.waiting(tenant)
 
     async def check_room(
         self, tenant: Tenant, key: bytes, size_bytes: int, replacing: bytes | None

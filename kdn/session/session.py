@@ -286,11 +286,18 @@ class Session(Opened):
 
     # publishing
 
+    @property
+    def is_read_only(self) -> bool:
+        """No place takes what is new: nothing is published, and nothing waits to be."""
+        return self.places.publish_to.store.read_only
+
     def publish(
         self, chunk: Chunk, source: Source, *, exact_until: int | None, saved_s: float = 0.0
     ) -> Admission:
         """Publish a chunk that the model computed, unless it rests on losses: see
         `Delivered.exact_until`. `saved_s`: how long the model took for it."""
+        if self.is_read_only:
+            return Admission.READ_ONLY
         if not may_be_published(chunk, exact_until):
             return Admission.LOSSY
         return self.publisher.publish(chunk, source, saved_s=saved_s)

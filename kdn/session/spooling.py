@@ -16,9 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def open_spool(settings: SessionSettings, place: Endpoint, namespace: Namespace) -> Spool | None:
-    """None if there is to be none, or for a folder, which is as near as a spool. What waits in it
+    """None if there is to be none, for a folder, which is as near as a spool, and for a place that
+    takes nothing. What waits in it
     was named with a secret and is meant for a place and its tenant: others do not send it."""
-    if place.local or not settings.spool_bytes:
+    if place.local or place.store.read_only or not settings.spool_bytes:
         return None
     whose = f"{place.name.rstrip('/')}\n{settings.credentials.token or ''}"
     name = blake2b(whose.encode(), digest_size=16, key=namespace.seal_key).hexdigest()

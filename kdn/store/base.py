@@ -85,6 +85,8 @@ class Store(ABC):
 
     volatile = False
     """Nothing here survives the end of the process."""
+    read_only = False
+    """Puts and deletes raise ReadOnlyError."""
 
     async def put(
         self,

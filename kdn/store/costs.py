@@ -12,7 +12,7 @@ class Costs:
     """Since the store was opened. Requests that were tried again count again."""
 
     requests: Counter[str] = field(default_factory=Counter)
-    """By kind: `get`, `head`, `put`, `delete`, `list`."""
+    """By kind: `get`, `head`, `put`, `copy`, `delete`, `list`."""
     sent_bytes: int = 0
     """Bodies only: of objects, not of heads around them."""
     received_bytes: int = 0

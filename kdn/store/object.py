@@ -181,6 +181,13 @@ class ObjectStore(Store):
         for key in sorted(unsorted):
             yield key
 
+    def begins_at(self, key: bytes) -> int:
+        """Where in its object the bytes of a key begin that was just looked up or put."""
+        there = self._heads.recall(key)
+        if there is None or there.header is None:
+            raise StoreError(f"{self.bucket.name}: {key.hex()} was not looked up")
+        return there.header.header_bytes
+
     async def stats(self) -> Stats:
         """Objects and bytes that this process put there, less those that it deleted."""
         costs, corruptions = self.bucket.costs.copy(), self._heads.corruptions

@@ -1,7 +1,6 @@
-"""A bucket, or what stands for one: bytes under paths, with deadlines, named errors and costs.
+"""A bucket, or what stands for one: bytes under paths.
 
-All requests go through here. Each is tried again when it fails in a way that may pass, has a
-deadline (more for more bytes), and is counted. What differs between servers ends here, too:
+How a request is made is `object_requests.py`. What differs between servers ends here:
 
 - Conditional puts are how the first writer wins. A server is asked once, before the first put,
   whether it keeps to them (`Abilities`); some accept the condition and ignore it.
@@ -13,53 +12,34 @@ deadline (more for more bytes), and is counted. What differs between servers end
 from __future__ import annotations
 
 import asyncio
-import random
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+import secrets
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-    NotSupportedError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
-from kdn.errors import KdnError, NotAllowedError, StoreError, TruncatedError, UnsupportedError
-from kdn.store.costs import Costs
+from kdn.errors import KdnError, StoreError, TruncatedError, UnsupportedError
+from kdn.store.object_requests import ANSWERS, DEADLINE_S, FAILURES, ChangedError, Requests, reason
 
 if TYPE_CHECKING:
     from obstore import GetResult
     from obstore.store import ObjectStore as Client
 
-DEADLINE_S = 20.0
-SLOWEST_BYTES_S = 1 << 20
-"""A request of many bytes has as much longer as they take at this rate."""
-WAITS_S = (0.1, 0.4, 1.6)
-"""Before a request is tried again."""
-MAX_REQUESTS = 64
-"""At the same time."""
-PIECE_BYTES = 256 << 10
-"""Of a range that is handed on as it arrives."""
+PIECE_BYTES = 1 << 20
+"""Of a range that is handed on as it arrives. Over slow links readers ask for less at a time."""
+LARGE_BYTES = 64 << 20
+"""What is longer is put in parts."""
+UPLOAD_PART_BYTES = 16 << 20
+UPLOADS_AT_ONCE = 4
+UPLOADS = "uploads"
+"""Where an upload in parts is until all of it is there. A process that dies leaves it behind."""
 LIST_PAGE = 1000
 PROBE = "kdn-probe"
 """A small object that tells what the server can do; it stays."""
-LEAVE_S = 0.05
-
-T = TypeVar("T")
-_ANSWERS = (FileNotFoundError, AlreadyExistsError, PreconditionError)
-_REFUSALS = (PermissionDeniedError, UnauthenticatedError, PermissionError)
-_UNABLE = (NotSupportedError, NotImplementedError)
-_QUERY = re.compile(r"\?\S*")
 _BEYOND = re.compile(r"416 |[Ii]nvalid range|range was invalid|range starting")
 _NOT_PARTIAL = "non-partial"
-
-
-class ChangedError(KdnError):
-    """Under this path is another object than the one that was begun with."""
 
 
 class Version(NamedTuple):
@@ -96,7 +76,7 @@ class Abilities(NamedTuple):
     """A put only over what is named (`If-Match`)."""
 
 
-class Bucket:
+class Bucket(Requests):
     def __init__(
         self,
         client: Client,
@@ -106,16 +86,12 @@ class Bucket:
         deadline_s: float = DEADLINE_S,
     ) -> None:
         """`abilities` as far as they are known; None: the server is asked before the first put."""
-        self.name = name
-        self.costs = Costs()
-        self._client: Any = client
-        self._deadline_s = deadline_s
-        self._slots = asyncio.Semaphore(MAX_REQUESTS)
+        super().__init__(client, name, deadline_s)
         self._abilities = abilities
         self._asking = asyncio.Lock()  # guards _abilities while they are found out
         self.has_ranges = True
         """The server knows them; until it shows that it does not."""
-        self._used = False
+        self._copies: bool | None = None  # copies keep to conditions; None: not asked yet
 
     # reading
 
@@ -133,12 +109,12 @@ class Bucket:
             body = await self._body(result, first, start, last)
             return Found(body, result.meta["size"], _version(result))
 
-        return await self._do("get", end - start if self.has_ranges else end, ask)
+        return await self.request("get", end - start if self.has_ranges else end, ask)
 
     async def head(self, path: str) -> Version | None:
         """Which object is there, if any."""
         try:
-            meta = await self._do("head", 0, lambda: self._client.head_async(path))
+            meta = await self.request("head", 0, lambda: self.client.head_async(path))
         except FileNotFoundError:
             return None
         return Version(meta["e_tag"], meta["version"])
@@ -146,37 +122,37 @@ class Bucket:
     async def stream(
         self, path: str, start: int, end: int, *, pin: Version | None = None
     ) -> AsyncGenerator[memoryview]:
-        """The same as it arrives; FileNotFoundError if nothing is there. Never tried again once
+        """The same as it arrives; ChangedError if nothing is there. Never tried again once
         something came: whoever reads so asks for the rest."""
 
         async def ask() -> tuple[GetResult, int, int]:
             opened = await self._open(path, start, end, pin)
             if opened is None:
-                raise FileNotFoundError(path)
+                raise ChangedError(path)
             return opened
 
-        result, position, last = await self._do("get", 0, ask)
+        result, position, last = await self.request("get", 0, ask)
         pieces = result.stream(min_chunk_size=PIECE_BYTES).__aiter__()
         while position < last:
             piece = await self._next(pieces)
             if piece is None:
                 raise StoreError(f"{self.name}: an answer ended {last - position} bytes early")
-            view = memoryview(piece)[: last - position]
+            view = piece[: last - position]
             skipped = max(0, start - position)
             position += len(view)
             if len(view) > skipped:
                 yield view[skipped:]
-        if position == result.range[1]:  # to its end, so that the connection can be used again
-            await self._next(pieces)
+        if position == result.range[1]:
+            await self._next(pieces)  # its end, so that the connection can be used again
 
     async def _next(self, pieces: Any) -> memoryview | None:
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self.deadline_s):
                 piece = await _following(pieces)
         except TimeoutError:
-            raise StoreError(f"{self.name}: nothing for {self._deadline_s:g} s") from None
-        except (BaseError, OSError, ValueError) as error:
-            raise StoreError(f"{self.name}: {_reason(error)}") from None
+            raise StoreError(f"{self.name}: nothing for {self.deadline_s:g} s") from None
+        except FAILURES as error:
+            raise StoreError(f"{self.name}: {reason(error)}") from None
         if piece is None:
             return None
         self.costs.received_bytes += len(piece)
@@ -192,7 +168,7 @@ class Bucket:
         if pin is not None and pin.e_tag is not None:
             options["if_match"] = pin.e_tag
         try:
-            result: GetResult = await self._client.get_async(path, options=options)
+            result: GetResult = await self.client.get_async(path, options=options)
         except FileNotFoundError:
             return None
         except PreconditionError:
@@ -219,12 +195,10 @@ class Bucket:
         """Bytes [start, last) of an answer that begins with `first`: never more than that in
         memory, whatever a server sends."""
         size = last - first
-        pieces = result.stream(min_chunk_size=max(1, size)).__aiter__()
+        pieces = result.stream(min_chunk_size=size + 1).__aiter__()  # to its end
         data = memoryview(await _following(pieces) or b"")
-        if len(data) >= size and last == result.range[1]:
-            await _following(pieces)  # its end, so that the connection can be used again
         self.costs.received_bytes += len(data)
-        if len(data) < size:
+        if len(data) < size or (len(data) > size and last == result.range[1]):
             raise StoreError(f"{self.name}: expected {size} bytes, found {len(data)}")
         return data[start - first : size]
 
@@ -256,6 +230,8 @@ class Bucket:
         afterwards; in place of something then means: after it was deleted.
         """
         can = await self.abilities()
+        if len(data) > LARGE_BYTES and over is None:
+            return await self._put_large(path, data, can)
         if over is not None and can.update:
             named = {"e_tag": over.e_tag, "version": over.number}
             return await self._put(path, data, {key: v for key, v in named.items() if v})
@@ -266,80 +242,83 @@ class Bucket:
     async def _put(self, path: str, data: bytes, mode: Any) -> Version | None:
         async def ask() -> Version:
             self.costs.sent_bytes += len(data)
-            put = await self._client.put_async(path, data, mode=mode, use_multipart=False)
+            put = await self.client.put_async(path, data, mode=mode, use_multipart=False)
             return Version(put["e_tag"], put["version"])
 
         try:
-            return await self._do("put", len(data), ask)
-        except _ANSWERS:
+            return await self.request("put", len(data), ask)
+        except FileNotFoundError as error:
+            if isinstance(mode, dict):  # what it was to replace is gone
+                return None
+            raise StoreError(f"{self.name}: {reason(error)}") from None
+        except ANSWERS:
             return None
 
     async def overwrite(self, path: str, data: bytes) -> None:
         """Put in place of whatever is there, or of nothing."""
         await self._put(path, data, "overwrite")
 
+    async def _put_large(self, path: str, data: bytes, can: Abilities) -> Version | None:
+        """In parts, side by side. An upload in parts takes no conditions, a copy does: so it goes
+        to a place of its own first, if the server copies where nothing is and only there."""
+        if not can.create:
+            return await self._upload(path, data)
+        if self._copies is None:
+            self._copies = await self._is_copy_refused()
+        if not self._copies:
+            return await self._put(path, data, "create")
+        aside = f"{UPLOADS}/{secrets.token_hex(16)}"
+        try:
+            await self._upload(aside, data)
+            await self._copy(aside, path)
+        except AlreadyExistsError:
+            return None
+        finally:
+            with suppress(KdnError):
+                await self.delete(aside)
+        return Version()  # whoever put it looks again
+
+    async def _upload(self, path: str, data: bytes) -> Version:
+        async def ask() -> Version:
+            self.costs.sent_bytes += len(data)
+            self.costs.requests["put"] += 1 + -(-len(data) // UPLOAD_PART_BYTES)
+            put = await self.client.put_async(
+                path, data, use_multipart=True, chunk_size=UPLOAD_PART_BYTES,
+                max_concurrency=UPLOADS_AT_ONCE,
+            )  # fmt: skip
+            return Version(put["e_tag"], put["version"])
+
+        return await self.request("put", len(data), ask)
+
+    async def _copy(self, path: str, to: str) -> None:
+        await self.request("copy", 0, lambda: self.client.copy_async(path, to, overwrite=False))
+
+    async def _is_copy_refused(self) -> bool:
+        """Whether the probe is not copied over itself, as it should not be."""
+        await self._is_refused("create")  # so it is there
+        try:
+            await self._copy(PROBE, PROBE)
+        except AlreadyExistsError:
+            return True
+        except (UnsupportedError, StoreError):
+            pass
+        return False
+
     async def delete(self, path: str) -> None:
         """Also where there is nothing."""
         with suppress(FileNotFoundError):
-            await self._do("delete", 0, lambda: self._client.delete_async(path))
+            await self.request("delete", 0, lambda: self.client.delete_async(path))
 
     async def list(self, folder: str, after: str | None = None) -> AsyncGenerator[Sequence[str]]:
         """Paths in a folder and below, page by page, in the server's order; from `after` on."""
-        pages = self._client.list(folder, offset=after, chunk_size=LIST_PAGE).__aiter__()
+        pages = self.client.list(folder, offset=after, chunk_size=LIST_PAGE).__aiter__()
 
         async def ask() -> list[str]:
             return [meta["path"] for meta in await _following(pages) or ()]
 
         # Only once: after a failure the pages end, and that would look like the end of all.
-        while page := await self._do("list", 0, ask, waits_s=()):
+        while page := await self.request("list", 0, ask, waits_s=()):
             yield page
-
-    # requests
-
-    async def _do(
-        self,
-        kind: str,
-        num_bytes: int,
-        ask: Callable[[], Awaitable[T]],
-        waits_s: Sequence[float] = WAITS_S,
-    ) -> T:
-        """A request, with as many tries as it takes. An answer that is no failure is passed on as
-        it is (`_ANSWERS`)."""
-        limit_s = self._deadline_s + num_bytes / SLOWEST_BYTES_S
-        self._used = True
-        async with self._slots:
-            try:
-                async with asyncio.timeout(limit_s):
-                    return await self._try(kind, ask, waits_s)
-            except TimeoutError:
-                raise StoreError(f"{self.name}: no answer within {limit_s:.0f} s") from None
-            except _REFUSALS as error:
-                raise NotAllowedError(f"{self.name}: {_reason(error)}") from None
-            except _UNABLE as error:
-                raise UnsupportedError(f"{self.name}: {_reason(error)}") from None
-            except _ANSWERS:
-                raise
-            except (BaseError, OSError, ValueError) as error:
-                raise StoreError(f"{self.name}: {_reason(error)}") from None
-
-    async def _try(self, kind: str, ask: Callable[[], Awaitable[T]], waits_s: Sequence[float]) -> T:
-        for wait_s in waits_s:
-            self.costs.requests[kind] += 1
-            try:
-                return await ask()
-            except (*_ANSWERS, *_REFUSALS, *_UNABLE, ChangedError, TruncatedError):
-                raise
-            except (BaseError, OSError, StoreError):
-                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-        self.costs.requests[kind] += 1
-        return await ask()
-
-    async def close(self) -> None:
-        """obstore has threads. One that still ends a request when the interpreter does takes the
-        process down with it: a moment is enough."""
-        if self._used:
-            self._used = False
-            await asyncio.sleep(LEAVE_S)
 
 
 async def _following(stream: Any) -> Any:
@@ -352,9 +331,3 @@ async def _following(stream: Any) -> Any:
 
 def _version(result: GetResult) -> Version:
     return Version(result.meta["e_tag"], result.meta["version"])
-
-
-def _reason(error: BaseException) -> str:
-    """In one line, without what may be secret in a URL."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return _QUERY.sub("", lines[0])[:300]

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from kdn.errors import FormatError, StoreError
 from kdn.store.base import Entry
 from kdn.store.disk_format import Header
-from kdn.store.object_bucket import Bucket, ChangedError, Version
+from kdn.store.object_bucket import Bucket, Version
 from kdn.store.object_layout import HEAD_BYTES, checked_header, needed_bytes, path_of
+from kdn.store.object_requests import ChangedError
 
 TRIES = 5
 """For an object that changes between two requests."""

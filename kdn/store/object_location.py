@@ -112,6 +112,8 @@ def open_client(location: Location, tls_ca: str | None = None) -> Client:
     if tls_ca is not None:
         client["root_certificate"] = _read_ca(tls_ca)
     config: dict[str, Any] = {"skip_signature": True} if _flag(options, "anonymous") else {}
+    if location.kind == "s3":  # how copies take conditions there
+        config["copy_if_not_exists"] = "multipart"
     for ours, theirs in _settings(location.kind).items():
         if ours in options:
             config[theirs] = _flag(options, ours) if ours in _FLAGS else options[ours]

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 from kdn.errors import ChecksumError, TruncatedError
 from kdn.store.base import Span, clip
 from kdn.store.disk_format import BLOCK_BYTES, Header, verify_blocks
-from kdn.store.object_bucket import Bucket, ChangedError
+from kdn.store.object_bucket import PIECE_BYTES, Bucket
 from kdn.store.object_heads import TRIES, Heads, There
 from kdn.store.object_layout import path_of
+from kdn.store.object_requests import ChangedError
 from kdn.store.streaming import Ask, Piece, Receiver, hand_over
 
 PART_BYTES = 8 << 20
@@ -121,7 +122,7 @@ class Reads:
                         hand_over(receiver, number, position, data)
                         position += len(data)
                 return
-            except (ChangedError, TruncatedError, FileNotFoundError):
+            except (ChangedError, TruncatedError):
                 self._heads.forget(ask.key)  # at the first byte, if ever: a stream is of one object
         receiver.gone(number)
 
@@ -133,8 +134,14 @@ class Reads:
             span = await self._verified(ask.key, there, header, begin, stop)
             yield memoryview(span.data if span else b"")
             return
-        at = header.header_bytes
-        pieces = self._bucket.stream(path_of(ask.key), at + begin, at + stop, pin=there.version)
+        path, at = path_of(ask.key), header.header_bytes
+        if stop - begin <= PIECE_BYTES:
+            found = await self._bucket.get(path, at + begin, at + stop, pin=there.version)
+            if found is None:
+                raise ChangedError(path)
+            yield found.data
+            return
+        pieces = self._bucket.stream(path, at + begin, at + stop, pin=there.version)
         async with aclosing(pieces):
             async for data in pieces:
                 yield data
@@ -171,7 +178,7 @@ class Reads:
                 async with aclosing(self._pieces(ask, there, there.header)) as pieces:
                     collected = [piece async for piece in pieces]
                 return memoryview(collected[0] if len(collected) == 1 else b"".join(collected))
-            except (ChangedError, TruncatedError, FileNotFoundError):
+            except (ChangedError, TruncatedError):
                 self._heads.forget(ask.key)
         return None
 

@@ -1,8 +1,8 @@
 """A store by its URL: the one place that knows which scheme means what.
 
-    redis://… rediss://… valkey://… valkeys://…, and +sentinel, +cluster   Redis and Valkey
-    s3://… gs://… az://… file://…                                          object stores
-    http://… https://…                                                     a node
+    redis://… rediss://… valkey://… valkeys://…         Redis and Valkey; also +sentinel, +cluster
+    s3://… gs://… az://… file://…                       objects in buckets
+    http://… https://…                                  a node; with a path, an export
 
 What a scheme needs is imported only when it is used; what is not installed is named.
 """
@@ -10,7 +10,6 @@ What a scheme needs is imported only when it is used; what is not installed is n
 from __future__ import annotations
 
 import re
-from importlib import import_module
 from importlib.util import find_spec
 
 from kdn.checked import shown
@@ -24,7 +23,7 @@ REDIS = frozenset(
     for kind in ("", "+sentinel", "+cluster")
 )
 OBJECTS = frozenset({"s3", "gs", "az", "file"})
-NODE = frozenset({"http", "https"})
+HTTP = frozenset({"http", "https"})
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 
 
@@ -40,6 +39,23 @@ def is_store_url(text: str) -> bool:
     return scheme_of(text) in REDIS | OBJECTS
 
 
+def check_store_url(url: str) -> None:
+    """UnsupportedError if this is not the whole URL of a store. Nothing is opened."""
+    if scheme_of(url) in REDIS:
+        from kdn.store.redis_address import parse_redis_url
+
+        parse_redis_url(url, Credentials())
+    else:
+        from kdn.store.object_location import parse_location
+
+        parse_location(url)
+
+
+def without_password(url: str) -> str:
+    """For messages."""
+    return re.sub(r"(?<=://)[^/@]*@", "", url)
+
+
 def open_remote(url: str, credentials: Credentials) -> Store:
     """The store at a URL. Nothing is asked of it yet: one that is away now may be there later.
 
@@ -48,16 +64,17 @@ def open_remote(url: str, credentials: Credentials) -> Store:
     scheme = scheme_of(url)
     if scheme in REDIS:
         _need("redis", "redis")
-        store: Store = import_module("kdn.store.redis").open_redis_store(url, credentials)
-        return store
+        from kdn.store.redis import open_redis_store
+
+        return open_redis_store(url, credentials)
     if scheme in OBJECTS:
         _need("obstore", "s3")
         from kdn.store.object import open_object_store
 
         return open_object_store(url, credentials)
-    if scheme in NODE:
-        return _open_node(url, credentials)
-    known = ", ".join(sorted(REDIS | OBJECTS | NODE))
+    if scheme in HTTP:
+        return _open_http(url, credentials)
+    known = ", ".join(sorted(REDIS | OBJECTS | HTTP))
     raise UnsupportedError(f"expected the URL of a store ({known}), found {shown(url)}")
 
 
@@ -66,10 +83,14 @@ def _need(package: str, extra: str) -> None:
         raise UnsupportedError(f"expected the package {package}: pip install 'kdn[{extra}]'")
 
 
-def _open_node(url: str, credentials: Credentials) -> Store:
+def _open_http(url: str, credentials: Credentials) -> Store:
     from kdn.store.http import HttpStore
     from kdn.store.node_client import NodeClient
+    from kdn.store.static import open_static_store
+    from kdn.store.static_client import is_export
     from kdn.store.tls import client_tls
 
     tls = client_tls(credentials.tls_ca)
+    if is_export(url):  # no token is sent there
+        return open_static_store(url, tls=tls)
     return HttpStore(NodeClient(url, token=credentials.token, tls=tls))

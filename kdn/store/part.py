@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 
 from kdn.store.base import Entry, Span, Stats, Store
+from kdn.store.streaming import Ask, Piece, Receiver
 from kdn.store.tally import Usage
 
 
@@ -35,6 +37,17 @@ class PartStore(Store):
         whole_keys = [self._prefix + key for key in keys]
         found = await self._whole.lookup(whole_keys, head_bytes=head_bytes)
         return [None if entry is None else self._inner(entry) for entry in found]
+
+    async def read_spans(self, asks: Sequence[Ask]) -> AsyncGenerator[Piece]:
+        async with aclosing(self._whole.read_spans(self._outer(asks))) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def read_into(self, asks: Sequence[Ask], receiver: Receiver) -> None:
+        await self._whole.read_into(self._outer(asks), receiver)
+
+    def _outer(self, asks: Sequence[Ask]) -> list[Ask]:
+        return [ask._replace(key=self._prefix + ask.key) for ask in asks]
 
     async def delete(self, key: bytes) -> bool:
         return await self._whole.delete(self._prefix + key)

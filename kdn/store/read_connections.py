@@ -114,13 +114,16 @@ class ReadConnections:
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             sock = await start_connection(found, happy_eyeballs_delay=NEXT_ADDRESS_S, interleave=1)
             _, connection = await loop.create_connection(
-                lambda: ReadConnection(self._lost),
+                self._new_connection,
                 sock=sock,
                 ssl=self._tls,
                 server_hostname=self._host if self._tls else None,
             )
         self._open.add(connection)
         return connection
+
+    def _new_connection(self) -> ReadConnection:
+        return ReadConnection(self._lost)
 
     def _settle(self, connection: ReadConnection) -> None:
         if connection.is_idle:

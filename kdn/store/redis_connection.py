@@ -6,6 +6,7 @@ Names and counts, which are small, are kept through it. The bytes of chunks go t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kdn.credentials import Credentials
@@ -47,9 +48,22 @@ def client_of(address: RedisAddress) -> RedisClient:
         waits.pop("username")
         sentinel = Sentinel(address.hosts, sentinel_kwargs=waits, **settings)  # type: ignore[no-untyped-call]
         found: Redis = sentinel.master_for(address.service)
-        return found
+        return _closing_all(found, sentinel.sentinels)
     [host] = address.hosts
     return redis.Redis(host=host.host, port=host.port, db=address.database, **settings)
+
+
+def _closing_all(client: Redis, others: Sequence[Redis]) -> Redis:
+    """A master's client knows nothing of those that were asked who the master is."""
+    close = client.aclose
+
+    async def aclose(close_connection_pool: bool | None = None) -> None:
+        await close(close_connection_pool)
+        for other in others:
+            await other.aclose()
+
+    client.aclose = aclose  # type: ignore[method-assign]
+    return client
 
 
 def _settings(address: RedisAddress) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def test_a_quota_counts_objects_and_manifests(tmp_path: Path) -> None:
             await depot.put_manifest(tenant, "n", body, anything)
             with pytest.raises(QuotaError):
                 await depot.put_manifest(tenant, "m", body, anything)
-            assert await depot.held_bytes(tenant) == 900 + len(body)
+            assert (await depot.held(tenant)).size_bytes == 900 + len(body)
 
     run(work())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,10 +16,14 @@ from kdn.bench.s3_servers import S3Server
 from kdn.bench.servers import RedisServer
 from kdn.credentials import Credentials
 from kdn.depot import object_log, redis_names, sqlite_names
-from kdn.depot.names import MAX_VERSIONS, NameStore, SharedNames, Totals, Version
+from kdn.depot.names import MAX_VERSIONS, UNCHANGED, NameStore, SharedNames, Totals, Version
+from kdn.depot.object_names import ObjectNames
 from kdn.depot.shared_names import open_shared_names
+from kdn.depot.small_objects import SmallObjects
 from kdn.depot.sqlite_names import SqliteNames
 from kdn.errors import ConditionError, ForgottenError, QuotaError, UnsupportedError
+from kdn.store.object import open_object_store
+from kdn.store.tally import Usage
 from tests.node.harness import run
 from tests.servers import emptied
 
@@ -246,6 +251,26 @@ def test_changes_of_all_tenants_in_order(opened: Opened) -> None:
     on(opened, test)
 
 
+def test_a_tenant_s_last_change_is_its_own(opened: Opened) -> None:
+    async def work() -> None:
+        async with opened() as names:
+            assert await names.last_change("t") == UNCHANGED
+            await names.put("t", "n", b"{}", [], yes)
+            own = await names.sequence()
+            for _ in range(FEW + 1):  # its own is not even known any more
+                await names.put("u", "m", b"{}", [], yes)
+            assert await names.last_change("t") == own
+            assert await names.last_change("u") == await names.sequence() > own
+            await names.delete("t", "n", yes)
+            own = await names.sequence()
+            assert await names.last_change("t") == own
+        async with opened() as names:
+            assert await names.last_change("t") == own
+            assert await names.last_change("v") == UNCHANGED
+
+    run(work())
+
+
 def test_a_refused_change_is_none(opened: Opened) -> None:
     async def test(names: NameStore) -> None:
         await names.put("t", "n", b"{}", [], yes)
@@ -294,7 +319,7 @@ def test_all_is_there_when_opened_again(opened: Opened) -> None:
     run(work())
 
 
-NODES, WRITERS, ROUNDS = 3, 2, 6
+NODES, WRITERS, ROUNDS = 3, 2, 4
 
 
 async def at_once(opened: Opened, work: Callable[[NameStore, int], Awaitable[None]]) -> None:
@@ -385,11 +410,11 @@ def test_counts_of_all_nodes(shared: Opened) -> None:
             assert isinstance(one, SharedNames)
             assert isinstance(other, SharedNames)
             await one.put("t", "n", b"12345", [], yes)
-            assert await one.count("t", 100) == 105
-            assert await other.count("t", 0) == 105
-            assert await other.count("t", -40) == 65
-            assert await one.count("t", -1000) == 5
-            assert await one.count("u", 0) == 0
+            assert await one.count("t", Usage(2, 100)) == Usage(2, 105)
+            assert await other.count("t", Usage()) == Usage(2, 105)
+            assert await other.count("t", Usage(-1, -40)) == Usage(1, 65)
+            assert await one.count("t", Usage(-7, -1000)) == Usage(0, 5)
+            assert await one.count("u", Usage()) == Usage()
             assert await one.begin_recount("t", 3600.0)
             assert not await other.begin_recount("t", 3600.0)
             assert await other.begin_recount("t", 0.0)
@@ -442,3 +467,29 @@ def test_a_server_that_evicts_any_key_holds_no_names(
         run(test())
     finally:
         redis_server.ask("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", "0")
+
+
+def test_what_names_in_a_bucket_cost(tmp_path: Path) -> None:
+    """As `object_names.py` says: a constant number of requests, and never a list."""
+
+    async def test() -> None:
+        bucket = open_object_store(f"file://{tmp_path}/bucket").bucket
+
+        async def cost(work: Awaitable[object]) -> dict[str, int]:
+            before = Counter(bucket.costs.requests)
+            await work
+            return dict(Counter(bucket.costs.requests) - before)
+
+        async with closing_names(ObjectNames(SmallObjects(bucket))) as names:
+            await names.put("t", "n", b"{}", [], yes)
+            assert await cost(names.put("t", "n", b"{}", [b"k"], yes)) == {"put": 2}
+            assert await cost(names.find("t", "n")) == {"get": 1}
+            assert await cost(names.get("t", "n")) == {"get": 2}
+            assert await cost(names.page("t", "", "", 9)) == {"get": 1}
+            assert await cost(names.chunks_of("t", "n")) == {"get": 1}
+            assert await cost(names.changes(await names.sequence(), 9)) == {"get": 1}
+            many = asyncio.gather(*(names.find("t", "n") for _ in range(50)))
+            assert await cost(many) == {"get": 2}, "those who ask at once share an answer"
+            assert await cost(names.delete("t", "n", yes)) == {"get": 1, "put": 1, "delete": 2}
+
+    run(test())

@@ -1,4 +1,4 @@
-"""Objects in buckets: the contract over every kind, and what hostile ones may hold."""
+"""Objects in buckets: the contract over every kind. What goes wrong is `test_object_faults.py`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ from obstore.store import MemoryStore as MemoryBucket
 
 from kdn.store.object import ObjectStore, open_object_store
 from kdn.store.object_bucket import Bucket
+
+
+@pytest.fixture(autouse=True)
+def _no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process goes on after each test: there is nothing to wait for."""
+    monkeypatch.setattr("kdn.store.object_requests.LEAVE_S", 0)
 
 
 class TestMemory(StoreContract):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from kdn.credentials import Credentials
 from kdn.errors import UnsupportedError
 from kdn.store.http import HttpStore
 from kdn.store.opening import is_store_url, open_remote, scheme_of
+from kdn.store.static import StaticStore
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,9 @@ def test_opens_a_node_without_asking_it() -> None:
         store = open_remote("http://127.0.0.1:9", Credentials(token="t"))
         assert isinstance(store, HttpStore)
         await store.close()
+        export = open_remote("https://127.0.0.1:9/some/path", Credentials(token="t"))
+        assert isinstance(export, StaticStore)
+        await export.close()
 
     asyncio.run(test())
 
@@ -49,3 +54,20 @@ def test_opens_a_node_without_asking_it() -> None:
 def test_names_what_it_cannot_open(url: str) -> None:
     with pytest.raises(UnsupportedError, match="expected the URL of a store"):
         open_remote(url, Credentials())
+
+
+@pytest.mark.parametrize(("url", "extra"), [("s3://b", "kdn[s3]"), ("redis://h", "kdn[redis]")])
+def test_names_what_to_install(url: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdn.store.opening.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError) as raised:
+        open_remote(url, Credentials())
+    assert extra in str(raised.value)
+
+
+def test_opens_a_folder_of_objects(tmp_path: Path) -> None:
+    async def test() -> None:
+        store = open_remote(f"file://{tmp_path}/objects", Credentials())
+        assert await store.lookup([b"key"]) == [None]
+        await store.close()
+
+    asyncio.run(test())

@@ -10,7 +10,7 @@ from kdn.engines.vllm.layout import Layout, PagedCache, views
 from kdn.engines.vllm.settings import Settings
 from kdn.engines.vllm.weights import Weights, models_of
 from kdn.errors import UnsupportedError
-from kdn.places.places import is_url
+from kdn.places.places import is_folder
 
 LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 """That load the files which a model is named after."""
@@ -33,7 +33,7 @@ def check_config(config: Any, settings: Settings) -> None:
         "an fp8 cache whose scales are found while it runs (calculate_kv_scales)": is_fp8(config)
         and bool(getattr(cache, "calculate_kv_scales", False)),
         "a folder shared by several workers (use a node's URL)": several
-        and not all(map(is_url, settings.session.where)),
+        and any(map(is_folder, settings.session.where)),
         "LoRA for some modules only (target_modules)": bool(
             getattr(getattr(config, "lora_config", None), "target_modules", None)
         ),

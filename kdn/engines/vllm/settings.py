@@ -27,7 +27,7 @@ from kdn.config import find_credentials
 from kdn.credentials import Credentials
 from kdn.defaults import ENGINE_QUALITY
 from kdn.errors import UnsupportedError
-from kdn.places.places import Place, checked_places
+from kdn.places.places import Place, checked_places, is_read_only
 from kdn.session.quality import QUALITIES, enough_kld
 from kdn.session.settings import SessionSettings
 
@@ -79,9 +79,9 @@ class Settings:
         self, *, consumes: bool, produces: bool, ranks: int = 1, rank: int | None = None
     ) -> Settings:
         """With what vLLM makes of this engine, for a rank of it (None: its scheduler). Of several
-        ranks the first publishes for all. Who publishes nothing has no spool: it would take over
-        what others left there."""
-        publish = self.publish and produces
+        ranks the first publishes for all; to exports nobody does. Who publishes nothing has no
+        spool: it would take over what others left there."""
+        publish = self.publish and produces and not is_read_only(self.session.where)
         has_spool = publish and (ranks == 1 or rank == 0)
         session = self.session if has_spool else replace(self.session, spool_bytes=0)
         return replace(self, session=session, load=self.load and consumes, publish=publish)
