@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
-from kdn.depot.names import MAX_VERSIONS, Change, Totals, Version, beyond, check_known
+from kdn.depot.names import MAX_VERSIONS, UNCHANGED, Change, Totals, Version, beyond, check_known
 from kdn.errors import FormatError, QuotaError
 
 MAX_REMOVED, MAX_REMOVED_KEPT = 1 << 16, 1 << 12
@@ -136,6 +136,8 @@ class TenantState:
     objects_bytes: int = 0
     """As all nodes counted them."""
     recounted_s: float = 0.0
+    changed: int = UNCHANGED
+    """The sequence of the last change of a name."""
 
     @property
     def totals(self) -> Totals:
@@ -214,6 +216,7 @@ class NameState:
             tenant.recounted_s = happening.recounted_s or tenant.recounted_s
             return []
         etag = happening.etag if isinstance(happening, Put) else None
+        tenant.changed = self.sequence
         self.changes.append(
             Change(self.sequence, happening.tenant, happening.name, happening.version, etag)
         )
@@ -303,6 +306,7 @@ def _dump_tenant(tenant: TenantState) -> dict[str, Any]:
         "num_objects": tenant.num_objects,
         "objects_bytes": tenant.objects_bytes,
         "recounted_s": tenant.recounted_s,
+        "changed": tenant.changed,
         "names": {
             name: {
                 "versions": [astuple(held) for held in record.versions],
@@ -318,6 +322,7 @@ def _parse_tenant(values: dict[str, Any]) -> TenantState:
         num_objects=values["num_objects"],
         objects_bytes=values["objects_bytes"],
         recounted_s=values["recounted_s"],
+        changed=values["changed"],
     )
     for name, told_record in values["names"].items():
         versions = [Held(*held) for held in told_record["versions"]]

@@ -25,6 +25,7 @@ from kdn.errors import ForgottenError
 from kdn.store.tally import Usage
 
 MAX_VERSIONS = 100
+UNCHANGED = 1
 MAX_CHANGES = 10_000
 """Changes that a reader of the feed may fall behind before it has to list all names."""
 Must = Callable[[str | None], bool]
@@ -82,7 +83,7 @@ class Told:
 
     about: Version | None
     sequence: int
-    """No answer of a later sequence is older than this one."""
+    """Of the tenant's names. No answer of this sequence or a later one is older."""
     stale_s: float | None = None
     """None: it is as new as was asked for. A number: it may be older, by so many seconds."""
 
@@ -95,7 +96,7 @@ class NameStore(ABC):
     ) -> Told:
         """The newest version, or that one, as new as asked for."""
         about = await self.find(tenant, name, version)
-        return Told(about, await self.sequence())
+        return Told(about, await self.last_change(tenant))
 
     @abstractmethod
     async def find(self, tenant: str, name: str, version: int | None = None) -> Version | None:
@@ -155,6 +156,11 @@ class NameStore(ABC):
     @abstractmethod
     async def sequence(self) -> int:
         """Of the last change there was, of any tenant."""
+
+    @abstractmethod
+    async def last_change(self, tenant: str) -> int:
+        """The sequence of the last change of this tenant's names; `UNCHANGED` if there was none.
+        What tenants are told: that of all changes would tell them of each other."""
 
     @abstractmethod
     async def changes(self, after: int, limit: int) -> list[Change]:

@@ -174,6 +174,9 @@ class ObjectNames(SharedNames):
         state = await self._log.refresh()
         return (state if self._log.is_begun else await self._log.begin()).sequence
 
+    async def last_change(self, tenant: str) -> int:
+        return (await self._log.refresh()).tenant(tenant).changed
+
     async def changes(self, after: int, limit: int) -> list[Change]:
         return (await self._log.refresh()).changes_after(after, limit)
 

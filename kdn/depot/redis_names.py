@@ -20,6 +20,7 @@ from kdn.depot import redis_scripts as scripts
 from kdn.depot.names import (
     MAX_CHANGES,
     MAX_VERSIONS,
+    UNCHANGED,
     Change,
     Must,
     SharedNames,
@@ -164,6 +165,10 @@ class RedisNames(SharedNames):
     async def sequence(self) -> int:
         found = await self._redis.read(scripts.BEGIN, _FEED[:2], time.time_ns() // 1000)
         return int(found[1])
+
+    async def last_change(self, tenant: str) -> int:
+        found = dict(_pairs(await self._redis.read(_HGETALL, [f"{tenant}:totals"])))
+        return int(found.get(b"changed", UNCHANGED))
 
     async def changes(self, after: int, limit: int) -> list[Change]:
         found = await self._redis.read(scripts.AFTER, _FEED, after, limit)

@@ -12,7 +12,8 @@ with what the first one did.
     done:ID                what a write answered, for a while
     T:order                sorted set of names, of tenant T
     T:newest               hash: name to record ("version etag created_s size_bytes")
-    T:totals               hash: names, size_bytes, chunks; num_objects, objects_bytes, recounted_s
+    T:totals               hash: names, size_bytes, chunks; num_objects, objects_bytes, recounted_s;
+                           changed: the sequence of the tenant's last change
     T:users                hash: chunk to the number of names that use it
     T:N:versions           hash: version to record, of name N
     T:N:manifests          hash: version to manifest
@@ -76,6 +77,7 @@ local function forget(up_to)
 end
 local function tell(version, new_etag)
     local now = next_of(sequence, first, start)
+    call('HSET', totals, 'changed', number(now))
     local told = table.concat({number(now), tenant, name, version, new_etag}, ' ')
     call('ZADD', changes, number(now), told)
     local gone = number(now - max_changes)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from kdn.depot.names import (
     MAX_CHANGES,
     MAX_VERSIONS,
+    UNCHANGED,
     Change,
     Must,
     NameStore,
@@ -52,6 +53,8 @@ CREATE TABLE IF NOT EXISTS totals (
 CREATE TABLE IF NOT EXISTS changes (
     sequence INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, name TEXT NOT NULL,
     version INTEGER NOT NULL, etag TEXT);
+CREATE TABLE IF NOT EXISTS last_changes (
+    tenant TEXT PRIMARY KEY, sequence INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS feed (id INTEGER PRIMARY KEY CHECK (id = 0), first INTEGER NOT NULL);
 CREATE TRIGGER IF NOT EXISTS version_made AFTER INSERT ON versions BEGIN
     UPDATE totals SET size_bytes = size_bytes + length(NEW.manifest) WHERE tenant = NEW.tenant; END;
@@ -183,6 +186,11 @@ class SqliteNames(NameStore):
     async def sequence(self) -> int:
         return await self._run(_FEED, lambda db: _known(db)[1])
 
+    async def last_change(self, tenant: str) -> int:
+        query = "SELECT sequence FROM last_changes WHERE tenant = ?"
+        rows = await self._rows(tenant, query, tenant)
+        return rows[0][0] if rows else UNCHANGED
+
     async def changes(self, after: int, limit: int) -> list[Change]:
         def read(db: sqlite3.Connection) -> list[Change]:
             check_known(after, *_known(db))
@@ -257,6 +265,7 @@ def _tell(db: sqlite3.Connection, tenant: str, name: str, version: int, etag: st
         (tenant, name, version, etag),
     )
     assert change.lastrowid is not None
+    db.execute("REPLACE INTO last_changes VALUES (?, ?)", (tenant, change.lastrowid))
     forgotten = change.lastrowid - MAX_CHANGES
     if db.execute("DELETE FROM changes WHERE sequence <= ?", (forgotten,)).rowcount:
         db.execute("UPDATE feed SET first = ?", (forgotten,))

@@ -1,4 +1,4 @@
-"""The stores of a depot, by its settings: RAM over disk; or both over a store that many share.
+"""The stores of a depot, by its settings: RAM over disk, or both over a store that many share.
 
 Each tenant has its share of RAM and disk, by weight, and what others leave of theirs.
 """
@@ -46,8 +46,6 @@ async def open_shared_store(settings: DepotSettings, owners: Owners) -> Store:
         raise UnsupportedError(
             f"store: expected redis://, s3:// and the like, found {shown(scheme)}"
         )
-    if settings.upstream:
-        raise UnsupportedError("expected a store or an upstream, found both")
     caches = []
     if settings.memory_bytes:
         memory = MemoryStore(settings.memory_bytes, open_policy(settings.policy, owners=owners))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from aiohttp import web
 
@@ -24,34 +25,66 @@ async def follow(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
     after = query_number(request, "after", 0, 0, MAX_OFFSET)
     arrived_s = asyncio.get_running_loop().time()
-    names = node.depot.names
-    try:
-        await node.depot.wait(names.changes(after, 1))
-    except ForgottenError as error:
-        headers = {"Kdn-Sequence": str(await node.depot.wait(names.sequence()))}
-        raise Refusal(410, "forgotten", str(error), headers) from error
-    with node.feed.follower(tenant.name):
+    position = await _position(node, tenant.name, after)
+    with node.feed.follower(tenant.name), _waiting(node):
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         response.enable_chunked_encoding()
         await response.prepare(request)
-        await _follow(node, request, response, after, arrived_s)
+        await _follow(node, request, response, (after, position), arrived_s)
     return response
 
 
+@contextmanager
+def _waiting(node: Node) -> Iterator[None]:
+    """A follower waits most of the time: it is no reason for others to hold back."""
+    node.num_requests -= 1
+    try:
+        yield
+    finally:
+        node.num_requests += 1
+
+
+async def _position(node: Node, tenant: str, after: int) -> int:
+    """Where to go on in the changes of all tenants. `after` must be a change of this one: what is
+    answered to other numbers would tell how many changes others made."""
+    names, wait = node.depot.names, node.depot.wait
+    now = await wait(names.sequence())
+    try:
+        found = await wait(names.changes(max(after, 1) - 1, 1))
+    except ForgottenError:
+        found = []
+    last = await wait(names.last_change(tenant))
+    if after == last:
+        return now
+    if not found or (found[0].sequence, found[0].tenant) != (after, tenant):
+        message = "changes after that are no longer known: list all names"
+        raise Refusal(410, "forgotten", message, {"Kdn-Sequence": str(last)})
+    return after
+
+
 async def _follow(
-    node: Node, request: web.Request, response: web.StreamResponse, after: int, arrived_s: float
+    node: Node,
+    request: web.Request,
+    response: web.StreamResponse,
+    begin: tuple[int, int],
+    arrived_s: float,
 ) -> None:
-    tenant, feed, told_s = request[TENANT].name, node.feed, arrived_s
-    patience_s = 0.0  # at first: whoever begins to follow knows nothing
-    while await feed.newer(told_s, after, patience_s, lambda: node.stopping):
-        patience_s = HEARTBEAT_S
+    """From the tenant's last change that is known, and the position in those of all. A heartbeat
+    comes with a change and every second, not when others change something."""
+    tenant, feed, told_s, beat_s = request[TENANT].name, node.feed, arrived_s, 0.0
+    told, position = begin
+    while await feed.newer(told_s, position, HEARTBEAT_S if beat_s else 0.0, lambda: node.stopping):
         sequence, told_s = feed.sequence, feed.as_of_s
-        while after < sequence:
-            changes = await node.depot.wait(node.depot.names.changes(after, PAGE))
-            after = changes[-1].sequence if changes else sequence
+        before = told
+        while position < sequence:
+            changes = await node.depot.wait(node.depot.names.changes(position, PAGE))
+            position = changes[-1].sequence if changes else sequence
             await _write(node, request, response, _lines(tenant, changes))
-        beat: dict[str, object] = {"sequence": after, "age_s": round(told_s - arrived_s, 6)}
-        await _write(node, request, response, [beat])
+            told = max([told, *(one.sequence for one in changes if one.tenant == tenant)])
+        if told != before or told_s - beat_s >= HEARTBEAT_S:
+            beat: dict[str, object] = {"sequence": told, "age_s": round(told_s - arrived_s, 6)}
+            await _write(node, request, response, [beat])
+            beat_s = told_s
 
 
 def _lines(tenant: str, changes: Iterable[Change]) -> list[dict[str, object]]:

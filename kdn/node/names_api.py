@@ -19,7 +19,7 @@ from kdn.node.bodies import checked_length
 from kdn.node.changes_api import follow
 from kdn.node.ranges import names_etag, quoted
 from kdn.node.sending import Sender
-from kdn.node.state import CLIENT, NODE, TENANT, Node, query_flag, query_number
+from kdn.node.state import CLIENT, NODE, TENANT, query_flag, query_number
 from kdn.protocol.limits import MAX_LISTED, MAX_MANIFEST_BYTES, MAX_SEEN, MAX_VERSION
 
 CHANGES = "changes"
@@ -75,10 +75,10 @@ async def put_name(request: web.Request) -> web.StreamResponse:
         try:
             made = await node.depot.put_manifest(tenant, name, manifest, must)
         except ConditionError as error:
-            raise await _refused(node, error) from error
+            raise await _refused(request, error) from error
     body = {"name": made.name, "version": made.version, "etag": made.etag}
     status = 201 if made.version == 1 else 200
-    headers = {"ETag": quoted(made.etag), **await _sequence(node)}
+    headers = {"ETag": quoted(made.etag), **await _sequence(request)}
     return web.json_response(body, status=status, headers=headers, dumps=dumps)
 
 
@@ -88,8 +88,8 @@ async def delete_name(request: web.Request) -> web.StreamResponse:
     try:
         report = await node.depot.delete_manifest(tenant, name, _condition(request), chunks)
     except ConditionError as error:
-        raise await _refused(node, error) from error
-    headers = await _sequence(node)
+        raise await _refused(request, error) from error
+    headers = await _sequence(request)
     if report is None:
         raise not_found(headers)
     return web.json_response({"name": name, **report}, headers=headers, dumps=dumps)
@@ -114,7 +114,7 @@ async def list_names(request: web.Request) -> web.StreamResponse:
     found = await depot.wait(depot.names.page(tenant.name, prefix, after, limit + 1))
     more = found[limit - 1].name if len(found) > limit else None
     shown = [asdict(item) for item in found[:limit]]
-    headers = await _sequence(node)
+    headers = await _sequence(request)
     return web.json_response({"names": shown, "next": more}, headers=headers, dumps=dumps)
 
 
@@ -141,14 +141,15 @@ def _flag(request: web.Request, header: str) -> bool:
     return text == "true"
 
 
-async def _sequence(node: Node) -> dict[str, str]:
+async def _sequence(request: web.Request) -> dict[str, str]:
     """Read after what it is told with: nothing of that is later."""
-    return {"Kdn-Sequence": str(await node.depot.wait(node.depot.names.sequence()))}
+    depot, tenant = request.app[NODE].depot, request[TENANT]
+    return {"Kdn-Sequence": str(await depot.wait(depot.names.last_change(tenant.name)))}
 
 
-async def _refused(node: Node, error: ConditionError) -> Refusal:
+async def _refused(request: web.Request, error: ConditionError) -> Refusal:
     meaning = refusal_of(error)
-    meaning.headers |= await _sequence(node)
+    meaning.headers |= await _sequence(request)
     return meaning
 
 

@@ -76,13 +76,15 @@ class RegionDepot(Depot):
         return [(f"kdn_region_{name}", help_, value) for name, help_, value in told]
 
     async def held(self, tenant: Tenant) -> Usage:
+        """What counts here: the centre counts the rest."""
         return self.waiting(tenant)
 
     async def check_room(
         self, tenant: Tenant, key: bytes, size_bytes: int, replacing: bytes | None
     ) -> Entry | None:
-        """Of what is here: a put does not wait for the centre."""
-        old = (await self.wait(self.region.here([key]))).get(key)
+        """Of what is here: a put does not wait for the centre, which may have another one. Pieces
+        do not count: the rest of them may be gone from there."""
+        old = await self.wait(self.region.held(key))
         if not is_taken(old, replacing):
             await self.check_quota(tenant, size_bytes)
         return old

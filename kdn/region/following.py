@@ -152,6 +152,9 @@ class Following:
             if len(page) < MAX_LISTED:
                 break
             after = page[-1].name
+        left = {one.name for one in names}
+        for held in [one for one in self._view.held.values() if one.name not in left]:
+            await self._gone(held)
         self._as_of_s, self._usable_from = float("-inf"), last
         self._pending = []
         await self._copy.renew(self.tenant, names, sequence, time.time())

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
 from kdn.depot.manifests import chunks_of
@@ -51,7 +52,7 @@ class RegionNames(NameStore):
         self._max_stale_s, self._timeout_s = max_stale_s, timeout_s
         self._before_put = before_put
         self._flights: NextFlight[Answer] = NextFlight()
-        self._told = 0  # the highest sequence that the centre has answered with
+        self._told: Counter[str] = Counter()  # by tenant: the highest sequence the centre told
 
     @property
     def age_s(self) -> float:
@@ -111,7 +112,7 @@ class RegionNames(NameStore):
 
     async def _fetch(self, tenant: str, name: str) -> Answer:
         answer = await self._centres[tenant].read(name, self._copy.view(tenant).held.get(name))
-        self._told = max(self._told, answer.sequence)
+        self._told[tenant] = max(self._told[tenant], answer.sequence)
         if answer.about is not None and answer.manifest is not None:
             await self._copy.keep(tenant, answer.about, answer.manifest)
         return answer
@@ -137,7 +138,7 @@ class RegionNames(NameStore):
 
     async def page(self, tenant: str, prefix: str, after: str, limit: int) -> list[Version]:
         found, sequence = await self._centres[tenant].page(prefix, after, limit)
-        self._told = max(self._told, sequence)
+        self._told[tenant] = max(self._told[tenant], sequence)
         return found
 
     # changes
@@ -160,7 +161,7 @@ class RegionNames(NameStore):
             etag = await self._expected(tenant, name, must)
         for _ in range(ATTEMPTS):
             written = await centre.put(name, manifest, etag)
-            self._told = max(self._told, written.sequence)
+            self._told[tenant] = max(self._told[tenant], written.sequence)
             if written.made is not None:
                 await self._copy.keep(tenant, written.made, manifest)
                 return written.made
@@ -182,7 +183,7 @@ class RegionNames(NameStore):
             if etag is None:
                 return None
             report, written = await centre.delete(name, etag, chunks)
-            self._told = max(self._told, written.sequence)
+            self._told[tenant] = max(self._told[tenant], written.sequence)
             if report is not None:
                 return report
             etag = written.newest
@@ -213,9 +214,11 @@ class RegionNames(NameStore):
         return Totals(0, 0, 0)
 
     async def sequence(self) -> int:
+        return max([await self.last_change(tenant) for tenant in self._centres])
+
+    async def last_change(self, tenant: str) -> int:
         """No change that was made through this region, or read through it, is later."""
-        positions = (view.position for view in self._copy.views.values())
-        return max(self._told, *positions, 0)
+        return max(self._told[tenant], self._copy.view(tenant).position)
 
     async def changes(self, after: int, limit: int) -> list[Change]:
         raise UnsupportedError("the feed of names is the centre's: a region cannot be an upstream")

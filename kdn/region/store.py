@@ -78,6 +78,14 @@ class RegionStore(Store):
     def expecting(self, asks: Iterable[Ask]) -> AbstractContextManager[None]:
         return self.puller.expecting(asks)
 
+    async def held(self, key: bytes) -> Entry | None:
+        """The whole object that is here under a key, if there is one."""
+        for store in self._own:
+            [found] = await store.lookup([key])
+            if found is not None:
+                return found
+        return None
+
     async def here(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> dict[bytes, Entry]:
         """What can be answered for without the centre, with as much of their heads as is here."""
         found: dict[bytes, Entry] = {}
@@ -163,8 +171,7 @@ class RegionStore(Store):
     ) -> Entry:
         if replacing is not None or self.outbox is None:
             return await self._put_through(entry, data, checksum, replacing)
-        found = (await self.here([entry.key])).get(entry.key)
-        if found is not None:
+        if (found := await self.held(entry.key)) is not None:
             return found
         try:
             kept = await self.outbox.add(entry, data, checksum)
@@ -197,6 +204,7 @@ class RegionStore(Store):
     async def _drop(self, key: bytes, kept: bytes, replacing: bytes | None) -> None:
         """What is here of another object than the centre keeps, or of the one that gave way: its
         bytes were no good, even if the new object has the same etag."""
+        await self.puller.forget(key)
         for store in self._own:
             [found] = await store.lookup([key])
             if found is not None and (found.etag != kept or not is_taken(found, replacing)):
@@ -204,7 +212,6 @@ class RegionStore(Store):
                     await self.outbox.remove(key)
                 else:
                     await store.delete(key)
-        await self.puller.forget(key)
 
     async def _settled(self, sent: Entry, kept: Entry) -> None:
         """The centre has answered for what was put here."""
@@ -217,8 +224,7 @@ class RegionStore(Store):
     async def delete(self, key: bytes) -> bool:
         """Here and at the centre. StoreError if the centre does not answer: it may still be there;
         here it is gone."""
-        was_here = await self._local.delete(key)
-        was_here |= await self.puller.forget(key)
+        was_here = await self._forget(key)
         try:
             async with asyncio.timeout(CENTRE_S):
                 if self.outbox is not None:
@@ -230,15 +236,18 @@ class RegionStore(Store):
         for (known, _), lookup in list(self._lookups.items()):
             if known == key:
                 await asyncio.wait([lookup])
-        await self.puller.forget(key)
-        await self._local.delete(key)
+        await self._forget(key)
         return was_here
 
     async def forget(self, keys: Sequence[bytes]) -> None:
         """Copies of what the centre has deleted."""
         for key in keys:
-            await self._local.delete(key)
-            await self.puller.forget(key)
+            await self._forget(key)
+
+    async def _forget(self, key: bytes) -> bool:
+        """First the pieces: they may be becoming an object at this moment."""
+        had_pieces = await self.puller.forget(key)
+        return await self._local.delete(key) or had_pieces
 
     async def close(self) -> None:
         await self.puller.close()

@@ -16,7 +16,7 @@ from kdn.bench.s3_servers import S3Server
 from kdn.bench.servers import RedisServer
 from kdn.credentials import Credentials
 from kdn.depot import object_log, redis_names, sqlite_names
-from kdn.depot.names import MAX_VERSIONS, NameStore, SharedNames, Totals, Version
+from kdn.depot.names import MAX_VERSIONS, UNCHANGED, NameStore, SharedNames, Totals, Version
 from kdn.depot.object_names import ObjectNames
 from kdn.depot.shared_names import open_shared_names
 from kdn.depot.small_objects import SmallObjects
@@ -249,6 +249,26 @@ def test_changes_of_all_tenants_in_order(opened: Opened) -> None:
         assert await names.changes(numbers[-1], 10) == []
 
     on(opened, test)
+
+
+def test_a_tenant_s_last_change_is_its_own(opened: Opened) -> None:
+    async def work() -> None:
+        async with opened() as names:
+            assert await names.last_change("t") == UNCHANGED
+            await names.put("t", "n", b"{}", [], yes)
+            own = await names.sequence()
+            for _ in range(FEW + 1):  # its own is not even known any more
+                await names.put("u", "m", b"{}", [], yes)
+            assert await names.last_change("t") == own
+            assert await names.last_change("u") == await names.sequence() > own
+            await names.delete("t", "n", yes)
+            own = await names.sequence()
+            assert await names.last_change("t") == own
+        async with opened() as names:
+            assert await names.last_change("t") == own
+            assert await names.last_change("v") == UNCHANGED
+
+    run(work())
 
 
 def test_a_refused_change_is_none(opened: Opened) -> None:

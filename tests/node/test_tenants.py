@@ -45,6 +45,8 @@ QUESTIONS = [
     ("POST", "/v1/lookup", json.dumps({"keys": [KEY]}).encode()),
     ("POST", "/v1/read", json.dumps({"spans": [{"key": KEY}]}).encode()),
     ("GET", "/v1/stats", None),
+    ("GET", "/v1/names/changes?after=0", None),
+    ("GET", "/v1/names/changes?after=1751364000000000", None),
 ]
 
 

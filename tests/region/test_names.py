@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from kdn.depot import sqlite_names
 from kdn.errors import CentreAwayError, KdnError
 from kdn.places.names import NodeNames
-from tests.node.harness import run
+from tests.node.harness import config_for, run, tenant
 from tests.region.regions import (
     centre_and_link,
     depot_of,
@@ -21,6 +23,7 @@ from tests.region.regions import (
     region,
     sent,
     until,
+    whole,
 )
 
 
@@ -285,5 +288,39 @@ def test_a_folder_that_followed_another_centre_begins_anew(tmp_path: Path) -> No
                 await following(node)
                 assert await read(here, f"of{number}", latest=True) == number
                 assert await read(here, f"of{3 - number}") is None
+
+    run(work())
+
+
+def test_a_feed_tells_nothing_of_other_tenants(tmp_path: Path) -> None:
+    """Not what they change, nor when, nor how often."""
+
+    async def work() -> None:
+        config = config_for(tmp_path, tenant("ann", "a"), tenant("bob", "b"))
+        async with whole(config) as node:
+            put = partial(node.ask, "PUT", data=b"{}")
+            assert (await put("/v1/names/mine", token="b"))[0] == 201
+            answer = await node.ask("GET", "/v1/names/changes?after=0", token="b")
+            own = int(answer[1]["Kdn-Sequence"])
+            assert answer[0] == 410
+            sent = {"Authorization": "Bearer b"}
+            url = f"{node.url}/v1/names/changes?after={own}"
+            async with node.session.get(url, headers=sent) as feed:
+                lines = [json.loads(await feed.content.readline())]
+                began_s = time.monotonic()
+                for number in range(6):
+                    await put(f"/v1/names/n{number}", token="a")
+                    await asyncio.sleep(0.1)
+                lines.append(json.loads(await feed.content.readline()))
+                assert time.monotonic() - began_s > 0.7  # the usual time
+                assert [one["sequence"] for one in lines] == [own, own]
+                assert all(one.keys() == {"sequence", "age_s"} for one in lines)
+                await put("/v1/names/mine", token="b")
+                change, beat = [json.loads(await feed.content.readline()) for _ in range(2)]
+                assert (change["name"], change["version"]) == ("mine", 2)
+                assert beat["sequence"] == change["sequence"] > own
+            for other in range(own + 1, change["sequence"]):  # of ann: as if there were none
+                answer = await node.ask("GET", f"/v1/names/changes?after={other}", token="b")
+                assert answer[0] == 410
 
     run(work())

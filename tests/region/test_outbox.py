@@ -226,3 +226,25 @@ def test_a_put_does_not_wait_for_a_centre_that_is_silent(tmp_path: Path) -> None
             await sent(node)
 
     run(work())
+
+
+def test_pieces_of_an_object_that_is_gone_do_not_count_as_stored(tmp_path: Path) -> None:
+    async def work() -> None:
+        data = bytes(range(256)) * 200
+        async with (
+            centre_and_link(tmp_path / "centre") as (centre, link),
+            region(tmp_path / "r", link) as node,
+            store_at(node) as store,
+            store_at(centre) as there,
+        ):
+            await put(there, 1, data)
+            assert await store.get(key_of(1), 0, 1000)
+            assert await there.delete(key_of(1))
+            await put(store, 1, data)
+            await sent(node)
+            for one in (store, there):
+                span = await one.get(key_of(1))
+                assert span is not None
+                assert bytes(span.data) == data
+
+    run(work())
