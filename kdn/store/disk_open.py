@@ -13,7 +13,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from kdn.errors import FormatError
-from kdn.store.base import Span, clip
+from kdn.store.base import Entry, Span, clip
 from kdn.store.disk_files import Files
 from kdn.store.disk_format import Header
 from kdn.store.disk_reading import blocks_of, verified
@@ -63,6 +63,11 @@ class OpenFiles:
         if len(self._open) > self._max_files:
             self.forget(next(iter(self._open)))
 
+    def entry(self, key: bytes) -> Entry | None:
+        """Of an open file."""
+        found = self._open.get(key)
+        return None if found is None else found.header.entry
+
     def read(self, key: bytes, start: int, end: int, etag: bytes) -> Span | None:
         """Verified bytes, if the system has them at hand."""
         found = self._open.get(key)
@@ -93,7 +98,10 @@ class OpenFiles:
         if found is not None:
             self._files.close(found.fd)
 
+    def forget_all(self) -> None:
+        for key in [*self._open, *self._opening]:
+            self.forget(key)
+
     def close(self) -> None:
         self._closed = True
-        for key in list(self._open):
-            self.forget(key)
+        self.forget_all()
