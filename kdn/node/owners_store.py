@@ -2,8 +2,11 @@
 
 The owner is asked what there is. Bytes on its disk are read from the files themselves: whoever
 knows key and etag knows the file's name, and a file of that name is a whole object, with its
-checksums. What is not on disk, or damaged there, comes from the owner. Nothing is remembered here;
-a worker's memory is a tier above this one (`worker.py`).
+checksums. What is not on disk, or damaged there, comes from the owner.
+
+Files stay open for a while, to be read again without asking (`disk_open.py`). The owner tells when
+one has to be forgotten, as for a worker's memory, which is a tier above this one (`worker.py`). Of
+what it evicts it says nothing, so that all are closed now and then.
 """
 
 from __future__ import annotations
@@ -11,25 +14,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from kdn.errors import FormatError, NotAllowedError, StoreError
 from kdn.node.link import Fields, Link
 from kdn.store.base import Entry, Hints, Span, Stats, Store
+from kdn.store.disk_files import Files
+from kdn.store.disk_open import OpenFiles
 from kdn.store.disk_reading import ObjectReader
 
 READERS = 4
+OPEN_S = 20.0
+"""For which a file stays open: what was evicted takes its place on disk for so long."""
 TELL_S = 1.0
 MAX_USED = 4096
 """Keys told at once: what was read since the last time, as far as that goes."""
 
 
 class OwnersStore(Store):
-    """`reader`: of the owner's disk, if it has one."""
+    """`folder`: of the owner's disk, if it has one."""
 
-    def __init__(self, link: Link, reader: ObjectReader | None):
+    def __init__(self, link: Link, folder: Path | None):
         self._link = link
-        self._reader = reader
+        files = Files()
+        self._reader = None if folder is None else ObjectReader(folder, files)
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="kdn-worker-read")
+        self._open = OpenFiles(files)
+        self._closing: asyncio.TimerHandle | None = None
         self._used: dict[bytes, None] = {}
         self._telling: asyncio.TimerHandle | None = None
 
@@ -73,6 +84,27 @@ class OwnersStore(Store):
             return None
         if span is not None:
             self._use(key)
+            self._keep_open(reader, span.entry)
+        return span
+
+    def _keep_open(self, reader: ObjectReader, entry: Entry) -> None:
+        if self._open.wants(entry.key):
+            loop = asyncio.get_running_loop()
+            self._open.keep(entry.key, loop.run_in_executor(self._threads, reader.open, entry))
+            if self._closing is None:
+                self._closing = loop.call_later(OPEN_S, self._close_files)
+
+    def _close_files(self) -> None:
+        self._closing = None
+        self._open.forget_all()
+
+    def peek(self, key: bytes) -> Entry | None:
+        return self._open.entry(key)
+
+    def get_now(self, key: bytes, start: int, end: int, etag: bytes) -> Span | None:
+        span = self._open.read(key, start, end, etag)
+        if span is not None:
+            self._use(key)
         return span
 
     def _use(self, key: bytes) -> None:
@@ -88,7 +120,8 @@ class OwnersStore(Store):
         self._link.tell("used", keys=[key.hex() for key in keys])
 
     async def delete(self, key: bytes) -> bool:
-        """Of what is remembered here, which is nothing."""
+        """Of what is remembered here."""
+        self._open.forget(key)
         return False
 
     async def put_entry(
@@ -103,8 +136,10 @@ class OwnersStore(Store):
         return Stats()
 
     async def close(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
+        for timer in (self._telling, self._closing):
+            if timer is not None:
+                timer.cancel()
+        self._open.close()
         self._threads.shutdown(wait=False)
 
 

@@ -100,46 +100,38 @@ def answer(node: Node, connection: Connection, data: bytes) -> bool:
 
 def _send(node: Node, connection: Connection, asked: Plain, tenant: Tenant, client: str) -> int:
     """The status that was answered; 0: nothing was. Refusal if that is the answer."""
-    whole = node.depot.store.at_hand(tenant.store_key(asked.collection, asked.key))
-    if whole is None or not node.depot.is_central(whole.entry.key):
+    store = node.depot.store
+    entry = store.peek(tenant.store_key(asked.collection, asked.key))
+    if entry is None or not node.depot.is_central(entry.key):
         return 0
-    start, end, status = wanted(
-        asked.headers.get("range"), asked.headers.get("if-range"), whole.entry
-    )
+    start, end, status = wanted(asked.headers.get("range"), asked.headers.get("if-range"), entry)
     num_bytes = end - start
     if not 0 < num_bytes <= min(FIRST_FRAME_BYTES, node.frame_bytes) or not node.egress.is_free:
         return 0
-    if not node.tenants.rates[tenant.name].take_now():
+    span = store.get_now(entry.key, start, end, entry.etag)
+    if span is None or not node.tenants.rates[tenant.name].take_now():
         return 0
     node.egress.pass_by(tenant.name, client, num_bytes)
-    connection.send(*_answer(node, tenant, whole, (start, end, status)))
+    connection.send(_head(node, tenant, span, status), span.data)
     node.stats.hits.inc()
     node.stats.sent(tenant.name, num_bytes, 0.0)
     return status
 
 
-def _answer(
-    node: Node, tenant: Tenant, whole: Span, span: tuple[int, int, int]
-) -> tuple[bytes, memoryview]:
-    """Head and body, as aiohttp writes them on the ordinary way."""
-    start, end, status = span
-    entry = whole.entry
-    body = memoryview(whole.data)[start:end]
-    checksum = node.checksums.of(entry.key, entry.etag, start, body)
+def _head(node: Node, tenant: Tenant, span: Span, status: int) -> bytes:
+    """As aiohttp writes it on the ordinary way."""
+    entry, start, end = span.entry, span.start, span.start + len(span.data)
+    checksum = node.checksums.of(entry.key, entry.etag, start, span.data)
+    where = f"Content-Range: {content_range(start, end, entry)}\r\n" if status == 206 else ""
     head = (
         f"HTTP/1.1 {_STATUS[status]}\r\nETag: {quoted(entry.etag)}\r\nAccept-Ranges: bytes\r\n"
-        f"{_hints(tenant, entry)}{_content_range(entry, span)}"
+        f"{_hints(tenant, entry)}{where}"
         f"Content-Type: application/octet-stream\r\nContent-Length: {end - start}\r\n"
         f"Kdn-Checksum: {checksum:016x}\r\n"
         f"Date: {rfc822_formatted_time()}\r\nServer: kdn\r\n\r\n"
     )
-    return head.encode("ascii"), body
+    return head.encode("ascii")
 
 
 def _hints(tenant: Tenant, entry: Entry) -> str:
     return "".join(f"{name}: {value}\r\n" for name, value in hint_headers(tenant, entry).items())
-
-
-def _content_range(entry: Entry, span: tuple[int, int, int]) -> str:
-    start, end, status = span
-    return f"Content-Range: {content_range(start, end, entry)}\r\n" if status == 206 else ""

@@ -32,8 +32,6 @@ from kdn.node.shares import Shares
 from kdn.node.state import Node
 from kdn.node.tenants import Tenants
 from kdn.store.base import Stats, Store
-from kdn.store.disk_files import Files
-from kdn.store.disk_reading import ObjectReader
 from kdn.store.evict import open_policy
 from kdn.store.memory import MemoryStore
 from kdn.store.tiered import Tier, TieredStore
@@ -95,8 +93,7 @@ async def open_worker(
 
 def _open_store(config: Config, link: Link) -> Store:
     settings = config.node
-    reader = ObjectReader(settings.data / "objects", Files()) if settings.disk_bytes else None
-    owners = OwnersStore(link, reader)
+    owners = OwnersStore(link, settings.data / "objects" if settings.disk_bytes else None)
     memory_bytes = worker_memory_bytes(config)
     if not memory_bytes:
         return owners

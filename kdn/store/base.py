@@ -129,9 +129,13 @@ class Store(ABC):
         """Bytes [start, end) of an object, clipped to its end; None if it is not here, or is not
         the one that `etag` names."""
 
-    def at_hand(self, key: bytes) -> Span | None:
-        """The whole of an object that can be had without waiting, for whoever reads many small
-        parts; None says nothing. It counts as a read."""
+    def peek(self, key: bytes) -> Entry | None:
+        """What is under a key, if that can be told at once; None says nothing."""
+        return None
+
+    def get_now(self, key: bytes, start: int, end: int, etag: bytes) -> Span | None:
+        """What `get` would return, if it need not wait for it; None says nothing. For those who
+        read many small parts."""
         return None
 
     @abstractmethod

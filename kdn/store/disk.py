@@ -24,6 +24,7 @@ from kdn.store.disk_files import Files
 from kdn.store.disk_folder import ObjectFolder, open_folder
 from kdn.store.disk_format import header_bytes
 from kdn.store.disk_index import Index, Row, entry_of, row_of
+from kdn.store.disk_open import OpenFiles
 from kdn.store.disk_reading import file_name
 from kdn.store.disk_tasks import Holds, Tasks
 from kdn.store.evict import Policy
@@ -57,6 +58,7 @@ class DiskStore(Store):
     def __init__(
         self,
         folder: ObjectFolder,
+        files: Files,
         tasks: Tasks,
         unlock: Callable[[], None],
         capacity_bytes: int,
@@ -75,6 +77,7 @@ class DiskStore(Store):
         self._entering: set[bytes] = set()  # held by puts that wait for `_room`
         self._room = Lock()  # one put at a time makes room, so that no two evict for the same bytes
         self._ticks = count()
+        self._open = OpenFiles(files)
 
     def _fill(self, rows: Sequence[Row], corruptions: int) -> None:
         """Take over what `heal` found; `_fill_policy` is yet to come."""
@@ -115,6 +118,22 @@ class DiskStore(Store):
         self._use(key)
         return span
 
+    def peek(self, key: bytes) -> Entry | None:
+        row = self._rows.get(key)
+        return None if row is None else entry_of(row)
+
+    def get_now(self, key: bytes, start: int, end: int, etag: bytes) -> Span | None:
+        row = self._rows.get(key)
+        if row is None or row[1] != etag:
+            return None
+        span = self._open.read(key, start, end, etag)
+        if span is not None:
+            self._counts.hits += 1
+            self._use(key)
+        elif self._open.wants(key) and self._tasks.has_room:
+            self._open.keep(key, self._tasks.in_reader(self._folder.open, entry_of(row)))
+        return span
+
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
         rows = [self._rows.get(key) for key in keys]
         if not head_bytes:
@@ -152,6 +171,7 @@ class DiskStore(Store):
         try:
             await self._tasks.in_thread(self._folder.close, used)
         finally:
+            self._open.close()
             self._unlock()
             self._tasks.shut_down()
 
@@ -297,6 +317,7 @@ class DiskStore(Store):
 
     def _remove(self, row: Row) -> None:
         del self._rows[row[0]]
+        self._open.forget(row[0])
         self._tally.remove(row[0], row[2])
         self._used.pop(row[0], None)
         self._discount(row)
@@ -366,7 +387,7 @@ def _open(
         index, rows = open_index(path / "index.sqlite")
         stack.callback(index.close)
         folder = ObjectFolder(path, files, index)
-        store = DiskStore(folder, tasks, partial(files.close, lock), capacity_bytes, policy)
+        store = DiskStore(folder, files, tasks, partial(files.close, lock), capacity_bytes, policy)
         store._fill(*folder.heal(rows))
         stack.pop_all()
     return store

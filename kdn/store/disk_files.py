@@ -17,6 +17,7 @@ from pathlib import Path
 from kdn.errors import NoSpaceError, StoreError
 from kdn.files import FILE_MODE, FOLDER_MODE, lock_file, sync_folder, tighten_folder
 
+RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -51,6 +52,14 @@ class Files:
     def read(self, fd: int, size_bytes: int, start: int) -> bytes:
         """Fewer bytes only where the file ends or the system feels like it."""
         return os.pread(fd, size_bytes, start)
+
+    def read_now(self, fd: int, size_bytes: int, start: int) -> bytearray:
+        """What the system has in memory; BlockingIOError, or fewer bytes, if it has not."""
+        if not RWF_NOWAIT:
+            raise BlockingIOError(errno.EAGAIN, "this system has no way to ask")
+        buffer = bytearray(size_bytes)
+        taken = os.preadv(fd, [buffer], start, RWF_NOWAIT)
+        return buffer if taken == size_bytes else buffer[:taken]
 
     def size_and_time(self, fd: int) -> tuple[int, int]:
         """Bytes, and nanoseconds of the last change."""

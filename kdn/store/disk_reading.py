@@ -43,6 +43,18 @@ class ObjectReader:
                 self._files.close(fd)
         return Span(header.entry, begin, data)
 
+    def open(self, entry: Entry) -> tuple[int, Header] | None:
+        """An open file and its verified header; None if there is none, or it is damaged."""
+        try:
+            fd = self._files.open(self._objects / file_name(entry))
+        except OSError:
+            return None
+        try:
+            return fd, self._read_header(fd, entry.key, entry.etag)[0]
+        except (OSError, FormatError):
+            self._files.close(fd)
+            return None
+
     def _read_header(self, fd: int, key: bytes, etag: bytes) -> tuple[Header, int]:
         """The verified header of an open file and the time of its last change."""
         size_bytes, time_ns = self._files.size_and_time(fd)
@@ -59,16 +71,9 @@ class ObjectReader:
 
     def _read_verified(self, fd: int, header: Header, start: int, end: int) -> memoryview:
         """Bytes [start, end) of the object, read and verified in whole blocks."""
-        if start == end:
-            return memoryview(b"")
-        first_block = start // BLOCK_BYTES
-        blocks_start = first_block * BLOCK_BYTES
-        blocks_end = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, header.entry.size_bytes)
-        blocks = memoryview(
-            self._read_exactly(fd, blocks_end - blocks_start, header.header_bytes + blocks_start)
-        )
-        verify_blocks(header, first_block, blocks)
-        return blocks[start - blocks_start : end - blocks_start]
+        first, last = blocks_of(start, end, header)
+        blocks = memoryview(self._read_exactly(fd, last - first, header.header_bytes + first))
+        return verified(header, blocks, first, start, end)
 
     def _read_exactly(self, fd: int, size_bytes: int, start: int) -> bytes:
         data = self._files.read(fd, size_bytes, start)
@@ -82,3 +87,17 @@ class ObjectReader:
 
 def file_name(entry: Entry) -> str:
     return f"{entry.key.hex()}-{entry.etag.hex()}"
+
+
+def blocks_of(start: int, end: int, header: Header) -> tuple[int, int]:
+    """The part of an object in whole blocks that has its bytes [start, end)."""
+    if start == end:
+        return start, start
+    last = -(-end // BLOCK_BYTES) * BLOCK_BYTES
+    return start // BLOCK_BYTES * BLOCK_BYTES, min(last, header.entry.size_bytes)
+
+
+def verified(header: Header, blocks: memoryview, first: int, start: int, end: int) -> memoryview:
+    """Bytes [start, end) of `blocks`, which begin at `first`. ChecksumError if one is wrong."""
+    verify_blocks(header, first // BLOCK_BYTES, blocks)
+    return blocks[start - first : end - first]

@@ -44,6 +44,11 @@ class Tasks:
         except TimeoutError:
             raise StoreError(f"the disk did not answer within {self._deadline_s} s") from None
 
+    @property
+    def has_room(self) -> bool:
+        """For work that need not be."""
+        return not self._closed and len(self._tasks) < MAX_OPERATIONS // 2
+
     def start(self, work: Coroutine[Any, Any, T]) -> Task[T]:
         """In the background; `drain` waits for it."""
         task = asyncio.create_task(work)

@@ -91,13 +91,17 @@ class MemoryStore(Store):
         begin, stop = clip(start, end, held.entry.size_bytes)
         return Span(held.entry, begin, memoryview(held.data)[begin:stop])
 
-    def at_hand(self, key: bytes) -> Span | None:
+    def peek(self, key: bytes) -> Entry | None:
         held = self._held.get(key)
-        if held is None:
+        return None if held is None else held.entry
+
+    def get_now(self, key: bytes, start: int, end: int, etag: bytes) -> Span | None:
+        held = self._held.get(key)
+        if held is None or held.entry.etag != etag:
             return None
         self._counts.hits += 1
         self._policy.touch(key)
-        return Span(held.entry, 0, memoryview(held.data))
+        return Span(held.entry, start, memoryview(held.data)[start:end])
 
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
         return [self._look_up(key, head_bytes) for key in keys]

@@ -145,12 +145,28 @@ class TieredStore(Store):
         self._counts.misses += span is None
         return span
 
-    def at_hand(self, key: bytes) -> Span | None:
-        span = self._top.store.at_hand(key) if self.is_current() else None
-        if span is not None:
-            self._top.hits += 1
-            self._counts.hits += 1
-        return span
+    def peek(self, key: bytes) -> Entry | None:
+        """Of the first tier that knows at once. One above it may have another object only while a
+        replacement is under way."""
+        if not self.is_current():
+            return None
+        for tier in self.tiers:
+            entry = tier.store.peek(key)
+            if entry is not None:
+                return entry
+        return None
+
+    def get_now(self, key: bytes, start: int, end: int, etag: bytes) -> Span | None:
+        """Brings nothing up: what can be had at once is fast enough where it is."""
+        if not self.is_current():
+            return None
+        for tier in self.tiers:
+            span = tier.store.get_now(key, start, end, etag)
+            if span is not None:
+                tier.hits += 1
+                self._counts.hits += 1
+                return span
+        return None
 
     async def _get_below(
         self, key: bytes, start: int, end: int | None, etag: bytes | None

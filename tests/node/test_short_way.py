@@ -238,7 +238,7 @@ def test_limits_hold_on_the_short_way(tmp_path: Path) -> None:
 
 def test_a_store_that_has_nothing_at_hand(tmp_path: Path) -> None:
     class Distant(MemoryStore):
-        def at_hand(self, key: bytes) -> None:
+        def get_now(self, key: bytes, start: int, end: int, etag: bytes) -> None:
             return None
 
     async def test(node: Running) -> None:

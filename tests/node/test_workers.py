@@ -67,8 +67,10 @@ def test_everything_is_answered_by_every_worker(tmp_path: Path) -> None:
     run(work())
 
 
-@pytest.mark.parametrize("disk_bytes", [2**30, 0])
-def test_what_is_deleted_or_replaced_no_worker_has(tmp_path: Path, disk_bytes: int) -> None:
+@pytest.mark.parametrize(("disk_bytes", "memory_bytes"), [(2**30, 2**26), (2**30, 0), (0, 2**26)])
+def test_what_is_deleted_or_replaced_no_worker_has(
+    tmp_path: Path, disk_bytes: int, memory_bytes: int
+) -> None:
     """Though every worker has it in memory, and many read it meanwhile."""
 
     async def read_on(client: Client, known: set[bytes]) -> None:
@@ -77,7 +79,7 @@ def test_what_is_deleted_or_replaced_no_worker_has(tmp_path: Path, disk_bytes: i
             assert status == 404 or body in known
 
     async def work() -> None:
-        settings = {**SETTINGS, "disk_bytes": disk_bytes, "memory_bytes": 2**26}
+        settings = {**SETTINGS, "disk_bytes": disk_bytes, "memory_bytes": memory_bytes}
         versions = [os.urandom(50_000) for _ in range(20)]
         async with processes(tmp_path, settings) as node:
             clients, readers = await node.connect(12), await node.connect(4)
