@@ -99,6 +99,8 @@ async def carry_out(
     if not items:
         return
     open_ = [member for member in await members.every() if member not in tried]
+    if not tried:
+        members.count_request()
     if not open_:
         raise why or UnavailableError("no node is known")
     up = [member for member in open_ if member.is_up]

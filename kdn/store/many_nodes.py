@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 SLOW_BYTES_PER_S = 1e6
 """A lookup's answer that is long may take longer."""
+DELETE_S = 5.0
+"""For one of several nodes to delete an object."""
 _READ_FAILURES = (UnavailableError, FormatError, OSError)
 """An answer that cannot be understood says nothing of what is there."""
 
@@ -138,8 +140,9 @@ class ManyNodesStore(Store):
         """At every node: each may have it in its RAM. One that cannot be reached may answer for it
         until it forgets; that is logged."""
         every = await self._members.every()
+        limit_s = DELETE_S if len(every) > 1 else None
         answers = await asyncio.gather(
-            *(self._delete(member, key) for member in every), return_exceptions=True
+            *(self._delete(member, key, limit_s) for member in every), return_exceptions=True
         )
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         for error in errors:
@@ -148,9 +151,13 @@ class ManyNodesStore(Store):
             logger.warning("%s may still be read somewhere: %s", key.hex(), error)
         return True in answers
 
-    async def _delete(self, member: Member, key: bytes) -> bool:
-        with member.asked():
-            return await member.store(self._collection).delete(key)
+    async def _delete(self, member: Member, key: bytes, limit_s: float | None) -> bool:
+        try:
+            with member.asked():
+                async with asyncio.timeout(limit_s):
+                    return await member.store(self._collection).delete(key)
+        except TimeoutError as error:
+            raise UnavailableError(f"{member.name}: no answer for {limit_s} s") from error
 
     async def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
         async for entry in list_entries(self._nodes, self._collection, prefix):

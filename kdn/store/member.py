@@ -118,18 +118,23 @@ class Member:
         began_s = self._clock()
         try:
             with self.asked():
-                async with asyncio.timeout(PROBE_S):
-                    told = (await self._prober.ask("GET", "/healthz")).json
-            self.is_up = isinstance(told, dict) and told.get("status") == "ok"
-        except (KdnError, OSError):  # a timeout, too
-            self.is_up = False
-        if self.is_up:
-            self.heard_s = self._clock()
-            self._slowest_s = max(self._slowest_s, self._overtaken_s)
-        else:
-            self.failed(began_s)
-        self.is_doubted, self._overtaken_s = False, 0.0
+                is_well = await self._is_well()
+            if is_well:
+                self.is_up, self.heard_s = True, self._clock()
+                self._slowest_s = max(self._slowest_s, self._overtaken_s)
+            elif self.heard_s <= began_s:  # nor did it answer anything else meanwhile
+                self.failed(began_s)
+        finally:
+            self.is_doubted, self._overtaken_s = False, 0.0
         return self.is_up
+
+    async def _is_well(self) -> bool:
+        try:
+            async with asyncio.timeout(PROBE_S):
+                told = (await self._prober.ask("GET", "/healthz")).json
+        except (KdnError, OSError):  # a timeout, too
+            return False
+        return isinstance(told, dict) and told.get("status") == "ok"
 
     async def close(self) -> None:
         await self.client.close()

@@ -80,8 +80,10 @@ class Members:
         for member in self._all.values():
             if not member.is_up and member.has_rested:
                 self._probe(member)
-        self._hedges = min(self._hedges + HEDGES_PER_REQUEST, MAX_HEDGES)
         return list(self._all.values())
+
+    def count_request(self) -> None:
+        self._hedges = min(self._hedges + HEDGES_PER_REQUEST, MAX_HEDGES)
 
     def may_hedge(self) -> bool:
         """Whether a request may be sent twice although its node seems well. Each counts."""

@@ -172,3 +172,13 @@ def test_coarser_needs_the_operators_leave_and_a_salt() -> None:
     assert settings.for_request(COARSE).quality == 0.001
     own = settings.for_request(COARSE, has_salt=True)
     assert (own.quality, own.deadline_s) == (3600.0, 5.0)
+
+
+def test_several_nodes_of_one_store_are_one_place() -> None:
+    urls = "http://10.0.0.1:8470,http://10.0.0.2:8470"
+    settings = Settings.parse({"url": urls, "resolve_s": 2})
+    assert settings.session.where == (urls,)
+    assert settings.session.resolve_s == 2.0
+    for wrong in ({"url": "http://a,ftp://b"}, {"url": urls, "resolve_s": 0}):
+        with pytest.raises(UnsupportedError):
+            Settings.parse(wrong)

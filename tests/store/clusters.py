@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,8 @@ class Gate:
         self._target = target
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_open = False
 
     @property
     def url(self) -> str:
@@ -46,34 +48,53 @@ class Gate:
         return len(self._writers)
 
     async def open(self) -> None:
+        self._is_open = True
         self._server = await asyncio.start_server(self._serve, self.host, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     def shut(self) -> None:
         """As if the process were killed: connections end, and nobody listens."""
+        self._is_open = False
         if self._server is not None:
             self._server.close()
         for writer in self._writers:
             writer.transport.abort()
+
+    async def close(self) -> None:
+        """Nothing of it is left."""
+        self.shut()
+        await asyncio.sleep(0)  # connections that were being accepted
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def hang(self, hangs: bool = True) -> None:
         """As if the process were stopped: the system still takes connections and bytes."""
         (self._flows.clear if hangs else self._flows.set)()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        with suppress(OSError, asyncio.CancelledError):
-            source, target = await asyncio.open_connection("127.0.0.1", self._target)
-            self._writers.add(target)
-            await asyncio.gather(
-                self._carry(reader, target, is_answer=False),
-                self._carry(source, writer, is_answer=True),
-                return_exceptions=True,
-            )
-            self._writers.discard(target)
-            target.transport.abort()
-        self._writers.discard(writer)
-        writer.transport.abort()
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        ends = [writer]
+        try:
+            if self._is_open:
+                source, target = await asyncio.open_connection("127.0.0.1", self._target)
+                ends.append(target)
+                self._writers.update(ends)
+                if self._is_open:
+                    await asyncio.gather(
+                        self._carry(reader, target, is_answer=False),
+                        self._carry(source, writer, is_answer=True),
+                        return_exceptions=True,
+                    )
+        except (OSError, asyncio.CancelledError):
+            pass
+        finally:
+            self._writers.difference_update(ends)
+            for end in ends:
+                end.transport.abort()
 
     async def _carry(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_answer: bool
@@ -139,5 +160,5 @@ async def cluster(
             host = hosts[place] if hosts else "127.0.0.1"
             gates.append(Gate(node.listening.port, host, port))
             await gates[-1].open()
-            stack.callback(gates[-1].shut)
+            stack.push_async_callback(gates[-1].close)
         yield Cluster(memory, nodes, gates)
