@@ -112,7 +112,10 @@ class Depot:
     ) -> Entry | None:
         """What is under a key. QuotaError if it is free (or gives way), and an object of that size
         would be too much."""
-        (old,) = await self.wait(self.store.lookup([key]))
+        # What only a cache of this node has is not there: the next node would not find it.
+        store = self.store
+        look_up = store.lookup_shared if isinstance(store, SharedStore) else store.lookup
+        (old,) = await self.wait(look_up([key]))
         if not is_taken(old, replacing):
             await self.check_quota(tenant, size_bytes - (old.size_bytes if old else 0))
         return old
@@ -124,6 +127,8 @@ class Depot:
         async with self._puts.setdefault(entry.key, asyncio.Lock()):
             old = await self.check_room(tenant, entry.key, len(data), replacing)
             if old is not None and is_taken(old, replacing):
+                if isinstance(self.store, SharedStore):
+                    await self.wait(self.store.agree(old))
                 return old, False
             with tenant.quota.reserve(len(data)):
                 kept = await self.wait(self.store.put_entry(entry, data, checksum, replacing))

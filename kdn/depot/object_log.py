@@ -31,7 +31,7 @@ from contextlib import suppress
 from secrets import token_hex
 from typing import Any, TypeVar
 
-from kdn.depot.name_state import Happening, NameState, parse_happening, told
+from kdn.depot.name_state import Happening, NameState, Put, parse_happening, told
 from kdn.depot.small_objects import SmallObjects
 from kdn.errors import FormatError, KdnError, StoreError
 
@@ -119,6 +119,8 @@ class ObjectLog:
                 self._keep_soon()
                 return happening, gone
             await self._read_on()
+            if _has_happened(happening, self.state):  # and was overwritten since
+                return happening, []
             await asyncio.sleep(random.uniform(0, pause_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -262,6 +264,15 @@ class ObjectLog:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
                     await self._keeping
+
+
+def _has_happened(happening: Happening, state: NameState) -> bool:
+    """Whether a put is among what the state knows, by its body: no two have the same."""
+    if not isinstance(happening, Put):
+        return False
+    record = state.record(happening.tenant, happening.name)
+    held = record.find(happening.version) if record else None
+    return held is not None and held.body == happening.body
 
 
 def _dump_state(state: NameState, before: int) -> bytes:

@@ -39,6 +39,12 @@ class SharedStore(TieredStore):
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
         if self.is_current():
             return await super().lookup(keys, head_bytes=head_bytes)
+        return await self.lookup_shared(keys, head_bytes=head_bytes)
+
+    async def lookup_shared(
+        self, keys: Sequence[bytes], *, head_bytes: int = 0
+    ) -> list[Entry | None]:
+        """What all nodes have, whatever the caches say."""
         found = await self._ask(
             self._shared, lambda store: store.lookup(keys, head_bytes=head_bytes)
         )
@@ -107,6 +113,13 @@ class SharedStore(TieredStore):
         self._deletions += 1
         if failed:
             raise StoreError(f"could not delete from {'; '.join(failed)}")
+
+    async def agree(self, entry: Entry) -> None:
+        """The shared store has this one: no cache keeps another."""
+        for tier in self._caches:
+            found = await self._ask(tier, lambda store: store.lookup([entry.key]))
+            if any(other and other.etag != entry.etag for other in found or ()):
+                await self.drop(entry.key)
 
     async def drop_all(self) -> None:
         """Everything that the caches hold."""

@@ -404,6 +404,21 @@ def test_what_one_node_acknowledged_the_others_see_at_once(shared: Opened) -> No
     run(test())
 
 
+def test_a_writer_that_slept_goes_on(shared: Opened) -> None:
+    """What it believes to be the next change was made by others, and forgotten, long ago."""
+
+    async def test() -> None:
+        async with shared() as one, shared() as other:
+            await one.put("t", "mine", b"1", [], yes)
+            for count in range(2 * FEW):
+                await other.put("t", "n", b"%d" % count, [], yes)
+            assert (await one.put("t", "mine", b"2", [], yes)).version == 2
+            assert (await one.put("t", "n", b"", [], yes)).version == 2 * FEW + 1
+            assert (await other.history("t", "mine"))[0].version == 2
+
+    run(test())
+
+
 def test_counts_of_all_nodes(shared: Opened) -> None:
     async def test() -> None:
         async with shared() as one, shared() as other:

@@ -175,6 +175,24 @@ def test_what_is_replaced_is_replaced_for_all(url: str) -> None:
     on_two(url, test)
 
 
+def test_what_only_a_cache_has_is_put_again(url: str) -> None:
+    """As after an eviction by the store."""
+
+    async def test(one: Depot, other: Depot) -> None:
+        [tenant] = one.tenants
+        assert isinstance(one.store, SharedStore)
+        await until(lambda: _true(one.store.is_current()))  # type: ignore[attr-defined]
+        data = content("1", 500)
+        await put(one, tenant, 1, data)
+        await one.store.tiers[-1].store.delete(chunk_key(tenant, 1))
+        assert await read(one, 1) == data, "from its memory"
+        _, created = await put(one, tenant, 1, data)
+        assert created
+        assert await read(other, 1) == data
+
+    on_two(url, test)
+
+
 def test_a_node_that_hears_nothing_reads_past_its_caches(url: str) -> None:
     now_s = 100.0
 
