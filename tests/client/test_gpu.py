@@ -145,8 +145,10 @@ def test_smollm2_in_bfloat16(codec: str, pair: tuple[Any, Any], tmp_path: Path) 
         async with AsyncClient(tmp_path, model=pair, **settings) as client:
             answer = client.ask("tides", question, max_new_tokens=24)
             text = await answer.read()
-            assert answer.stats.known_tokens > 256
             assert not answer.stats.troubles
+            # On a fast GPU the model may well have read it before it was delivered.
+            tokens, _ = await client.named("tides")
+            assert (await client.load(tokens)).num_tokens > 256
             if codec == "exact":
                 assert text == await own(client, "tides", question, 24)
         assert client.metrics.audits == 1
