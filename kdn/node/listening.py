@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
+MAX_PORT = 65535
 AT_ONCE = 256
 """Connections taken before others may run: some milliseconds."""
 REST_S = 0.5
@@ -26,6 +27,8 @@ HANDSHAKE_S = 10.0
 
 def bind(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
     """Listening sockets of all addresses of a host; `shared`: others may be bound beside them."""
+    if not 0 <= port <= MAX_PORT:
+        raise OSError(f"expected a port of at most {MAX_PORT}")
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
     try:
