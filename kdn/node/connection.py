@@ -147,7 +147,7 @@ class Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """On the short way if nothing of another request is under way here."""
-        if self._between_requests:
+        if self._between_requests and not self._close and not self._force_close:
             if self._answered == self._request_count and short_way.answer(self._node, self, data):
                 self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
                 return

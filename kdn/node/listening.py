@@ -8,6 +8,7 @@ before them were answered within 0.2 s. So connections are taken here, many at a
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import ssl
@@ -16,7 +17,6 @@ from collections.abc import Callable, Sequence
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
-MAX_PORT = 65535
 AT_ONCE = 256
 """Connections taken before others may run: some milliseconds."""
 REST_S = 0.5
@@ -26,9 +26,10 @@ HANDSHAKE_S = 10.0
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
-    """Listening sockets of all addresses of a host; `shared`: others may be bound beside them."""
-    if not 0 <= port <= MAX_PORT:
-        raise OSError(f"expected a port of at most {MAX_PORT}")
+    """Listening sockets of all addresses of a host; `shared`: others may be bound beside them.
+    OSError if that cannot be."""
+    if not 0 <= port < 2**16:  # the system would take its lowest 16 bits
+        raise OSError(errno.EINVAL, f"expected a port from 0 to {2**16 - 1}")
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
     try:

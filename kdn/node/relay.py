@@ -32,9 +32,11 @@ class Relay:
 
     def __init__(self, path: Path, settings: NodeSettings):
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.UnixConnector(str(path), limit=settings.max_requests),
+            connector=aiohttp.UnixConnector(
+                str(path), limit=max(1, settings.max_connections // settings.workers)
+            ),
             timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=CONNECT_S,
+                total=None, connect=settings.body_window_s, sock_connect=CONNECT_S,
                 sock_read=settings.body_timeout_s + 2 * settings.store_timeout_s,
             ),
             auto_decompress=False,
@@ -71,7 +73,7 @@ class Relay:
         response: web.StreamResponse
         if size_bytes is not None and size_bytes <= MAX_ANSWER_BYTES:
             async with node.answers.share(request[TENANT].name, size_bytes):
-                body = None if request.method == "HEAD" else await answer.read()
+                body = await answer.read()
             response = web.Response(status=answer.status, headers=headers, body=body)
         else:
             response = web.StreamResponse(status=answer.status, headers=headers)
