@@ -280,7 +280,7 @@ def rm(
 
 @app.command(name="export")
 def export_command(
-    place: Annotated[str, typer.Argument(help="A folder, or the URL of a node.")],
+    place: Annotated[str, typer.Argument(help="A folder, or the URL of a node or a store.")],
     folder: Annotated[Path, typer.Argument(help="Where to write; it may hold an earlier export.")],
     names: Annotated[
         list[str] | None,

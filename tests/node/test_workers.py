@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from kdn.config import ClientSettings, Config, NodeSettings
+from kdn.errors import UnsupportedError
 from kdn.node.tenants import token_hash
+from kdn.node.workers import check_workers
 from kdn.protocol.frames import split
 from tests.node.harness import closed, read_answer, request, run
 from tests.node.processes import Client, processes
@@ -32,6 +35,20 @@ def tenants(**settings: str) -> str:
 async def statuses(clients: list[Client], path: str, **headers: str) -> list[int]:
     answers = await asyncio.gather(*(one.ask("GET", path, **headers) for one in clients))
     return [status for status, _ in answers]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        NodeSettings(workers=2, upstream="http://127.0.0.1:1"),
+        NodeSettings(workers=2, store="redis://127.0.0.1:1"),
+        NodeSettings(workers=0),
+        NodeSettings(workers=257),
+    ],
+)
+def test_workers_that_cannot_be_are_refused_before_anything_begins(settings: NodeSettings) -> None:
+    with pytest.raises(UnsupportedError, match=r"^workers: "):
+        check_workers(Config(settings, ClientSettings(), (), {}))
 
 
 def test_everything_is_answered_by_every_worker(tmp_path: Path) -> None:

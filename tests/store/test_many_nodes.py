@@ -13,7 +13,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from kdn.checked import checked_urls
-from kdn.errors import NotAllowedError, UnavailableError, UnsupportedError
+from kdn.errors import ChecksumError, NotAllowedError, UnavailableError, UnsupportedError
 from kdn.store.base import Store
 from kdn.store.failover import WELL_S
 from kdn.store.http import HttpStore
@@ -386,11 +386,12 @@ def test_a_name_is_told_to_the_node_as_it_was_given(
     run(work())
 
 
-def test_checksum_of_what_is_put_is_checked_before_anybody_is_asked(tmp_path: Path) -> None:
+def test_a_wrong_checksum_is_refused_and_no_other_node_is_asked(tmp_path: Path) -> None:
     async def test(nodes: Cluster, store: ManyNodesStore) -> None:
-        before = [gate.requests for gate in nodes.gates]
-        with pytest.raises(Exception, match="xxh3"):
+        before = sum(gate.requests for gate in nodes.gates)
+        with pytest.raises(ChecksumError):
             await store.put(b"k", b"data", etag=b"e", checksum=xxh3_64_intdigest(b"other"))
-        assert [gate.requests for gate in nodes.gates] == before
+        assert sum(gate.requests for gate in nodes.gates) == before + 1
+        assert await store.lookup([b"k"]) == [None]
 
     with_cluster(tmp_path, test)
