@@ -22,6 +22,10 @@ PART_BYTES = 8 << 20
 FIRST_BYTES = 1 << 20
 """An unknown object is asked for from its beginning, header and all, if what is wanted begins
 within this."""
+SKIPPED_BYTES = 2048
+"""A short range that begins so near the beginning is asked for from there, header and all: servers
+that stand before files may have to seek otherwise. (32 reads of 60 KB from rclone take 15 ms, not
+34.)"""
 AHEAD_BYTES = 64 << 20
 AHEAD = 32
 """So many spans are read at once, and in order so far ahead."""
@@ -141,10 +145,11 @@ class Reads:
             return
         path, at = path_of(ask.key), header.header_bytes
         if stop - begin <= PIECE_BYTES:
-            found = await self._bucket.get(path, at + begin, at + stop, pin=there.version)
-            if found is None:
+            low = 0 if at + begin <= SKIPPED_BYTES else at + begin
+            found = await self._bucket.get(path, low, at + stop, pin=there.version)
+            if found is None or len(found.data) != at + stop - low:
                 raise ChangedError(path)
-            yield found.data
+            yield found.data[at + begin - low :]
             return
         pieces = self._bucket.stream(path, at + begin, at + stop, pin=there.version)
         async with aclosing(pieces):

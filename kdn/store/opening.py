@@ -53,7 +53,7 @@ def check_store_url(url: str) -> None:
 
 def without_password(url: str) -> str:
     """For messages."""
-    return re.sub(r"(?<=://)[^/@]*@", "", url)
+    return re.sub(r"(?<=://)[^/?]*@", "", url)
 
 
 def open_remote(url: str, credentials: Credentials) -> Store:

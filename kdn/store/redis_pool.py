@@ -89,12 +89,18 @@ class Pools:
         for reply in job.replies:
             if isinstance(reply, ErrorReply):
                 connection.abort()
+                reply = self._without_password(reply)
                 if reply.code in TRANSIENT:
                     raise CutError(reply.text[:200])
                 raise refusal(server.address, reply)
         if commands[-1] == (b"ROLE",) and not _is_master(job.replies[-1]):
             connection.abort()
             raise CutError("it is not the master any more")
+
+    def _without_password(self, reply: ErrorReply) -> ErrorReply:
+        """A server that does not know a command tells what came with it."""
+        password = self._address.password
+        return ErrorReply(reply.text.replace(password, "***")) if password else reply
 
     def _greeting(self, role: Role) -> list[Command]:
         address, commands = self._address, []

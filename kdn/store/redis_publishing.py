@@ -64,6 +64,7 @@ class Publisher:
                 if await self.drop(there):
                     dropped.append(there)
             elif there is not None:
+                await self._keep_parts(there)
                 await self._acknowledgements.confirm(self._keys.of(entry.key), pack_record(there))
                 return Put(there, False, dropped)
         await self._put_parts(record, data)
@@ -145,6 +146,7 @@ class Publisher:
                 return record
             found = await self._checked(found_in(key, first, size_bytes))
             if found.record is not None:
+                await self._keep_parts(found.record)
                 if not acknowledgements.is_enough(name, acknowledged, wrote=False):
                     await acknowledgements.confirm(name, found.seen)
                 return found.record
@@ -174,6 +176,7 @@ class Publisher:
                 raise self._refused(job.replies[0])
 
     async def _keep_parts(self, record: Record) -> None:
+        """Whoever acknowledges an object sees to it: its writer may have died before it did."""
         if record.num_parts == 1:
             return
         if not self._ttl_ms:

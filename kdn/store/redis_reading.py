@@ -2,7 +2,7 @@
 
 The record is read before the bytes that follow it, and after them: if it is the same, with a nonce
 that no other put has, so was the object in between. (A transaction would do, too, but a server that
-is full refuses those.) The parts of a long object are read one after the other, under names that
+is full refuses those.) From the beginning of an object on, one command reads both. The parts of a long object are read one after the other, under names that
 only its record tells.
 """
 
@@ -101,6 +101,8 @@ class _Asked(Enum):
     RECORD = auto()
     BOTH = auto()
     """The record, bytes that follow it, and the record again."""
+    TOGETHER = auto()
+    """The record with the bytes right after it."""
     PART = auto()
 
 
@@ -162,6 +164,10 @@ class SpanJob(Job):
         if part or start == end:
             self._asked = _Asked.RECORD
             return [record, (b"STRLEN", self.key)]
+        if not start:
+            self._asked = _Asked.TOGETHER
+            self.max_string_bytes = RECORD_BYTES + end
+            return [(b"STRLEN", self.key), range_of(self.key, 0, RECORD_BYTES + end)]
         self._asked = _Asked.BOTH
         data = range_of(self.key, RECORD_BYTES + start, RECORD_BYTES + end)
         return [record, (b"STRLEN", self.key), data, record]
@@ -175,12 +181,22 @@ class SpanJob(Job):
             self._accept(*before)
             if not self._accepted:
                 return Skipped()
+        elif self._asked is _Asked.TOGETHER:
+            return _Together(self, before[0], size_bytes) if len(before) == 1 else None
         elif self._asked is _Asked.RECORD:
             return None
         if size_bytes != self._expected_bytes():
             self.is_gone = True
             return Skipped()
         return self
+
+    def began(self, told: bytes, string_bytes: Reply, size_bytes: int) -> Target:
+        """Where bytes go that follow this record, within one string of which `string_bytes` are
+        there."""
+        self._accept(told, string_bytes)
+        if self._accepted and size_bytes != self._expected_bytes():
+            self.is_gone, self._accepted = True, False
+        return self if self._accepted else Skipped()
 
     def _expected_bytes(self) -> int:
         assert self.record is not None
@@ -203,6 +219,8 @@ class SpanJob(Job):
             self._accept(*self.replies[-2:])
         elif self._asked is _Asked.PART:
             self.is_gone |= not isinstance(self.replies[-1], bytes)
+        elif self._asked is _Asked.TOGETHER:
+            self.is_gone |= not (self._accepted and isinstance(self.replies[-1], bytes))
         else:
             first, _, data, again = self.replies[-4:]
             unchanged = self._accepted and isinstance(data, bytes) and again == first
@@ -216,6 +234,30 @@ class SpanJob(Job):
     def taken(self, num_bytes: int) -> None:
         position, self._position = self._position, self._position + num_bytes
         self._receiver.taken(self.number, position, num_bytes)
+
+
+class _Together:
+    """A string that begins with a record: it tells where the rest goes."""
+
+    def __init__(self, job: SpanJob, string_bytes: Reply, size_bytes: int) -> None:
+        self._job, self._string_bytes = job, string_bytes
+        self._left_bytes = size_bytes
+        self._record = bytearray(min(RECORD_BYTES, size_bytes))
+        self._room = memoryview(self._record)
+        self._rest: Target | None = None
+
+    def room(self, num_bytes: int) -> memoryview:
+        return self._room if self._rest is None else self._rest.room(num_bytes)
+
+    def taken(self, num_bytes: int) -> None:
+        self._left_bytes -= num_bytes
+        if self._rest is not None:
+            self._rest.taken(num_bytes)
+            return
+        self._room = self._room[num_bytes:]
+        if not self._room:
+            told = bytes(self._record)
+            self._rest = self._job.began(told, self._string_bytes, self._left_bytes)
 
 
 class Gathered:

@@ -14,9 +14,11 @@ from typing import Protocol, TypeAlias
 
 from kdn.errors import LimitError, MalformedError, StoreError
 
-SCRATCH_BYTES = 64 << 10
+SCRATCH_BYTES = 256 << 10
 LINE_BYTES = 512
 """Read at a time where a long string comes next: more would have to be copied."""
+COPIED_BYTES = 128 << 10
+"""Shorter strings are copied: that takes less than another call of the system for each."""
 MAX_LINE_BYTES = 16 << 10
 MAX_ITEMS = 1 << 16
 MAX_HELD_BYTES = 64 << 20
@@ -180,7 +182,8 @@ class ReplyReader:
             self._start = self._end = 0
         elif self._end == len(self._scratch):
             self._compact()
-        small = self._job is not None and self._job.streams
+        job = self._job
+        small = job is not None and job.streams and job.max_string_bytes > COPIED_BYTES
         return self._scratch[self._end :][: LINE_BYTES if small else SCRATCH_BYTES]
 
     def filled(self, num_bytes: int) -> None:

@@ -13,11 +13,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from weakref import WeakValueDictionary
 
 from kdn.errors import StoreError
 from kdn.store.base import Entry, Span, Stats, check_put
 from kdn.store.tally import Usage
 from kdn.store.tiered import FAULTS, Tier, TieredStore
+
+
+class _Filling:
+    """Puts of a key under way: what is dropped meanwhile must not come back to the caches."""
+
+    def __init__(self) -> None:
+        self.drops = 0
 
 
 class SharedStore(TieredStore):
@@ -26,6 +34,7 @@ class SharedStore(TieredStore):
         super().__init__([*caches, shared])
         self._caches, self._shared = list(caches), shared
         self.is_current: Callable[[], bool] = lambda: True
+        self._fillings: WeakValueDictionary[bytes, _Filling] = WeakValueDictionary()
 
     # reads
 
@@ -69,13 +78,24 @@ class SharedStore(TieredStore):
         self, entry: Entry, data: bytes, checksum: int, replacing: bytes | None = None
     ) -> Entry:
         check_put(entry, data, checksum)
+        filling = self._fillings.setdefault(entry.key, _Filling())
+        before = filling.drops
         kept = await self._put_shared(entry, data, checksum, replacing)
         if replacing is not None or kept.etag != entry.etag:
             await self.drop(entry.key)  # a cache may have what was there before
+            before += 1
         if kept.etag == entry.etag:
             self._counts.puts += 1
-            await self._put_caches(entry, data)
+            await self._fill(entry, data, filling, before)
         return kept
+
+    async def _fill(self, entry: Entry, data: bytes, filling: _Filling, drops: int) -> None:
+        """Put it into the caches, unless somebody has deleted it since it was put."""
+        if filling.drops != drops:
+            return
+        await self._put_caches(entry, data)
+        if filling.drops != drops:
+            await self.drop(entry.key)
 
     async def _put_shared(
         self, entry: Entry, data: bytes, checksum: int, replacing: bytes | None
@@ -95,11 +115,24 @@ class SharedStore(TieredStore):
         for tier in reversed(self._caches):
             there = await self._put_into(tier, entry, data)
             if isinstance(there, Entry) and there.etag != entry.etag:  # deleted elsewhere, long ago
-                await self.drop(entry.key)
+                await self._drop(entry.key)
                 await self._put_into(tier, entry, data)
+
+    async def _delete(self, key: bytes) -> bool:
+        self._dropped(key)
+        return await super()._delete(key)
 
     async def drop(self, key: bytes) -> None:
         """Take it out of the caches. StoreError if one does not answer: it may still be there."""
+        self._dropped(key)
+        await self._drop(key)
+
+    def _dropped(self, key: bytes) -> None:
+        filling = self._fillings.get(key)
+        if filling is not None:
+            filling.drops += 1
+
+    async def _drop(self, key: bytes) -> None:
         self._deletions += 1  # a read under way brings nothing up
         await self._promotions.landed(key)
         failed = []
@@ -122,7 +155,11 @@ class SharedStore(TieredStore):
                 await self.drop(entry.key)
 
     async def drop_all(self) -> None:
-        """Everything that the caches hold."""
+        """Everything that the caches hold, or are about to."""
+        self._deletions += 1
+        for filling in list(self._fillings.values()):
+            filling.drops += 1
+        await self._promotions.all_landed()
         for tier in self._caches:
             keys = [entry.key async for entry in tier.store.list()]
             for key in keys:

@@ -43,6 +43,11 @@ class SingleFlight(Generic[T]):
         if key in self._flights:
             await asyncio.wait([self._flights[key]])
 
+    async def all_landed(self) -> None:
+        """Return when those that are under way now have ended, however."""
+        if self._flights:
+            await asyncio.wait(list(self._flights.values()))
+
     async def close(self, deadline_s: float) -> None:
         """Wait for all flights; after the deadline they are cancelled."""
         flights = list(self._flights.values())

@@ -77,4 +77,5 @@ def test_which_places_are_folders() -> None:
 
 def test_a_password_is_not_shown() -> None:
     assert without_password("redis://:secret@h:1/0?wait=1") == "redis://h:1/0?wait=1"
+    assert without_password("redis+cluster://u:p@ss,w@a:1,b:2") == "redis+cluster://a:1,b:2"
     assert without_password("s3://b/p@q") == "s3://b/p@q"

@@ -369,6 +369,22 @@ def test_a_lying_server_is_an_error_or_a_miss_in_time(lie: str) -> None:
     run(test(), 15.0)
 
 
+def test_an_echoed_password_is_not_told() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 16):
+            writer.write(b"-ERR unknown command 'AUTH', with args beginning with: 'pass-word'\r\n")
+
+    async def test() -> None:
+        async with talking(talk) as address:
+            url = f"redis://:pass-word@{address}?deadline_s=0.2"
+            async with closing(open_redis_store(url, Credentials())) as store:
+                with pytest.raises(StoreError, match="unknown command") as told:
+                    await store.get(b"key")
+                assert "pass-word" not in str(told.value)
+
+    run(test(), 15.0)
+
+
 def test_nobody_there_is_told_with_the_address() -> None:
     async def test() -> None:
         port = servers.free_port()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from kdn.store.redis_record import (
     pack_record,
     parse_record,
 )
+from kdn.store.redis_wire import Job
 from kdn.store.streaming import Ask, Collected
 from tests.servers import emptied
 from tests.store.contract import closing, content, etag_of, listed, put, read
@@ -161,6 +162,45 @@ def test_parts_of_a_writer_that_died_end_by_themselves(
     run(server, test)
     assert len(names(server)) == 2
     assert all(0 < server.ask("TTL", name) <= 3600 for name in names(server))
+
+
+@pytest.mark.parametrize("replacing", [None, b"another"])
+def test_whoever_acknowledges_a_long_object_keeps_its_parts(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, replacing: bytes | None
+) -> None:
+    async def test(store: Store) -> None:
+        assert isinstance(store, RedisStore)
+
+        async def dies(*_: object) -> None:
+            raise StoreError("died")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store._publisher, "_keep_parts", dies)
+            with pytest.raises(StoreError, match="died"):
+                await put(store, b"long", LONG)
+        await put(store, b"long", LONG, replacing=replacing)
+        assert all(server.ask("TTL", name) == -1 for name in names(server)), "kept for good"
+
+    run(server, test, "?wait=0")
+
+
+def test_a_lost_answer_ends_no_long_object(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(store: Store) -> None:
+        assert isinstance(store, RedisStore)
+        publisher, run_jobs = store._publisher, store._shards.run
+
+        async def twice(jobs: Sequence[Job]) -> None:
+            await run_jobs(jobs)
+            if any(command[0] == b"SET" for job in jobs for command in job.commands()):
+                await run_jobs(jobs)
+
+        monkeypatch.setattr(publisher._shards, "run", twice)
+        assert (await put(store, b"long", LONG)).etag == etag_of(LONG)
+        assert all(server.ask("TTL", name) == -1 for name in names(server)), "kept for good"
+
+    run(server, test, "?wait=0")
 
 
 def test_objects_end_when_they_are_told_to(server: RedisServer) -> None:
