@@ -60,6 +60,8 @@ def check_workers(config: Config) -> None:
         raise UnsupportedError(
             "workers: a node of a shared store keeps nothing; begin several nodes instead"
         )
+    if node.workers > 1 and node.upstream:
+        raise UnsupportedError("workers: a region has one worker, found an upstream as well")
 
 
 def run(config: Config) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from kdn.errors import UnsupportedError
 from kdn.node.tenants import token_hash
+from kdn.node.workers import check_workers
 from kdn.protocol.frames import split
-from tests.node.harness import closed, read_answer, request, run
+from tests.node.harness import closed, config_for, read_answer, request, run
 from tests.node.processes import Client, processes
 
 KEY = "aa"
@@ -275,3 +277,22 @@ def test_a_body_that_is_waited_for_is_asked_for(tmp_path: Path) -> None:
                     pass
 
     run(work())
+
+
+def test_a_follower_of_names_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with processes(tmp_path, {"shutdown_timeout_s": 20.0}) as node:
+            [one] = await node.connect()
+            one.writer.write(request("/v1/names/changes?after=1"))
+            head = await one.reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            node.process.send_signal(signal.SIGTERM)
+            assert await node.ended(8) == 0
+
+    run(work())
+
+
+def test_what_has_no_workers_says_so_at_once(tmp_path: Path) -> None:
+    for other in ({"store": "redis://127.0.0.1"}, {"upstream": "http://127.0.0.1:1"}):
+        with pytest.raises(UnsupportedError, match="workers"):
+            check_workers(config_for(tmp_path, workers=2, **other))
