@@ -63,6 +63,9 @@ def test_everything_is_answered_by_every_worker(tmp_path: Path) -> None:
                 assert [entry["key"] for entry in listed["objects"]] == [KEY]
                 assert json.loads((await one.ask("GET", "/v1/stats"))[1])["objects"] == 1
                 assert (await one.ask("GET", "/healthz"))[0] == 200
+                estimate = json.loads((await one.ask("POST", "/v1/estimate", asked))[1])
+                assert (estimate["known"], estimate["size_bytes"]) == (1, len(data))
+                assert estimate["seconds"] > 0  # what was sent here tells how fast that is
             _, shown = await clients[3].ask("GET", "/metrics")
             assert b'route="/v1/{collection}/{key}",status="206"} 12.0' in shown
             assert b"kdn_connections 12.0" in shown
