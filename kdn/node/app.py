@@ -35,9 +35,11 @@ ROUTES: tuple[tuple[str, str, Handler, Right | None], ...] = (
 
 
 _WORKERS = {
-    objects.get_object, batch.lookup, batch.read, service.get_openapi, service.get_health,
+    objects.get_object, batch.lookup, batch.read, estimate.estimate, service.get_openapi,
+    service.get_health,
 }  # fmt: skip
-"""Handlers that a worker has itself; all other requests are its owner's."""
+"""Handlers that a worker has itself; all other requests are its owner's. (Estimates: the owner
+sends nothing to clients, so it has not seen how fast they are.)"""
 
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:

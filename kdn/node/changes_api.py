@@ -25,12 +25,13 @@ async def follow(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], request[TENANT]
     after = query_number(request, "after", 0, 0, MAX_OFFSET)
     arrived_s = asyncio.get_running_loop().time()
+    times_back = node.feed.times_back
     position = await _position(node, tenant.name, after)
     with node.feed.follower(tenant.name), _waiting(node):
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         response.enable_chunked_encoding()
         await response.prepare(request)
-        await _follow(node, request, response, (after, position), arrived_s)
+        await _follow(node, request, response, (after, position), arrived_s, times_back)
     return response
 
 
@@ -68,12 +69,16 @@ async def _follow(
     response: web.StreamResponse,
     begin: tuple[int, int],
     arrived_s: float,
+    times_back: int,
 ) -> None:
     """From the tenant's last change that is known, and the position in those of all. A heartbeat
-    comes with a change and every second, not when others change something."""
+    comes with a change and every second, not when others change something. It ends if the store
+    went back: what was told may not have happened, and numbers may come again."""
     tenant, feed, told_s, beat_s = request[TENANT].name, node.feed, arrived_s, 0.0
     told, position = begin
     while await feed.newer(told_s, position, HEARTBEAT_S if beat_s else 0.0, lambda: node.stopping):
+        if feed.times_back != times_back:
+            raise ConnectionResetError("the store of names has lost changes")
         sequence, told_s = feed.sequence, feed.as_of_s
         before = told
         while position < sequence:

@@ -31,6 +31,9 @@ class Feed:
         self.sequence = 0
         self.as_of_s = float("-inf")
         """By the event loop's clock: all changes up to `sequence` were all there were then."""
+        self.times_back = 0
+        """That the store had fewer changes than before: a failover may lose some that nobody was
+        told had happened. Whoever heard of them has to find out."""
 
     @contextmanager
     def follower(self, tenant: str) -> Iterator[None]:
@@ -69,8 +72,9 @@ class Feed:
             began_s = asyncio.get_running_loop().time()
             with suppress(KdnError, TimeoutError):
                 async with asyncio.timeout(GIVE_UP_S):
-                    self.sequence = await self._names.sequence()
-                self.as_of_s = began_s
+                    sequence = await self._names.sequence()
+                self.times_back += sequence < self.sequence
+                self.sequence, self.as_of_s = sequence, began_s
             async with self._polled:
                 self._polled.notify_all()
             await asyncio.sleep(POLL_S)

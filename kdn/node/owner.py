@@ -61,10 +61,10 @@ class Workers:
     async def drop(self, keys: Sequence[bytes]) -> None:
         """When this returns, no worker has a copy of these."""
         names = [key.hex() for key in keys]
-        await asyncio.gather(*(self._drop(link, names) for link in list(self._pids)))
+        workers = list(self._pids.items())  # any of which may end meanwhile
+        await asyncio.gather(*(self._drop(link, pid, names) for link, pid in workers))
 
-    async def _drop(self, link: Link, keys: list[str]) -> None:
-        pid = self._pids[link]
+    async def _drop(self, link: Link, pid: int, keys: list[str]) -> None:
         try:
             await link.ask("drop", DROP_S, keys=keys)
         except StoreError as error:

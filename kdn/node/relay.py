@@ -81,6 +81,8 @@ class Relay:
             async for part in answer.content.iter_any():
                 async with asyncio.timeout(node.settings.write_timeout_s):
                     await response.write(part)
+                if node.stopping and size_bytes is None:
+                    break  # it has no end: the owner would go on after this worker
         unread = request.body_exists and not request.content.is_eof()
         if unread or answer.headers.get("Connection", "").lower() == "close":
             response.force_close()

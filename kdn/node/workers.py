@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import shutil
 import signal
 import socket
@@ -45,7 +46,10 @@ from kdn.node.worker import HTTP, LINK, Place, make_ledger, open_worker, owner_m
 log = logging.getLogger(__name__)
 
 MAX_WORKERS = 256
-SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
+STOPS = {signal.SIGTERM, signal.SIGINT}
+SIGNALS = {signal.SIGCHLD, *STOPS}
+LOOK_S = 0.1
+"""Between two looks at whether to stop, while the owner opens."""
 PAUSE_S = 1.0
 """Before a worker is begun again that lived for less than this."""
 GRACE_S = 10.0
@@ -61,7 +65,7 @@ def check_workers(config: Config) -> None:
             "workers: a node of a shared store keeps nothing; begin several nodes instead"
         )
     if node.workers > 1 and node.upstream:
-        raise UnsupportedError("workers: a region has one")
+        raise UnsupportedError("workers: a region has one worker, found an upstream as well")
 
 
 def run(config: Config) -> None:
@@ -109,6 +113,9 @@ class _Supervisor:
         ready, tell_ready = os.pipe()
         self.owner = self._begin(lambda: _own(self.config, self.folder, tell_ready))
         os.close(tell_ready)
+        while not select.select([ready], [], [], LOOK_S)[0]:
+            if signal.sigtimedwait(STOPS, 0) is not None:
+                return self._end(0)
         is_ready = os.read(ready, 1) == b"1"
         os.close(ready)
         if not is_ready:  # it has said why
@@ -258,6 +265,8 @@ async def _own(config: Config, folder: Path, tell_ready: int) -> None:
                     await asyncio.Event().wait()
                 finally:
                     link_server.close()
+                    # The process that made it may have been killed.
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _work(config: Config, place: Place, sockets: list[socket.socket]) -> None:

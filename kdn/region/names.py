@@ -114,7 +114,7 @@ class RegionNames(NameStore):
         answer = await self._centres[tenant].read(name, self._copy.view(tenant).held.get(name))
         self._told[tenant] = max(self._told[tenant], answer.sequence)
         if answer.about is not None and answer.manifest is not None:
-            await self._copy.keep(tenant, answer.about, answer.manifest)
+            await self._copy.keep(tenant, answer.about, answer.manifest, answer.sequence)
         return answer
 
     async def _read_old(self, tenant: str, name: str, version: int) -> Told:
@@ -163,7 +163,7 @@ class RegionNames(NameStore):
             written = await centre.put(name, manifest, etag)
             self._told[tenant] = max(self._told[tenant], written.sequence)
             if written.made is not None:
-                await self._copy.keep(tenant, written.made, manifest)
+                await self._copy.keep(tenant, written.made, manifest, written.sequence)
                 return written.made
             etag = written.newest
             if not must(etag):

@@ -104,10 +104,18 @@ class NamesCopy:
 
         await self._run(update)
 
-    async def keep(self, tenant: str, about: Version, manifest: bytes) -> None:
+    async def keep(self, tenant: str, about: Version, manifest: bytes, sequence: int) -> None:
+        """What the centre answered when its names were at `sequence`; not if the feed has since
+        told of another version here, or that the name was deleted."""
+        view = self.view(tenant)
+        newest = view.names.get(about.name)
+        if sequence <= view.position and (newest is None or newest.etag != about.etag):
+            return
+        # At once, and before it is written: a deletion that the feed tells from now on finds it
+        # here, and is written after it.
+        view.held[about.name] = about
         row = (tenant, about.name, about.version, about.etag, manifest)
         await self._run(lambda db: db.execute("REPLACE INTO manifests VALUES (?, ?, ?, ?, ?)", row))
-        self.view(tenant).held[about.name] = about
 
     async def manifest(self, tenant: str, about: Version) -> bytes | None:
         query = "SELECT manifest FROM manifests WHERE tenant = ? AND name = ? AND etag = ?"

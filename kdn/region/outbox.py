@@ -77,6 +77,7 @@ class Outbox:
         self._not_before_s: dict[bytes, float] = {}  # of what the centre refused
         self._added = asyncio.Event()
         self._sending: set[bytes] = set()
+        self._leaving: set[bytes] = set()  # being deleted from the store
         self._left = asyncio.Condition()  # told when something leaves either of them
         self._is_failing = False
         self._task: asyncio.Task[None] | None = None
@@ -112,11 +113,22 @@ class Outbox:
         self._added.set()
         return kept
 
+    def found(self, entry: Entry) -> None:
+        """It is in the store, so it has to be sent. A put that took too long, or that nobody waited
+        for, may have ended with it there and nobody told."""
+        if entry.key not in self._waiting and entry.key not in self._leaving:
+            self._waiting[entry.key] = entry
+            self._added.set()
+
     async def remove(self, key: bytes) -> bool:
         """It need not be sent any more."""
-        was_here = await self.store.delete(key)
-        self._waiting.pop(key, None)
-        self._not_before_s.pop(key, None)
+        self._leaving.add(key)
+        try:
+            was_here = await self.store.delete(key)
+            self._waiting.pop(key, None)
+            self._not_before_s.pop(key, None)
+        finally:
+            self._leaving.discard(key)
         await self._tell()
         return was_here
 
@@ -236,5 +248,6 @@ class Outbox:
         if self._waiting.get(entry.key) == entry:  # not withdrawn meanwhile
             self.lost += 1
             self._waiting.pop(entry.key)
+            self._not_before_s.pop(entry.key, None)
             logger.error("%s was damaged before it was sent: it is lost", entry.key.hex())
         return None

@@ -81,10 +81,20 @@ class RegionStore(Store):
     async def held(self, key: bytes) -> Entry | None:
         """The whole object that is here under a key, if there is one."""
         for store in self._own:
-            [found] = await store.lookup([key])
+            [found] = await self._look_in(store, [key])
             if found is not None:
                 return found
         return None
+
+    async def _look_in(
+        self, store: Store, keys: Sequence[bytes], head_bytes: int = 0
+    ) -> list[Entry | None]:
+        """One of our own. What the outbox has and does not know of is sent from now on."""
+        entries = await store.lookup(keys, head_bytes=head_bytes)
+        if self.outbox is not None and store is self.outbox.store:
+            for entry in filter(None, entries):
+                self.outbox.found(replace(entry, head=b""))
+        return entries
 
     async def here(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> dict[bytes, Entry]:
         """What can be answered for without the centre, with as much of their heads as is here."""
@@ -93,7 +103,7 @@ class RegionStore(Store):
             joined = self.puller.joined
             for store in self._own:
                 missing = [key for key in dict.fromkeys(keys) if key not in found]
-                entries = await store.lookup(missing, head_bytes=head_bytes)
+                entries = await self._look_in(store, missing, head_bytes)
                 found.update((entry.key, entry) for entry in entries if entry)
             for key in dict.fromkeys(keys):
                 if key not in found and (entry := await self.puller.known(key)) is not None:

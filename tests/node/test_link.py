@@ -150,3 +150,18 @@ def test_metrics_are_summed() -> None:
     ):
         assert line in lines
     assert len(lines) == len(set(lines))
+
+
+def test_a_worker_that_ends_while_it_is_told_fails_no_deletion() -> None:
+    async def work() -> None:
+        store = MemoryStore(1 << 20, open_policy("lru"))
+        workers = Workers(SimpleNamespace(depot=SimpleNamespace(store=store)))  # type: ignore[arg-type]
+        link = workers.new_link()
+        workers._pids[link] = 1
+        dropping = asyncio.ensure_future(workers.drop([b"k"]))
+        asyncio.get_running_loop().call_soon(workers._lost, link)
+        await asyncio.sleep(0)
+        workers._lost(link)
+        await dropping
+
+    run(work())

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,8 +18,8 @@ from kdn.errors import UnsupportedError
 from kdn.node.tenants import token_hash
 from kdn.node.workers import check_workers
 from kdn.protocol.frames import split
-from tests.node.harness import closed, read_answer, request, run
-from tests.node.processes import Client, processes
+from tests.node.harness import closed, config_for, read_answer, request, run
+from tests.node.processes import ROOT, Client, processes
 
 KEY = "aa"
 URL = f"/v1/objects/{KEY}"
@@ -76,6 +78,9 @@ def test_everything_is_answered_by_every_worker(tmp_path: Path) -> None:
                 assert [entry["key"] for entry in listed["objects"]] == [KEY]
                 assert json.loads((await one.ask("GET", "/v1/stats"))[1])["objects"] == 1
                 assert (await one.ask("GET", "/healthz"))[0] == 200
+                estimate = json.loads((await one.ask("POST", "/v1/estimate", asked))[1])
+                assert (estimate["known"], estimate["size_bytes"]) == (1, len(data))
+                assert estimate["seconds"] > 0  # what was sent here tells how fast that is
             _, shown = await clients[3].ask("GET", "/metrics")
             assert b'route="/v1/{collection}/{key}",status="206"} 12.0' in shown
             assert b"kdn_connections 12.0" in shown
@@ -292,3 +297,73 @@ def test_a_body_that_is_waited_for_is_asked_for(tmp_path: Path) -> None:
                     pass
 
     run(work())
+
+
+def test_a_follower_of_names_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with processes(tmp_path, {"shutdown_timeout_s": 20.0}) as node:
+            [one] = await node.connect()
+            one.writer.write(request("/v1/names/changes?after=1"))
+            head = await one.reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            node.process.send_signal(signal.SIGTERM)
+            assert await node.ended(8) == 0
+
+    run(work())
+
+
+def test_what_has_no_workers_says_so_at_once(tmp_path: Path) -> None:
+    for other in ({"store": "redis://127.0.0.1"}, {"upstream": "http://127.0.0.1:1"}):
+        with pytest.raises(UnsupportedError, match="workers"):
+            check_workers(config_for(tmp_path, workers=2, **other))
+
+
+NEVER_OPENS = """
+import asyncio, sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+from kdn.node import workers
+from tests.node.harness import config_for
+
+@asynccontextmanager
+async def never(config):
+    print("opening", flush=True)
+    await asyncio.sleep(3600)
+    yield
+
+workers.open_node = never
+workers.run(config_for(Path(sys.argv[1]), workers=2))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_it_can_be_stopped_while_the_owner_opens(tmp_path: Path, how: signal.Signals) -> None:
+    command = [sys.executable, "-c", NEVER_OPENS, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"opening\n"
+            process.send_signal(how)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+
+
+def test_nothing_is_left_behind_of_one_that_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
+
+    async def work() -> None:
+        async with processes(tmp_path, SETTINGS) as node:
+            children = node.children()
+            assert len(list((tmp_path / "t").glob("kdn-node-*/*"))) == 2
+            node.process.kill()
+            await node.ended(10)
+            async with asyncio.timeout(20):
+                while any(Path(f"/proc/{pid}").exists() for pid in children):
+                    await asyncio.sleep(0.05)
+        assert not list((tmp_path / "t").iterdir())
+
+    run(work(), deadline_s=60)

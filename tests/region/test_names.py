@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from kdn.depot import sqlite_names
+from kdn.depot.names import Version
 from kdn.errors import CentreAwayError, KdnError
 from kdn.places.names import NodeNames
+from kdn.region.names_copy import NamesCopy, Newest
 from tests.node.harness import config_for, run, tenant
 from tests.region.regions import (
     centre_and_link,
@@ -60,6 +62,35 @@ def test_the_feed_brings_changes_and_reads_stay_here(tmp_path: Path) -> None:
             assert await read(here, "news") is None
             await write(there, "news", 3)  # version 1 again
             assert await read(here, "news", latest=True) == 3
+
+    run(work())
+
+
+def test_an_answer_that_the_feed_overtook_is_not_kept(tmp_path: Path) -> None:
+    def about(version: int) -> Version:
+        return Version("news", version, f"e{version}", 0.0, 2)
+
+    async def work() -> None:
+        copy = NamesCopy(tmp_path / "r.sqlite", "http://centre")
+        view = copy.view("t")
+        view.position, view.names = 7, {}  # the feed told at 7 that it was deleted
+        for sequence in (6, 7):
+            await copy.keep("t", about(3), b"{}", sequence)
+            assert "news" not in view.held
+            assert await copy.manifest("t", about(3)) is None
+        view.names = {"news": Newest("news", 4, "e4")}
+        await copy.keep("t", about(3), b"{}", 7)
+        assert "news" not in view.held
+        await copy.keep("t", about(4), b"{}", 7)
+        assert view.held["news"] == about(4)
+        keeping = asyncio.create_task(copy.keep("t", about(1), b"{}", 9))
+        await asyncio.sleep(0)
+        assert view.held.pop("news") == about(1)  # a deletion that is told now finds it
+        await copy.write("t", [Newest("news", 1, None)], 9, 0.0)
+        await keeping
+        assert "news" not in view.held
+        assert await copy.manifest("t", about(1)) is None
+        await copy.close()
 
     run(work())
 
@@ -322,5 +353,34 @@ def test_a_feed_tells_nothing_of_other_tenants(tmp_path: Path) -> None:
             for other in range(own + 1, change["sequence"]):  # of ann: as if there were none
                 answer = await node.ask("GET", f"/v1/names/changes?after={other}", token="b")
                 assert answer[0] == 410
+
+    run(work())
+
+
+def test_a_feed_ends_when_its_store_has_lost_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with (
+            centre_and_link(tmp_path / "centre") as (centre, link),
+            region(tmp_path / "r", link) as node,
+            names_at(centre, node) as (there, _),
+        ):
+            await write(there, "news", 1)
+            await following(node)
+            feed, names = centre.node.feed, centre.node.depot.names
+            assert feed.times_back == 0
+            last, listened = await names.sequence(), link.up_bytes
+
+            async def lost() -> int:
+                return last - 1
+
+            with monkeypatch.context() as patch:
+                patch.setattr(names, "sequence", lost)
+                await until(lambda: feed.times_back == 1)
+            await until(lambda: link.up_bytes > listened)  # the region asks anew
+            await write(there, "news", 2)
+            view = depot_of(node).names._copy.view("public")  # type: ignore[attr-defined]
+            await until(lambda: view.names["news"].version == 2)
 
     run(work())

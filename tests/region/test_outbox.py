@@ -248,3 +248,58 @@ def test_pieces_of_an_object_that_is_gone_do_not_count_as_stored(tmp_path: Path)
                 assert bytes(span.data) == data
 
     run(work())
+
+
+def test_what_a_put_left_that_was_given_up_is_found_and_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with (
+            centre_and_link(tmp_path / "centre") as (centre, link),
+            region(tmp_path / "r", link) as node,
+            store_at(node) as store,
+            store_at(centre) as there,
+        ):
+            outbox = depot_of(node).region.outbox
+            assert outbox is not None
+            put_entry = outbox.store.put_entry
+
+            async def slow(*args: Any, **named: Any) -> Entry:
+                await put_entry(*args, **named)
+                raise StoreError("the disk took too long")
+
+            link.cut()
+            with monkeypatch.context() as patch:
+                patch.setattr(outbox.store, "put_entry", slow)
+                with pytest.raises(StoreError):
+                    await put(store, 1, b"here")
+            await put(store, 1, b"here")  # acknowledged
+            assert (await told_central(node, 1))[:2] == ("false", "false")
+            span = await store.get(key_of(1))
+            assert span is not None
+            assert bytes(span.data) == b"here"
+            link.mend()
+            await sent(node)
+            assert await there.get(key_of(1))
+
+    run(work())
+
+
+def test_what_was_refused_and_then_damaged_is_not_tried_for_ever(tmp_path: Path) -> None:
+    async def work() -> None:
+        now_s = 0.0
+        centre, store = Watched(), memory()
+        box = Outbox(store, memory(), centre, _nothing, clock=lambda: now_s)
+        await box.open()
+        centre.refuses.add(key_of(1))
+        await box.add(Entry(key_of(1), b"e", 1), b"x", xxh3_64_intdigest(b"x"))
+        await until(lambda: box.refused == 1)
+        await store.delete(key_of(1))
+        now_s = 1000.0
+        await box.add(Entry(key_of(2), b"e", 1), b"x", xxh3_64_intdigest(b"x"))
+        await until(lambda: not len(box))
+        assert box.lost == 1
+        assert not box._not_before_s
+        await box.close()
+
+    run(work())
