@@ -128,6 +128,15 @@ class Here:
     @contextmanager
     def open(self, name: str, *, change: bool = False) -> Iterator[int]:
         """For reading, or to `change` it. FormatError if somebody else may have written it."""
+        fd, _ = self.take(name, change=change)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def take(self, name: str, *, change: bool = False) -> tuple[int, os.stat_result]:
+        """The same, to be closed by the caller, and what it is. Each call to the system gives the
+        interpreter away, and beside an engine it takes long to get it back: these are two."""
         flags = (_CHANGE if change else _READ) | _QUIETLY
         try:
             fd = os.open(name, flags, dir_fd=self._fd)
@@ -136,11 +145,13 @@ class Here:
                 raise
             raise FormatError(f"a held chunk that cannot be opened: {error}") from error
         try:
-            if not _is_believed(os.fstat(fd)):
+            about = os.fstat(fd)
+            if not _is_believed(about):
                 raise FormatError("a held chunk that somebody else may have written")
-            yield fd
-        finally:
+        except BaseException:
             os.close(fd)
+            raise
+        return fd, about
 
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         """Whole, or not at all."""

@@ -150,15 +150,14 @@ class HostStreams:
         self, here: Here, chunks: Sequence[Chunk], levels: Sequence[int], stack: ExitStack
     ) -> Iterator[Bitstream]:
         for chunk, wanted in zip(chunks, levels, strict=True):
-            seen = self._look(here, chunk)
-            if seen is None or seen.levels < wanted:
-                return
             try:
-                file = stack.enter_context(here.open(_name(chunk)))
-                if not seen.is_same(os.fstat(file)):
-                    return  # it was replaced just now
+                file, about = here.take(_name(chunk))
             except (OSError, FormatError):
                 return
+            stack.callback(os.close, file)
+            seen = self._recalled(chunk, about) or self._read(here, chunk)
+            if seen is None or seen.levels < wanted or not seen.is_same(about):
+                return  # it was replaced just now, if it is another
             held = HeldLevels(seen.header, seen.head, seen.levels, file, seen.checked)
             yield Bitstream(seen.header, held, verified=range(seen.levels))
 
@@ -170,12 +169,17 @@ class HostStreams:
             return None
         if about is None:
             return None
+        seen = self._recalled(chunk, about) or self._read(here, chunk)
+        return seen if seen is not None and seen.levels else None
+
+    def _recalled(self, chunk: Chunk, about: os.stat_result) -> _Seen | None:
+        """What was verified before, if it is the same file."""
         with self._looking:
             seen = self._seen.get(chunk.key)
-            if seen is not None and seen.is_same(about):
-                self._seen.move_to_end(chunk.key)
-                return seen if seen.levels else None
-        return self._read(here, chunk)
+            if seen is None or not seen.is_same(about):
+                return None
+            self._seen.move_to_end(chunk.key)
+            return seen
 
     def _read(self, here: Here, chunk: Chunk) -> _Seen | None:
         try:

@@ -66,14 +66,15 @@ def slots_of(chunk: Chunk) -> npt.NDArray[np.int64]:
     return np.arange(chunk.start, chunk.end) * 7
 
 
-def slab_of(context: Context, jobs: Sequence[Job], levels: int) -> tuple[Slab, list[int]]:
+def slab_of(
+    context: Context, jobs: Sequence[Job], levels: int, count: int | None = None
+) -> tuple[Slab, list[int]]:
     streams = CudaStreams(CPU, 0)
 
     def take(host_bytes: int, device_bytes: int) -> InputBuffer:
         return InputBuffer.of(CPU, host_bytes, device_bytes, streams)
 
-    slab, _, failed = context.maker.make(jobs, levels, take, streams)
-    return slab, failed
+    return context.maker.begin(jobs, levels, take, count).finish(streams)
 
 
 def words_at(slab: Slab, place: torch.Tensor) -> bytes:
@@ -197,6 +198,18 @@ def test_a_stream_that_cannot_be_read_is_decoded_to_nowhere(context: Context) ->
     slots = slab.slots.view(3, CHUNK_TOKENS)
     assert torch.all(slots[1] == -1)
     assert slots[0].tolist() == slots_of(context.chunks[0]).tolist()
+
+
+def test_a_slab_is_filled_up_with_what_goes_nowhere(context: Context) -> None:
+    jobs = context.jobs((0, 1), 2)
+    plain, _ = slab_of(context, jobs, 2)
+    slab, failed = slab_of(context, jobs, 2, 4)
+    assert (slab.num_chunks, failed) == (4, [])
+    assert torch.equal(slab.slots[: 2 * CHUNK_TOKENS], plain.slots)
+    assert torch.all(slab.slots[2 * CHUNK_TOKENS :] == -1)
+    assert torch.equal(slab.places[:, :2], plain.places)
+    assert torch.equal(slab.places[:, 2:], plain.places[:, 1:].expand(-1, 2, -1, -1))
+    assert slab.skipped.tolist() == [int(plain.skipped[0]), 0, 0, 0]
 
 
 def test_slabs_begin_where_contexts_do_and_end_with_their_memory(context: Context) -> None:

@@ -409,6 +409,32 @@ def test_headers_are_read_once(
     assert len(reads) == 5
 
 
+def test_what_was_seen_before_is_opened_with_few_calls(
+    tier: HostStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each gives the interpreter to an engine, which is slow to give it back."""
+    for chunk in CHUNKS:
+        put(tier, chunk)
+    calls: list[str] = []
+    for name in ("open", "stat", "fstat", "close", "pread"):
+        monkeypatch.setattr(os, name, _counting(name, getattr(os, name), calls))
+    with tier.opened(CHUNKS, [1] * 4) as streams:
+        assert len(streams) == 4
+    calls.clear()
+    with tier.opened(CHUNKS, [1] * 4) as streams:
+        assert len(streams) == 4
+    assert sorted(set(calls)) == ["close", "fstat", "open"]
+    assert len(calls) == 3 * (4 + 1)  # and the folder's
+
+
+def _counting(name: str, real: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return real(*args, **kwargs)
+
+    return counted
+
+
 def test_many_prompts_do_not_fill_the_memory_of_headers(
     tier: HostStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,7 @@ class GpuDecoder(Launcher):
         self._largest_factor = float((self.synthesis.row_factor.max() * 2).item())
         self._largest_offset = max(float(c.abs().max()) for c in self.coding.centroids)
         self._scratch_bytes = scratch_bytes
+        self._num_groups: dict[int, int] = {}  # what was found: it takes long
         maker = SlabMaker(
             (*self.coding.parts, self.coding.correction), len(profile.groups), profile.num_sinks,
             spec.vocab_size, self._spare_words,
@@ -153,11 +154,21 @@ class GpuDecoder(Launcher):
 
     @cached_property
     def _most_bytes(self) -> int:
-        """Of scratch for the largest slab. Taken at once: to grow would take time and memory."""
-        return self._slab_bytes(self._most_chunks, self._num_groups_of(self._most_chunks))
+        """Of scratch for any slab: one of fewer chunks may take more, since more groups fit beside
+        it. Taken at once: to grow would take time and memory, and all recorded launches."""
+        every = range(1, self._most_chunks + 1)
+        return max(self._slab_bytes(count, self._num_groups_of(count)) for count in every)
+
+    def lent_tables(self, target: Target) -> tuple[Tensor, ...]:
+        return self._channels.of(target.head_strides)
 
     def _num_groups_of(self, num_chunks: int) -> int:
         """Of a batch beside the integers of as many chunks; all batches about as large."""
+        if num_chunks not in self._num_groups:
+            self._num_groups[num_chunks] = self._found_num_groups(num_chunks)
+        return self._num_groups[num_chunks]
+
+    def _found_num_groups(self, num_chunks: int) -> int:
         groups, room = len(self.profile.groups), self._scratch_bytes
         fitting = [n for n in range(1, groups + 1) if self._slab_bytes(num_chunks, n) <= room]
         return -(-groups // -(-groups // max(fitting, default=1)))

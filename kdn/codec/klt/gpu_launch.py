@@ -87,6 +87,7 @@ class Launcher(ABC):
         self._scratch, self._ring = Scratch(device), InputRing(device)
         self._targets: dict[tuple[object, ...], Target] = {}
         self._replays = Replays(device)
+        self._recorded_in = 0  # where scratch was then: `times_moved`
 
     @abstractmethod
     def plan(self, num_chunks: int, target: Target) -> Batching:
@@ -102,6 +103,10 @@ class Launcher(ABC):
         stage: Callable[[str], None] = lambda _: None,
     ) -> Tensor:
         """Decodes a slab in the current stream; the result says of each chunk whether it failed."""
+
+    def lent_tables(self, target: Target) -> tuple[Tensor, ...]:
+        """Which `run` reads, and which are not this decoder's for good."""
+        return ()
 
     def memory(self) -> DecoderMemory:
         """What it takes by now: scratch and buffers are taken when they are first needed."""
@@ -200,8 +205,14 @@ class Launcher(ABC):
         is_first_alone = count == 1 and own[0].chunk.start == 0  # and so has other sections
         if self._can_record(levels, plan) and not is_first_alone:
             size = next((size for size in SLAB_SIZES if size >= count), count)
-            count = size if self.plan(size, target).num_chunks == size else count
+            fits = self.plan(size, target).num_chunks == size and self._has_room(own, size)
+            count = size if fits else count
         return self._maker.begin(own, levels, take, count)
+
+    def _has_room(self, jobs: Sequence[Job], count: int) -> bool:
+        """Whether a buffer has, for a slab of so many chunks: it would grow for good."""
+        total = sum(job.size_bytes for job in jobs) + self._maker.overhead_bytes(count)
+        return total <= self._ring.size_bytes
 
     def _can_record(self, levels: int, plan: Batching) -> bool:
         return self._replays.is_real and levels <= self.recorded_levels and plan.planes is None
@@ -214,7 +225,11 @@ class Launcher(ABC):
             return self.run(slab, target, levels, plan)
         own = self.plan(slab.num_chunks, target)
         key = (slab.num_chunks, slab.num_sinks, slab.is_full, levels)
-        self._replays.run(key, (buffer, target), lambda: self.run(slab, target, levels, own))
+        if self._recorded_in != self._scratch.times_moved:
+            self._replays.forget()
+            self._recorded_in = self._scratch.times_moved
+        memory = (buffer, target, *self.lent_tables(target))
+        self._replays.run(key, memory, lambda: self.run(slab, target, levels, own))
         return slab.status
 
     def _launched(

@@ -32,6 +32,8 @@ class Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self._arena = torch.empty(0, dtype=torch.uint8, device=device)
+        self.times_moved = 0
+        """Since when recorded launches read and write memory that is not its own any more."""
 
     @property
     def size_bytes(self) -> int:
@@ -41,6 +43,7 @@ class Scratch:
         """So much from its beginning, again: what was carved before is overwritten. It grows to the
         most that was asked for."""
         if size_bytes > len(self._arena):
+            self.times_moved += 1
             device, self._arena = self._arena.device, self._arena[:0].clone()
             self._arena = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         return Carving(self._arena)

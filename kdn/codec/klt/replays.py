@@ -36,18 +36,19 @@ class Replays:
         self.is_real = device.type == "cuda"
         self._known: dict[Hashable, _Known] = {}
         # One for all: nothing of what work takes for itself is needed when it is done.
-        self._pool: Any = torch.cuda.graph_pool_handle() if self.is_real else None
+        self._pool = _new_pool() if self.is_real else None
 
     def run(self, kind: Hashable, memory: tuple[object, ...], work: Callable[[], object]) -> None:
         """Do `work`, which only launches, in the current stream and others that it joins: always
-        the same for work of this kind in this memory. It waits for nothing that was not in the
-        current stream before."""
+        the same for work of this kind in this memory, which is all that it reads and writes beside
+        what its owner has for good. It waits for nothing that was not in the current stream
+        before."""
         if not self.is_real:
             work()
             return
         key = (kind, *map(id, memory))
         if key not in self._known and len(self._known) == MAX_KNOWN:
-            self._known.clear()
+            self.forget()
         known = self._known.setdefault(key, _Known(memory))
         known.times += 1
         if known.times == RECORDED_TIME:
@@ -56,6 +57,23 @@ class Replays:
             work()
         else:
             known.graph.replay()
+
+    def forget(self) -> None:
+        """Let all memory go, when what was replayed is done."""
+        if any(one.graph is not None for one in self._known.values()):
+            _wait()
+            # A pool whose graphs are all gone takes no others.
+            self._pool = _new_pool()
+        self._known.clear()
+
+
+def _new_pool() -> Any:
+    return torch.cuda.graph_pool_handle()
+
+
+def _wait() -> None:
+    """For the current stream."""
+    torch.cuda.current_stream().synchronize()
 
 
 def recorded(work: Callable[[], object], pool: Any = None) -> Any:
