@@ -2,8 +2,8 @@
 
 The record is read before the bytes that follow it, and after them: if it is the same, with a nonce
 that no other put has, so was the object in between. (A transaction would do, too, but a server that
-is full refuses those.) From the beginning of an object on, one command reads both. The parts of a long object are read one after the other, under names that
-only its record tells.
+is full refuses those.) From the beginning of an object on, one command reads both. The parts of a
+long object are read one after the other, under names that only its record tells.
 """
 
 from __future__ import annotations
