@@ -256,6 +256,8 @@ async def _own(config: Config, folder: Path, tell_ready: int) -> None:
                     await asyncio.Event().wait()
                 finally:
                     link_server.close()
+                    # Should the one that made it be gone. Who is connected stays so.
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _work(config: Config, place: Place, sockets: list[socket.socket]) -> None:
