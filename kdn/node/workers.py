@@ -265,7 +265,7 @@ async def _own(config: Config, folder: Path, tell_ready: int) -> None:
                     await asyncio.Event().wait()
                 finally:
                     link_server.close()
-                    # The process that made it may have been killed.
+                    # The process that made it may be gone. Whoever is connected stays so.
                     shutil.rmtree(folder, ignore_errors=True)
 
 
