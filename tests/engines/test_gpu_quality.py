@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 CONTEXT, FOLLOWING, WINDOWS = 2048, 160, 8
-"""Of three windows, level 3 was 6 % better on the GPU than on the CPU: by chance, where values round."""
+"""Of three windows, level 3 was 6 % better on the GPU than on the CPU, by chance: values round."""
 BOUND = 0.05
 """Relative, of every level but the last, which loses too little to tell."""
 LAST = 1e-3
