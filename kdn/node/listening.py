@@ -13,6 +13,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Sequence
+from functools import partial
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,12 @@ def bind(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
             one.close()
         raise
     return sockets
+
+
+def _close_given_up(peer: socket.socket, welcoming: asyncio.Task[None]) -> None:
+    """A task that is cancelled before it began closes nothing itself."""
+    if welcoming.cancelled():
+        peer.close()
 
 
 class Acceptor:
@@ -88,6 +95,7 @@ class Acceptor:
             task = self._loop.create_task(self._welcome(peer))
             self._welcoming.add(task)
             task.add_done_callback(self._welcoming.discard)
+            task.add_done_callback(partial(_close_given_up, peer))
 
     def _go_on(self, listener: socket.socket) -> None:
         if not self._closed:

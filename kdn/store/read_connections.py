@@ -72,6 +72,7 @@ class ReadConnections:
                 raise StoreError(f"{url}: {name} is not what may stand in a header")
         self._limits = limits
         self._places = asyncio.Semaphore(limits.connections)
+        self._is_closed = False
         self._free: list[ReadConnection] = []
         self._open: set[ReadConnection] = set()
 
@@ -120,6 +121,9 @@ class ReadConnections:
                 server_hostname=self._host if self._tls else None,
             )
         self._open.add(connection)
+        if self._is_closed:  # meanwhile
+            connection.abort()
+            raise StoreError(f"{self._url}: its client was closed")
         return connection
 
     def _new_connection(self) -> ReadConnection:
@@ -138,6 +142,7 @@ class ReadConnections:
 
     async def close(self) -> None:
         """Whoever still waits for an answer learns that there is none."""
+        self._is_closed = True
         every = list(self._open)
         for connection in every:
             connection.abort()

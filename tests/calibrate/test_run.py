@@ -50,10 +50,24 @@ def windows(count: int, length: int = OPTIONS.window, seed: int = 0) -> list[np.
     return [np.minimum(rng.geometric(0.05, length), 127) for _ in range(count)]
 
 
+@pytest.fixture(scope="module")
+def profiles() -> dict[str, Profile]:
+    """By family: each is calibrated once."""
+    return {}
+
+
+def profile_of(profiles: dict[str, Profile], name: str, model: Any) -> Profile:
+    if name not in profiles:
+        profiles[name] = calibrate(model, windows(10), OPTIONS)
+    return profiles[name]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-def test_levels_approach_the_model(tiny_model: Callable[..., Any], name: str) -> None:
+def test_levels_approach_the_model(
+    tiny_model: Callable[..., Any], profiles: dict[str, Profile], name: str
+) -> None:
     model = make(tiny_model, name)
-    profile = calibrate(model, windows(10), OPTIONS)
+    profile = profile_of(profiles, name, model)
     codec = KltCodec(spec_of(model), profile)
     probe = QualityProbe(model, windows(1, seed=9)[0], OPTIONS.context)
     chunks = cut(probe.tokens[: OPTIONS.context].numpy(), Namespace(codec.spec.fingerprint, b""))
@@ -71,9 +85,11 @@ def test_levels_approach_the_model(tiny_model: Callable[..., Any], name: str) ->
     assert klds[-1] < klds[0] / 3
 
 
-def test_is_deterministic_and_resumes(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+def test_is_deterministic_and_resumes(
+    tiny_model: Callable[..., Any], profiles: dict[str, Profile], tmp_path: Path
+) -> None:
     model, texts = make(tiny_model, "llama"), windows(10)
-    expected = calibrate(model, texts, OPTIONS)
+    expected = profile_of(profiles, "llama", model)
     path = tmp_path / "profile.partial"
 
     class Interrupted(Exception):
@@ -111,8 +127,10 @@ def test_a_window_shorter_than_the_context_is_refused(tiny_model: Callable[..., 
         calibrate(model, windows(10), OPTIONS)
 
 
-def test_a_profile_is_for_one_model(tiny_model: Callable[..., Any]) -> None:
-    profile = calibrate(make(tiny_model, "llama"), windows(10), OPTIONS)
+def test_a_profile_is_for_one_model(
+    tiny_model: Callable[..., Any], profiles: dict[str, Profile]
+) -> None:
+    profile = profile_of(profiles, "llama", make(tiny_model, "llama"))
     assert Profile.from_bytes(profile.to_bytes()).profile_id == profile.profile_id
     with pytest.raises(Exception, match="another model"):
         KltCodec(spec_of(make(tiny_model, "qwen3")), profile)
