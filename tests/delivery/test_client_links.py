@@ -82,11 +82,11 @@ def test_a_late_request_is_hedged(world: World) -> None:
         return stores
 
     patient = Limits(hedge_s=0.02, silence_s=10.0)
-    result = deliver_from(world, places, limits=patient)
+    result = deliver_from(world, places, limits=patient, deadline_s=20.0)
     assert result.levels == world.all_levels
     assert result.failures == 0
     assert any("late" in trouble for trouble in result.troubles)
-    assert result.done_s < 4.0
+    assert result.done_s < 15.0, "half as long as one request stalls"
     assert [store.open_requests for store in stores] == [0, 0], "nothing is left open"
 
 
