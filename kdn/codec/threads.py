@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -38,12 +39,9 @@ def parallel_map(fn: Callable[[Item], Result], items: Iterable[Item]) -> list[Re
     end.
     """
     todo = list(items)
-    if len(todo) < 2 or num_cores() < 2 or getattr(_worker, "busy", False):
+    if len(todo) < 2:
         return [fn(item) for item in todo]
-    pool = _shared_pool()
-    futures = [pool.submit(fn, item) for item in todo]
-    wait(futures)
-    return [future.result() for future in futures]
+    return begin_parallel([partial(fn, item) for item in todo])()
 
 
 def begin_parallel(works: Sequence[Callable[[], Result]]) -> Callable[[], list[Result]]:
@@ -51,7 +49,8 @@ def begin_parallel(works: Sequence[Callable[[], Result]]) -> Callable[[], list[R
     the first failing one raised, when all have ended. It must be called: until then, memory that
     they write to is theirs."""
     if num_cores() < 2 or getattr(_worker, "busy", False):
-        return lambda: [work() for work in works]
+        found = [work() for work in works]
+        return lambda: found
     pool = _shared_pool()
     futures = [pool.submit(work) for work in works]
 

@@ -34,8 +34,6 @@ MAX_OBJECT_BYTES = MAX_PROFILE_BYTES
 NONCE_BYTES = 16
 _FIELDS = struct.Struct(f"<4sB{MAX_ETAG_BYTES}sBB{MAX_KEY_BYTES}sdQQ{NONCE_BYTES}s")
 _SUM = struct.Struct("<Q")
-ETAG_START, ETAG_END = len(MAGIC), len(MAGIC) + 1 + MAX_ETAG_BYTES
-"""Where the etag is, with its length: what tells two writers' objects apart."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +58,6 @@ class Record:
 
 def new_record(entry: Entry, checksum: int) -> Record:
     return Record(entry, checksum, os.urandom(NONCE_BYTES))
-
-
-def pack_etag(etag: bytes) -> bytes:
-    """As it stands in a record, from ETAG_START to ETAG_END."""
-    return bytes([len(etag)]) + etag.ljust(MAX_ETAG_BYTES, b"\0")
 
 
 def pack_record(record: Record) -> bytes:

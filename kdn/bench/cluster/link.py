@@ -56,10 +56,6 @@ class Link:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def retarget(self, port: int) -> None:
-        """The node at the other end came back at another port."""
-        self._target = (self._target[0], port)
-
     def cut(self) -> None:
         self._is_cut = True
         for writer in list(self._writers):
