@@ -66,6 +66,7 @@ class Transfer:
         self._checks: set[asyncio.Task[None]] = set()
         # Those that could be verified, and since when.
         self._ripening: dict[Assembly, tuple[Incoming, float]] = {}
+        self._late: set[Endpoint] = set()  # had to be overtaken, and brought nothing since
         self._damages: Counter[tuple[Endpoint, bytes]] = Counter()
         # Who brought bytes since the last that did not verify were forgotten.
         self._sources: dict[Assembly, set[Endpoint]] = {}
@@ -191,8 +192,7 @@ class Transfer:
             return next((e for e in self._endpoints if e not in incoming.lacking), None)
         now_s, out = self._clock(), incoming.lacking | avoid
         able = [e for e in self._endpoints if e not in out and e.rest.is_over(now_s)]
-        late = {flight.endpoint for flight in self._flights if flight.late}
-        return next((e for e in able if e not in late), able[0] if able else None)
+        return next((e for e in able if e not in self._late), able[0] if able else None)
 
     def _launch(self, endpoint: Endpoint, parts: list[Part]) -> None:
         now_s, link, size = self._clock(), self.link(), size_of(parts)
@@ -243,6 +243,7 @@ class Transfer:
         if flight.heard_s == flight.began_s:
             self._latency_s = min(self._latency_s, now_s - flight.began_s)
             flight.endpoint.rest.worked()
+        self._late.discard(flight.endpoint)
         flight.heard_s = self._heard_s = now_s
         return now_s
 
@@ -335,6 +336,7 @@ class Transfer:
                 self._drop(flight)
             elif quiet_s >= flight.patience_s and not flight.late and self._has_other(flight):
                 flight.late = True
+                self._late.add(flight.endpoint)
                 self._trouble(flight.endpoint, f"late by {quiet_s:.2f} s")
 
     def _has_other(self, flight: Flight) -> bool:

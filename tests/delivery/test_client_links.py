@@ -86,6 +86,8 @@ def test_a_late_request_is_hedged(world: World) -> None:
     assert result.levels == world.all_levels
     assert result.failures == 0
     assert any("late" in trouble for trouble in result.troubles)
+    asked_late, asked = (len(store.asked) for store in stores)
+    assert asked_late < asked / 2, "who is late and brings nothing is not asked again and again"
     assert result.done_s < 15.0, "half as long as one request stalls"
     assert [store.open_requests for store in stores] == [0, 0], "nothing is left open"
 
