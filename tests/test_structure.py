@@ -18,7 +18,7 @@ import kdn
 ROOT = Path(kdn.__file__).parent
 ORDER = (
     "defaults", "errors", "files", "background", "checked", "protocol", "cache", "credentials",
-    "codec", "config", "store", "depot", "region", "node", "delivery", "places",
+    "codec", "blend", "config", "store", "depot", "region", "node", "delivery", "places",
     "session", "engines", "client", "__init__", "calibrate", "bench", "cli",
     "__main__",
 )  # fmt: skip

@@ -113,11 +113,12 @@ class Chunk:
         return Chunk(self.key, self.parent, self.start, self.tokens, self.history, seal_key)
 
 
-def cut(tokens: Tokens, namespace: Namespace) -> list[Chunk]:
+def cut(tokens: Tokens, namespace: Namespace, *, whole: bool = False) -> list[Chunk]:
     """Cut a context into named chunks. A last partial chunk is kept as far as it is a multiple of
-    TAIL_MULTIPLE tokens; what is left over after it has no chunk."""
+    TAIL_MULTIPLE tokens; what is left over after it has no chunk. `whole`: it is kept as it is, for
+    those who know where the context ends; nobody finds it by reading further."""
     ids = token_ids(tokens)
-    usable = len(ids) - len(ids) % TAIL_MULTIPLE
+    usable = len(ids) if whole else len(ids) - len(ids) % TAIL_MULTIPLE
     chunks: list[Chunk] = []
     parent = namespace.root
     for start in range(0, usable, CHUNK_TOKENS):
