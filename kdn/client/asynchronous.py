@@ -284,6 +284,8 @@ class AsyncClient(Opened):
         context, tokens, style = await self.begin(name, options, stats)
         rest = tokens[context.num_tokens :]
         rows = [[*rest, *self.engine.prompts.ask(question, style)] for question in questions]
+        if context.joined is not None:
+            self.joins.check_fits(context.num_tokens + max(map(len, rows)))
         await self.joins.looks.look(context, rows, stats)
         stats.computed_tokens += sum(map(len, rows))
         answers = await self.engine.answer_all(context, rows, sampling)

@@ -131,15 +131,19 @@ class Joins:
         contexts, clock = self._contexts, self._contexts.clock
         wanted_s = contexts.deadline_s if options.deadline_s is None else options.deadline_s
         until_s = clock() + (FAR_S if wanted_s is None else wanted_s)
-        repairing = await self._repairing(join, until_s - clock(), stats)
+        left_s = until_s - clock()
+        repairing, known = await asyncio.gather(
+            self.repairing(join, left_s, stats),
+            contexts.session.know_each(join.chunks, limit_s=min(left_s, self._look_s(join))),
+        )
         share, count = 0.0, join.num_tokens
         if len(join.pieces) > 1:
             expected = repairing.seams.expected if repairing else None
             share = self.looks.share(count, expected, options, until_s - clock())
-        used = Join(join.pieces[:1]) if share == WHOLE else join  # the first piece is right there
-        known = await contexts.session.know_each(
-            used.chunks, limit_s=min(until_s - clock(), self._look_s(join))
-        )
+        used = join
+        if share == WHOLE:  # the first piece is right there, and the rest is read
+            used = Join(join.pieces[:1])
+            known = known.only(used.chunks)
         room = contexts.engine.room_for(join.num_tokens)
         cache = self._memory(join, room)
         delivery = _Delivery(contexts, used, known, repairing, room, cache)
@@ -206,7 +210,7 @@ class Joins:
 
     # seams
 
-    async def _repairing(self, join: Join, left_s: float, stats: Stats) -> Repairing | None:
+    async def repairing(self, join: Join, left_s: float, stats: Stats) -> Repairing | None:
         """Seams, if there are any and they are here in time. The first join of a client waits for
         them, as long as it might read at most."""
         if self._tag is None or len(join.pieces) == 1:
@@ -239,7 +243,7 @@ class Joins:
     async def close(self) -> None:
         if self._finding is not None:
             self._finding.cancel()
-            await asyncio.wait([self._finding])
+            await asyncio.gather(self._finding, return_exceptions=True)
 
 
 @dataclass(frozen=True)
