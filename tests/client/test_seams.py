@@ -70,11 +70,9 @@ def test_who_does_not_wait_any_more_frees_the_model(tmp_path: Path, tiny_model: 
     @in_folder(tmp_path / "place", model)
     async def test(client: AsyncClient) -> None:
         told = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        call_soon = asyncio.get_running_loop().call_soon_threadsafe
         fitting = asyncio.create_task(
-            client.seams(
-                texts=TEXTS[:30], on_progress=lambda *_: loop.call_soon_threadsafe(told.set) and None
-            )
+            client.seams(texts=TEXTS[:30], on_progress=lambda *_: call_soon(told.set) and None)
         )
         await asyncio.wait_for(told.wait(), 20)
         fitting.cancel()
