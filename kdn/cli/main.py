@@ -138,6 +138,16 @@ def ask(
     max_tokens: Annotated[
         int, typer.Option(min=1, max=MAX_COUNT, help="Longest answer.")
     ] = MAX_NEW_TOKENS,
+    share: Annotated[
+        float | None,
+        typer.Option(
+            "--recompute-share",
+            min=0,
+            max=1,
+            help="With --with: compute this share of the tokens anew, where the question looks. "
+            "Else as much as the quality takes.",
+        ),
+    ] = None,
     latest: LatestOption = False,
     stale_ok: StaleOption = False,
     token_file: TokenOption = None,
@@ -153,7 +163,7 @@ def ask(
     own = client.Own(token_file, secret_file, tls_ca)
     door = client.Door(config, where, model, device, dtype, codec, quality, own)
     freshness = client.Freshness(latest, stale_ok)
-    client.ask(door, about, asked, deadline, max_tokens, freshness)
+    client.ask(door, about, asked, deadline, max_tokens, freshness, share)
 
 
 @app.command()
