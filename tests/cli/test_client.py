@@ -39,15 +39,15 @@ def test_learn_ask_explain(model: Any, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no name"):
         kdn("ask", "notes", QUESTION, "--codec", "exact")
     shown = kdn("learn", "notes", str(path), "--codec", "exact").stdout
-    assert "709 tokens in 3 chunks, 0 known before; the model read 704 tokens" in shown
+    assert "709 tokens in 4 chunks, 0 known before; the model read 709 tokens" in shown
     assert "3 known before; the model read 0" in (
         kdn("learn", "again", str(path), "--codec", "exact").stdout
     )
     answer = kdn("ask", "notes", QUESTION, "--codec", "exact", "--max-tokens", "9")
     expected = own_answer(model, prompt_of(TEXT, QUESTION), 9)
     assert printable(answer.stdout) == printable(expected) != ""
-    assert "704 tokens known" in answer.stderr
-    assert f"{len(prompt_of(TEXT, QUESTION)) - 704} read; first token after" in answer.stderr
+    assert "709 tokens known" in answer.stderr
+    assert f"{len(prompt_of(TEXT, QUESTION)) - 709} read; first token after" in answer.stderr
     explained = kdn("explain", str(path), "--codec", "exact").stdout
     assert explained.count("yes") == 3
     assert "704 of 709 tokens need no reading" in explained
@@ -78,7 +78,7 @@ def test_where_and_quality(model: Any, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no name"):
         kdn("ask", "notes", "?", "--codec", "exact")
     arguments = ("ask", "notes", "?", "--codec", "exact", "--where", other, "--max-tokens", "1")
-    assert "704 tokens known" in kdn(*arguments, "--quality", "0.02", "--deadline", "9").stderr
+    assert "709 tokens known" in kdn(*arguments, "--quality", "0.02", "--deadline", "9").stderr
     with pytest.raises(UnsupportedError, match="quality"):
         kdn(*arguments, "--quality", "perfect")
 
