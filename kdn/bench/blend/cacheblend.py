@@ -77,11 +77,13 @@ def first_tokens(join: Join, num_chosen: int) -> Places:
     lengths = [join.pieces[i].num_own for i in join.moved()]
     starts = [join.starts[i] for i in join.moved()]
     each = _level(lengths, num_chosen)
-    runs = [np.arange(start, start + min(each, n)) for start, n in zip(starts, lengths, strict=True)]
+    runs = [
+        np.arange(start, start + min(each, n)) for start, n in zip(starts, lengths, strict=True)
+    ]
     return np.concatenate([*runs, np.zeros(0, np.int64)]).astype(np.int64)
 
 
 def _level(lengths: Sequence[int], total: int) -> int:
     """The most of each that together are at most `total`."""
     most = max(lengths, default=0)
-    return max((n for n in range(most + 1) if sum(min(n, one) for one in lengths) <= total))
+    return max(n for n in range(most + 1) if sum(min(n, one) for one in lengths) <= total)

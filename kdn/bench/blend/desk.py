@@ -1,5 +1,4 @@
-"""Where one question after another is read over the same delivered values, which stay as they are.
-"""
+"""Questions read one after another over the same delivered values, which stay as they are."""
 
 from __future__ import annotations
 
@@ -31,9 +30,7 @@ class Desk:
     def __init__(self, model: Any, spec: ModelSpec, join: Join, num_asked: int) -> None:
         count = join.num_tokens + num_asked
         self._model, self._join = model, join
-        self.given, self._used = (
-            Room.of(spec, count, model.dtype, model.device) for _ in range(2)
-        )
+        self.given, self._used = (Room.of(spec, count, model.dtype, model.device) for _ in range(2))
 
     def read_all(self) -> None:
         """One reading of everything, instead of a delivery."""

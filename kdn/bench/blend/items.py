@@ -85,9 +85,8 @@ def _load(path: Path, most: int, parse: Callable[[Mapping[str, Any], str], T]) -
 
 def _unpacked(path: Path) -> str:
     """No more of it than MAX_FILE_BYTES is ever in memory."""
-    opened = gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
     try:
-        with opened as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise FormatError(f"{path}: expected JSON lines, plain or gzip: {error}") from error

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kdn.bench.blend.desk import num_delivered
 from kdn.bench.blend.measure import Delivery
 from kdn.bench.blend.methods import FIRST, HEADLESS, REPAIRED
@@ -17,7 +19,7 @@ from kdn.cache.keys import Namespace
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.delivery.join_sink import JoinSink
-from kdn.delivery.publish import Values
+from kdn.delivery.publish import Admission, Values
 from kdn.engines.growing import Room
 from kdn.errors import StoreError
 from kdn.session.quality import enough_kld
@@ -38,23 +40,28 @@ class Reader:
     def read(self, prompt: Prompt, joins: Sequence[Join]) -> list[list[KVCache]]:
         """Of each join the caches of its pieces."""
         if self._prompt is not prompt:
-            self._caches = [read_pieces(self._model, join.pieces) for join in joins]
+            self._caches = [
+                [
+                    KVCache(one.keys.cpu(), one.values.cpu())
+                    for one in read_pieces(self._model, join.pieces)
+                ]
+                for join in joins
+            ]
             self._prompt = prompt
         return self._caches
 
 
-def session_of(folder: Path, codec: str, spec: ModelSpec, model: Any) -> Session:
-    """Of this benchmark alone: nothing of the host, no spool."""
+def session_of(folder: Path, codec: str, spec: ModelSpec, dtype: torch.dtype) -> Session:
+    """Of this benchmark alone: nothing of the host, no spool. Values are decoded in main memory,
+    wherever the model is."""
     settings = SessionSettings((str(folder),), codec=codec, host_bytes=0, spool_bytes=0)
-    return Session(settings, spec, model.dtype, device=model.device)
+    return Session(settings, spec, dtype)
 
 
 class FolderJoiner:
     """`async with session_of(...) as session: FolderJoiner(session, ...)`."""
 
-    def __init__(
-        self, session: Session, reader: Reader, quality: str, seams: Seams | None
-    ) -> None:
+    def __init__(self, session: Session, reader: Reader, quality: str, seams: Seams | None) -> None:
         self.codec = session.settings.codec
         self._session, self._reader, self._seams = session, reader, seams
         self._enough = max(enough_kld(quality), session.codec.expected_kld[-1])
@@ -73,7 +80,9 @@ class FolderJoiner:
         for join, caches in zip(joins, self._reader.read(prompt, joins), strict=True):
             for piece, cache in zip(join.pieces, caches, strict=True):
                 for chunk in piece.chunks:
-                    session.publish(chunk, Values(cache, final=True), exact_until=None)
+                    said = session.publish(chunk, Values(cache, final=True), exact_until=None)
+                    if said not in (Admission.QUEUED, Admission.ALREADY):
+                        raise StoreError(f"a piece cannot be learned: {said.value}")
                     keys.append(chunk.key)
         if not await session.publisher.store_all(keys, STORE_S):
             raise StoreError(f"{len(keys)} chunks were not stored within {STORE_S:.0f} s")
@@ -87,7 +96,8 @@ class FolderJoiner:
 
     async def deliver(self, prompt: Prompt, what: str, room: Room) -> Delivery:
         join = prompt.headless(self.namespace) if what == HEADLESS else self.join(prompt)
-        cache = room.canonical(num_delivered(what, join))
+        place = room.canonical(num_delivered(what, join))
+        cache = place if place.keys.device.type == "cpu" else _like(place)
         if what == FIRST:
             join = Join(join.pieces[:1])
         repaired = self._repaired if what == REPAIRED else None
@@ -97,4 +107,13 @@ class FolderJoiner:
         took_s = time.perf_counter() - began_s
         if got.num_ready < len(join.chunks):
             raise StoreError(f"{len(join.chunks) - got.num_ready} chunks were not delivered")
+        if cache is not place:
+            place.keys.copy_(cache.keys)
+            place.values.copy_(cache.values)
         return Delivery(got.fetched_bytes, took_s)
+
+
+def _like(place: KVCache) -> KVCache:
+    """As much of main memory."""
+    keys, values = (torch.empty_like(side, device="cpu") for side in (place.keys, place.values))
+    return KVCache(keys, values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -47,7 +47,7 @@ class Timings:
     """Where the seconds of a run went."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def of(self, what: str) -> Iterator[None]:
@@ -74,10 +74,11 @@ class Bench:
         spec: ModelSpec,
         joiners: Sequence[Joiner],
         methods: Sequence[Method],
+        timings: Timings | None = None,
     ) -> None:
         self.model, self.tokenizer, self.spec = model, tokenizer, spec
         self.joiners, self.methods = joiners, methods
-        self.timings = Timings()
+        self.timings = Timings() if timings is None else timings
 
     def desk(self, join: Join, num_asked: int) -> Desk:
         return Desk(self.model, self.spec, join, num_asked)

@@ -15,6 +15,7 @@ from kdn.cache.tensors import KVCache
 from kdn.engines.prompts import CHAT, PLAIN, Prompts
 from kdn.engines.reading import forward, last_tokens, new_cache
 
+
 @dataclass(frozen=True)
 class Prompt:
     """A head, own tokens of each piece behind it, and a question."""

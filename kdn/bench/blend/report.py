@@ -29,6 +29,18 @@ def document(rows: Iterable[BlendRow], extra: Mapping[str, Any]) -> dict[str, An
     return {"rows": [row.as_json() for row in rows], **extra}
 
 
+def print_report(console: Console, rows: Sequence[BlendRow], extra: Mapping[str, Any]) -> None:
+    print_rows(console, rows, extra["seams"])
+    print_expected(console, rows, extra["seams"])
+    print_consistency(console, extra["consistency"])
+    print_timing(console, extra["timing"])
+    for note in extra["notes"]:
+        console.print(note, style="dim", highlight=False)
+    print_seconds(console, extra["seconds"])
+    facts = extra["settings"]["hardware"]
+    console.print("  ".join(f"{name} {fact}" for name, fact in facts.items()), style="dim")
+
+
 def print_rows(console: Console, rows: Sequence[BlendRow], seams: Mapping[str, Any]) -> None:
     """One table for each set."""
     for data in dict.fromkeys(row.data for row in rows):
@@ -47,8 +59,8 @@ def _cells(row: BlendRow, join: BlendRow | None) -> list[str]:
     return [
         row.label, row.codec,
         f"{row.kld_first:.4f}", _spread(row.kld_first_quartiles),
-        _part(row.kld_first, join and join.kld_first),
-        f"{row.kld:.4f}", _spread(row.kld_quartiles), _part(row.kld, join and join.kld),
+        _part(row.kld_first, join.kld_first if join else None),
+        f"{row.kld:.4f}", _spread(row.kld_quartiles), _part(row.kld, join.kld if join else None),
         f"{row.top1:.0%}", f"{row.f1_full:.2f}", f"{row.f1_gold:.3f}", f"{row.ttft_s:.2f}",
         f"{row.computed_tokens:,.0f}", f"{row.bytes / 1e6:.2f}",
     ]  # fmt: skip
