@@ -22,6 +22,7 @@ from kdn.delivery.join_sink import JoinSink
 from kdn.delivery.publish import Admission, Values
 from kdn.engines.growing import Room
 from kdn.errors import StoreError
+from kdn.session.delivered import Delivered
 from kdn.session.quality import enough_kld
 from kdn.session.session import Session
 from kdn.session.settings import SessionSettings
@@ -103,14 +104,22 @@ class FolderJoiner:
         repaired = self._repaired if what == REPAIRED else None
         sink = JoinSink(self._session.codec, repaired, join, cache, seams=self._seams)
         began_s = time.perf_counter()
-        got = await self._session.deliver(join.chunks, sink, enough_kld=self._enough)
+        known = await self._session.know_each(join.chunks)
+        got = await self._session.deliver(
+            known.chunks, sink, known=known, end=join.num_tokens, enough_kld=self._enough
+        )
         took_s = time.perf_counter() - began_s
         if got.num_ready < len(join.chunks):
             raise StoreError(f"{len(join.chunks) - got.num_ready} chunks were not delivered")
         if cache is not place:
             place.keys.copy_(cache.keys)
             place.values.copy_(cache.values)
-        return Delivery(got.fetched_bytes, took_s)
+        return Delivery(_size_bytes(got), took_s)
+
+
+def _size_bytes(got: Delivered) -> int:
+    """Of streams as far as they came, also with the lookup."""
+    return sum(len(one.data) for one in got.result.arrived) if got.result else 0
 
 
 def _like(place: KVCache) -> KVCache:
