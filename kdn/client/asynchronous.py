@@ -63,7 +63,7 @@ from kdn.engines.unchanged import Unchanged
 from kdn.errors import KdnError, UnsupportedError
 from kdn.places.places import Where, checked_places
 from kdn.session.opened import Opened
-from kdn.session.quality import Quality, enough_kld
+from kdn.session.quality import Quality, enough_join_kld, enough_kld
 from kdn.session.seams import checked_tag
 from kdn.session.session import Session
 from kdn.session.settings import SessionSettings
@@ -201,8 +201,12 @@ class AsyncClient(Opened):
         stale_ok: bool = False,
     ) -> Joined:
         """The cache of several things that were learned apart, one after another: a
-        `past_key_values` for a model to go on from."""
-        options = Options(quality, deadline_s, Sampling(), on_progress, force_latest, stale_ok)
+        `past_key_values` for a model to go on from. Nothing is recomputed, for no question tells
+        where; at the quality "exact" it is read instead."""
+        is_read = enough_join_kld(self._quality if quality is None else quality) == 0
+        options = Options(
+            quality, deadline_s, Sampling(), on_progress, force_latest, stale_ok, float(is_read)
+        )
         stats = Stats()
         join, _ = await self.joins.named(checked_pieces(names), options, stats)
         context = await self.joins.load(join, options, stats)
@@ -223,16 +227,20 @@ class AsyncClient(Opened):
         on_progress: OnProgress | None = None,
         force_latest: bool = False,
         stale_ok: bool = False,
+        recompute_share: float | None = None,
     ) -> Answer:
         """The answer to a question about something learned, or about several such things joined in
         this order (`["rules", "report"]`), as it is made. Where a region answers,
         `force_latest` asks for the newest version that any region has acknowledged; if that cannot
-        be known it fails, unless `stale_ok`."""
+        be known it fails, unless `stale_ok`. `recompute_share`: so much of a join is computed
+        anew, where the question looks; None: as much as the quality takes."""
         checked_names(name)
         checked_text("question", question)
         sampling = Sampling(max_new_tokens, temperature, seed)
         stats = Stats()
-        options = Options(quality, deadline_s, sampling, on_progress, force_latest, stale_ok)
+        options = Options(
+            quality, deadline_s, sampling, on_progress, force_latest, stale_ok, recompute_share
+        )
         return Answer(self._ask(name, question, options, stats), stats)
 
     async def _ask(
@@ -261,17 +269,24 @@ class AsyncClient(Opened):
         max_new_tokens: int = MAX_NEW_TOKENS,
         force_latest: bool = False,
         stale_ok: bool = False,
+        recompute_share: float | None = None,
     ) -> list[str]:
         """Answers to several questions about one thing, or about several joined: delivered once,
         answered as a batch."""
         stats = Stats()
-        options = Options(quality, deadline_s, force_latest=force_latest, stale_ok=stale_ok)
+        options = Options(
+            quality, deadline_s, force_latest=force_latest, stale_ok=stale_ok,
+            recompute_share=recompute_share,
+        )  # fmt: skip
         sampling = Sampling(max_new_tokens)
         questions = checked_texts("questions", questions)
         checked_names(name)
         context, tokens, style = await self.begin(name, options, stats)
         rest = tokens[context.num_tokens :]
         rows = [[*rest, *self.engine.prompts.ask(question, style)] for question in questions]
+        if context.joined is not None:
+            self.joins.check_fits(context.num_tokens + max(map(len, rows)))
+        await self.joins.looks.look(context, rows, stats)
         stats.computed_tokens += sum(map(len, rows))
         answers = await self.engine.answer_all(context, rows, sampling)
         self.engine.leave(context)
@@ -289,13 +304,16 @@ class AsyncClient(Opened):
         seed: int = 0,
         force_latest: bool = False,
         stale_ok: bool = False,
+        recompute_share: float | None = None,
     ) -> Conversation:
         """Questions that build on each other, about something learned, several such things joined,
         or nothing yet."""
         sampling = Sampling(max_new_tokens, temperature, seed)
         if name is not None:
             checked_names(name)
-        options = Options(quality, deadline_s, sampling, None, force_latest, stale_ok)
+        options = Options(
+            quality, deadline_s, sampling, None, force_latest, stale_ok, recompute_share
+        )
         return Conversation(self, name, options)
 
     async def publish(

@@ -155,11 +155,12 @@ class Client:
         on_progress: OnProgress | None = None,
         force_latest: bool = False,
         stale_ok: bool = False,
+        recompute_share: float | None = None,
     ) -> Answer:
         answer = self._client.ask(
             name, question, quality=quality, deadline_s=deadline_s, max_new_tokens=max_new_tokens,
             temperature=temperature, seed=seed, on_progress=on_progress, force_latest=force_latest,
-            stale_ok=stale_ok,
+            stale_ok=stale_ok, recompute_share=recompute_share,
         )  # fmt: skip
         return Answer(self._loop, answer)
 
@@ -173,10 +174,11 @@ class Client:
         max_new_tokens: int = MAX_NEW_TOKENS,
         force_latest: bool = False,
         stale_ok: bool = False,
+        recompute_share: float | None = None,
     ) -> list[str]:
         answering = self._client.ask_all(
             name, questions, quality=quality, deadline_s=deadline_s, max_new_tokens=max_new_tokens,
-            force_latest=force_latest, stale_ok=stale_ok,
+            force_latest=force_latest, stale_ok=stale_ok, recompute_share=recompute_share,
         )  # fmt: skip
         return self._loop.run(answering)
 
@@ -191,10 +193,12 @@ class Client:
         seed: int = 0,
         force_latest: bool = False,
         stale_ok: bool = False,
+        recompute_share: float | None = None,
     ) -> Conversation:
         conversation = self._client.converse(
             name, quality=quality, deadline_s=deadline_s, max_new_tokens=max_new_tokens,
             temperature=temperature, seed=seed, force_latest=force_latest, stale_ok=stale_ok,
+            recompute_share=recompute_share,
         )  # fmt: skip
         return Conversation(self._loop, conversation)
 

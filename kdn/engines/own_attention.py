@@ -16,19 +16,23 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kdn.engines.grouped import grouped_attention
 from kdn.engines.growing import GrowingLayer
 from kdn.errors import UnsupportedError
 
 NAME = "kdn_own"
+"""What models are switched over to, and the number of what they are switched from."""
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 """Queries [key heads, group, tokens, channels], keys and values [key heads, tokens, channels] and
 the scale of their products to outputs, shaped as the queries are."""
 
 _own: ContextVar[Attention | None] = ContextVar("kdn_own_attention", default=None)
+_before: list[str] = []
+"""What models have been switched from."""
 _switched = threading.RLock()
 """Held while a model is switched over: whoever comes second must not take the switched state for
 the one to go back to."""
@@ -61,9 +65,7 @@ def own_attention(model: PreTrainedModel, attention: Attention) -> Iterator[None
 
     with _switched:
         before = model.config._attn_implementation
-        AttentionInterface.register(NAME, _attend)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(_name_instead_of(before))
         token = _own.set(counted)
         try:
             yield
@@ -83,21 +85,37 @@ def no_mask(model: PreTrainedModel) -> torch.Tensor:
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=model.device)
 
 
+def _name_instead_of(before: str) -> str:
+    """Of an implementation that, for passes in other threads, is the one before: masks, too."""
+    if before in _before:
+        return f"{NAME}_{_before.index(before)}"
+    name, usual = f"{NAME}_{len(_before)}", grouped_attention
+    if before in ALL_ATTENTION_FUNCTIONS:
+        usual = ALL_ATTENTION_FUNCTIONS[before]
+
+    def attend(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
+        attention = _own.get()
+        if attention is None:
+            return usual(module, *arguments, **options)
+        return _attend(attention, module, *arguments, **options)
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
+    _before.append(before)
+    return name
+
+
 def _attend(
+    attention: Attention,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
+    mask: torch.Tensor | None = None,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    attention = _own.get()
-    if attention is None:  # a pass in another thread
-        return grouped_attention(
-            module, query, key, value, attention_mask, dropout, scaling, **options
-        )
+    """As transformers calls it. There is no mask but `no_mask`."""
     for name in ("softcap", "position_bias", "s_aux", "sliding_window"):
         if options.get(name) is not None:
             raise UnsupportedError(f"{type(module).__name__}: attention with a {name}")

@@ -102,12 +102,13 @@ def recompute(
     """Compute the `chosen` of the tokens that `past` holds anew, and read the question after them:
     logits after its last token. `past` holds all of it then.
 
-    `chosen` are positions in rising order. A pass that fails halfway leaves `past` of no use.
+    `chosen` are positions in rising order. There may be no question if there are some. A pass that
+    fails halfway leaves `past` of no use.
     """
     check_attention(model, past)
     held = past.get_seq_length()
     ids = np.concatenate([np.asarray(one, dtype=np.int64) for one in (tokens, question)])
-    if len(tokens) != held or not len(question):
+    if len(tokens) != held or not len(question) + len(chosen):
         raise MismatchError(f"expected {held} tokens and a question, found {len(ids)} in all")
     places = chosen.to("cpu", torch.int64)
     if len(places) and not (places[0] >= 0 and places[-1] < held and (places.diff() > 0).all()):

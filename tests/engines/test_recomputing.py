@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from kdn.engines.grouped import use_grouped_attention
-from kdn.engines.own_attention import NAME
+from kdn.engines.own_attention import own_attention
 from kdn.engines.ranking import choose, rank, read_question
 from kdn.engines.reading import forward, new_cache, read
 from kdn.engines.recomputing import recompute
@@ -77,7 +78,7 @@ def test_all_or_none_recomputed_is_reading(
     found = recompute(model, nothing, TOKENS, torch.zeros(0, dtype=torch.int64), QUESTION)
     torch.testing.assert_close(found, logits, atol=2e-3, rtol=1e-3)
     close(nothing, expected)
-    assert model.config._attn_implementation == before != NAME
+    assert model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -155,3 +156,27 @@ def test_what_is_refused(tiny_model: Any) -> None:
     windowed = tiny_model("mistral", sliding_window=64)
     with pytest.raises(UnsupportedError, match="window"):
         rank(windowed, after(windowed, TOKENS[:80]), QUESTION)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "kdn_grouped"])
+def test_other_threads_read_as_ever(implementation: str, tiny_model: Any) -> None:
+    """While a model is switched over, and when the switch comes in the middle of their pass."""
+    model = tiny_model("llama")
+    if implementation == "kdn_grouped":
+        use_grouped_attention(model)
+    else:
+        model.set_attn_implementation(implementation)
+    past = after(model, TOKENS[:100])
+    expected = forward(model, TOKENS[100:150], after(model, TOKENS[:100]))
+
+    def never(*arguments: Any) -> Any:
+        raise AssertionError("attention of another thread's pass")
+
+    with (
+        ThreadPoolExecutor(1) as other,
+        pytest.raises(UnsupportedError, match="0 of"),
+        own_attention(model, never),
+    ):
+        found = other.submit(forward, model, TOKENS[100:150], past).result()
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert model.config._attn_implementation == implementation
