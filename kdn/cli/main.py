@@ -27,6 +27,10 @@ app = typer.Typer(
 bench = lazy_group(
     {
         "codec": ("kdn.bench.codec:run", "Rate, quality and speed of every codec on a real model."),
+        "blend": (
+            "kdn.bench.blend.command:run",
+            "Joined pieces beside one reading of everything, and others' ways.",
+        ),
         "layering": ("kdn.bench.layering:run", "What levels cost klt against coding at once."),
         "cache": ("kdn.bench.cache:run", "Hit ratio of eviction policies on recorded requests."),
         "node": ("kdn.bench.node:run", "A node beside nginx and Redis, and how fairly it sends."),
@@ -46,7 +50,7 @@ bench = lazy_group(
 )
 app.add_typer(bench, name="bench", help="Measure on real data, with tables, JSON and plots.")
 
-FILE_OPTIONS = ("--text", "--calibration", "--requests", "--names")
+FILE_OPTIONS = ("--text", "--calibration", "--requests", "--names", "--data", "--seams-from")
 """Options that take one or more values; so a command's own arguments come before them."""
 
 ModelOption = Annotated[str, typer.Option(help="smollm2, a local folder, or a name on the hub.")]
@@ -90,12 +94,19 @@ StaleOption = Annotated[
     bool, typer.Option("--stale-ok", help="If nobody can tell what is newest: what is known.")
 ]
 NameArgument = Annotated[str, typer.Argument(help="What it is called.")]
+PiecesOption = Annotated[
+    list[str] | None, typer.Option("--with", help="The name of a piece to join, in order.")
+]
 
 
 @app.command()
 def learn(
     name: NameArgument,
     file: Annotated[Path, typer.Argument(help="A text to read.")],
+    head: Annotated[
+        str | None,
+        typer.Option(help="A system prompt to read it behind; only texts behind one are joined."),
+    ] = None,
     where: WhereOption = None,
     model: ModelOption = MODEL,
     device: DeviceOption = DEVICE,
@@ -110,13 +121,15 @@ def learn(
     from kdn.cli import client
 
     own = client.Own(token_file, secret_file, tls_ca)
-    client.learn(client.Door(config, where, model, device, dtype, codec, own=own), name, file)
+    door = client.Door(config, where, model, device, dtype, codec, own=own)
+    client.learn(door, name, file, head)
 
 
 @app.command()
 def ask(
-    name: NameArgument,
-    question: Annotated[str, typer.Argument(help="What you want to know.")],
+    name: Annotated[str, typer.Argument(help="What it is called; left out where --with says it.")],
+    question: Annotated[str | None, typer.Argument(help="What you want to know.")] = None,
+    pieces: PiecesOption = None,
     where: WhereOption = None,
     model: ModelOption = MODEL,
     device: DeviceOption = DEVICE,
@@ -129,6 +142,16 @@ def ask(
     max_tokens: Annotated[
         int, typer.Option(min=1, max=MAX_COUNT, help="Longest answer.")
     ] = MAX_NEW_TOKENS,
+    share: Annotated[
+        float | None,
+        typer.Option(
+            "--recompute-share",
+            min=0,
+            max=1,
+            help="With --with: compute this share of the tokens anew, where the question looks. "
+            "Else as much as the quality takes.",
+        ),
+    ] = None,
     latest: LatestOption = False,
     stale_ok: StaleOption = False,
     token_file: TokenOption = None,
@@ -136,18 +159,21 @@ def ask(
     tls_ca: TlsOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Ask about something learned: the answer, what was known, and what had to be read."""
+    """Ask about something learned, or about several things joined (--with A --with B): the answer,
+    what was known, and what had to be read."""
     from kdn.cli import client
 
+    about, asked = client.asked_about(name, question, pieces or [])
     own = client.Own(token_file, secret_file, tls_ca)
     door = client.Door(config, where, model, device, dtype, codec, quality, own)
     freshness = client.Freshness(latest, stale_ok)
-    client.ask(door, name, question, deadline, max_tokens, freshness)
+    client.ask(door, about, asked, deadline, max_tokens, freshness, share)
 
 
 @app.command()
 def explain(
-    prompt_file: Annotated[Path, typer.Argument(help="A text.")],
+    prompt_file: Annotated[Path | None, typer.Argument(help="A text.")] = None,
+    pieces: PiecesOption = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="It is a whole prompt, not a text as `learn` reads it.")
     ] = False,
@@ -161,13 +187,37 @@ def explain(
     tls_ca: TlsOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Which chunks of a prompt are known, and why the others are not."""
+    """Which chunks of a prompt, or of several things joined, are known, and why the others are
+    not."""
     from kdn.cli import client
 
     own = client.Own(token_file, secret_file, tls_ca)
-    client.explain(
-        client.Door(config, where, model, device, dtype, codec, own=own), prompt_file, raw
-    )
+    door = client.Door(config, where, model, device, dtype, codec, own=own)
+    client.explain(door, prompt_file, raw, pieces or [])
+
+
+@app.command()
+def seams(
+    what: Annotated[list[str], typer.Argument(help="Names, texts, or sets of questions (.jsonl).")],
+    tag: Annotated[str, typer.Option(help="Tells them from others of the same model.")] = "",
+    json: Annotated[Path | None, typer.Option(help="Where to write the report.")] = None,
+    where: WhereOption = None,
+    model: ModelOption = MODEL,
+    device: DeviceOption = DEVICE,
+    dtype: DTypeOption = None,
+    codec: CodecOption = CODEC,
+    token_file: TokenOption = None,
+    secret_file: SecretOption = None,
+    tls_ca: TlsOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Fit what repairs joins of such pieces, and say how far off answers will be."""
+    from kdn.cli import client
+    from kdn.cli.seams import run
+
+    own = client.Own(token_file, secret_file, tls_ca)
+    door = client.Door(config, where, model, device, dtype, codec, own=own)
+    run(door, what, tag, json)
 
 
 @app.command()

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Tokens, cut
 from kdn.cache.tensors import KVCache
-from kdn.checked import checked_deadline, checked_function
+from kdn.checked import checked_deadline, checked_function, checked_number
 from kdn.client.answers import Stats
 from kdn.client.engine import Context, ContextSource, Engine
 from kdn.delivery.known import Known
@@ -51,12 +51,16 @@ class Options:
     """Of a name: what the centre of all regions has now, not what a region heard last."""
     stale_ok: bool = False
     """If nobody can tell what is the latest: what is known."""
+    recompute_share: float | None = None
+    """Of a join: so much of it is computed anew, whatever the quality; 1: it is read."""
 
     def __post_init__(self) -> None:
         if self.quality is not None:
             enough_kld(self.quality)
         checked_deadline(self.deadline_s)
         checked_function("on_progress", self.on_progress)
+        if self.recompute_share is not None:
+            checked_number("recompute_share", self.recompute_share, 0, 1)
 
 
 @dataclass
@@ -127,9 +131,11 @@ class Contexts:
         quality = self.quality if options.quality is None else options.quality
         return max(enough_kld(quality), self.session.codec.expected_kld[-1])
 
-    async def load(self, tokens: Sequence[int], options: Options, stats: Stats) -> Context:
-        """All whole chunks of `tokens`: delivered, or read where nothing was to be had."""
-        chunks = cut(tokens, await self.engine.names())
+    async def load(
+        self, tokens: Sequence[int], chunks: Sequence[Chunk], options: Options, stats: Stats
+    ) -> Context:
+        """The chunks of `tokens`: delivered, or read where nothing was to be had."""
+        await self.engine.names()
         if not chunks:
             return self.engine.new_context()
         room = self.engine.room_for(chunks[-1].end)
@@ -186,6 +192,8 @@ class Contexts:
         got = context.delivered
         if got is None or got.result is None or not self.engine.lies_in_room(context):
             return None
+        if context.is_mended:
+            return None  # what was computed anew would be lost under what arrives
         enough = self.enough_kld(options)
         return None if got.result.kld <= enough else got.result.refine(enough)
 
@@ -214,7 +222,7 @@ class Contexts:
         """Up to the end of the last chunk, publishing each as soon as it is read; what finds no
         room for so long is not published, and False returned."""
         published, at_once = True, self.engine.chunks_at_once
-        for start, end in pieces(context.num_tokens, chunks[-1].end, at_once):
+        for start, end in self._spans(context.num_tokens, chunks, at_once):
             began_s = self.clock()
             await self.engine.read(context, tokens[start:end])
             token_s = (self.clock() - began_s) / (end - start)
@@ -224,6 +232,16 @@ class Contexts:
                 published &= await self._publish(context, chunk, took_s, wait_s)
             told(end)
         return published
+
+    def _spans(
+        self, start: int, chunks: Sequence[Chunk], at_once: int
+    ) -> Iterator[tuple[int, int]]:
+        """To read at a time: also up to the end of each tail, for there layers with windows still
+        hold what a continuation needs, and values are those of whoever reads no further."""
+        stops = {chunk.end for chunk in chunks if chunk.end % CHUNK_TOKENS}
+        for first, last in pieces(start, chunks[-1].end, at_once):
+            inner = sorted(stop for stop in stops if first < stop < last)
+            yield from pairwise([first, *inner, last])
 
     async def _publish(
         self, context: Context, chunk: Chunk, saved_s: float = 0.0, wait_s: float = 0.0

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kdn.background import outwait
+from kdn.blend.pieces import Join
 from kdn.cache.keys import Chunk, Namespace
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.checked import shown
+from kdn.client.looking import Looking
 from kdn.defaults import DEVICE
 from kdn.engines.batching import answer_all
 from kdn.engines.device import (
@@ -59,6 +61,12 @@ class Context:
     tokens: list[int] = field(default_factory=list)
     delivered: Delivered | None = None
     """What of it came from a delivery."""
+    joined: Join | None = None
+    """What it began with, if that was learned apart: nothing on top of it may be published."""
+    looking: Looking | None = None
+    """How much of it the next question makes the model compute anew."""
+    is_mended: bool = False
+    """Some of what was delivered has been computed anew."""
     room: Room | None = None
     """Where its values lie."""
     logits: torch.Tensor | None = None
@@ -86,6 +94,8 @@ class Context:
     @property
     def exact_until(self) -> int | None:
         """See `Delivered`."""
+        if self.joined is not None:
+            return 0
         return None if self.delivered is None else self.delivered.exact_until
 
 
@@ -169,6 +179,14 @@ class Engine:
             )
         )
 
+    def values_of(self, context: Context) -> KVCache:
+        """All it holds: the room that it lies in, or else a copy."""
+        if self.lies_in_room(context):
+            assert context.room is not None
+            return context.room.canonical(context.num_tokens)
+        with model_stream(self.device):
+            return from_dynamic_cache(context.past)
+
     def to_model(self, cache: KVCache) -> KVCache:
         """In the model's dtype, on its device."""
         keys, values = (
@@ -191,6 +209,11 @@ class Engine:
             wait_for_model(self.device)
         context.logits = logits
         context.tokens[held:] = tokens
+
+    async def run(self, function: Any, *arguments: Any) -> Any:
+        """In a thread, when the model is free."""
+        async with self.lock:
+            return await _finish(function, *arguments)
 
     def append(self, context: Context, cache: KVCache, tokens: Sequence[int]) -> None:
         """Go on with values that were delivered."""

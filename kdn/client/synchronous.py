@@ -6,17 +6,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kdn.blend.seams import Seams
 from kdn.cache.keys import Tokens
 from kdn.cache.tensors import KVCache
 from kdn.client.answers import Answer as AsyncAnswer
-from kdn.client.answers import Learned, Loaded, Metrics, Stats
-from kdn.client.asynchronous import FLUSH_S, AsyncClient, OnRead
+from kdn.client.answers import Joined, Learned, Loaded, Metrics, Stats
+from kdn.client.asynchronous import AsyncClient
 from kdn.client.conversation import Conversation as AsyncConversation
 from kdn.client.engine import ModelSource
+from kdn.client.fitting import Asked
+from kdn.client.joining import Names
+from kdn.client.learning import FLUSH_S, OnRead
 from kdn.defaults import CODEC, DEVICE, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
 from kdn.delivery.request import OnProgress
 from kdn.engines.device import Device, DType, follow_caller
 from kdn.engines.prompts import Knowledge
+from kdn.engines.seam_fitting import OnProgress as OnFitting
 from kdn.places.places import Where
 from kdn.session.loop import LoopThread
 from kdn.session.quality import Quality
@@ -101,8 +106,15 @@ class Client:
     def tokenizer(self) -> Any:
         return self._client.engine.tokenizer
 
-    def learn(self, name: str, what: Knowledge, *, on_read: OnRead | None = None) -> Learned:
-        return self._loop.run(self._client.learn(name, what, on_read=on_read))
+    def learn(
+        self,
+        name: str,
+        what: Knowledge,
+        head: str | None = None,
+        *,
+        on_read: OnRead | None = None,
+    ) -> Learned:
+        return self._loop.run(self._client.learn(name, what, head, on_read=on_read))
 
     def load(
         self,
@@ -117,9 +129,25 @@ class Client:
         )
         return self._loop.run(loading)
 
+    def join(
+        self,
+        names: Sequence[str],
+        *,
+        quality: Quality | None = None,
+        deadline_s: float | None = None,
+        on_progress: OnProgress | None = None,
+        force_latest: bool = False,
+        stale_ok: bool = False,
+    ) -> Joined:
+        joining = self._client.join(
+            names, quality=quality, deadline_s=deadline_s, on_progress=on_progress,
+            force_latest=force_latest, stale_ok=stale_ok,
+        )  # fmt: skip
+        return self._loop.run(joining)
+
     def ask(
         self,
-        name: str,
+        name: Names,
         question: str,
         *,
         quality: Quality | None = None,
@@ -130,17 +158,18 @@ class Client:
         on_progress: OnProgress | None = None,
         force_latest: bool = False,
         stale_ok: bool = False,
+        recompute_share: float | None = None,
     ) -> Answer:
         answer = self._client.ask(
             name, question, quality=quality, deadline_s=deadline_s, max_new_tokens=max_new_tokens,
             temperature=temperature, seed=seed, on_progress=on_progress, force_latest=force_latest,
-            stale_ok=stale_ok,
+            stale_ok=stale_ok, recompute_share=recompute_share,
         )  # fmt: skip
         return Answer(self._loop, answer)
 
     def ask_all(
         self,
-        name: str,
+        name: Names,
         questions: Sequence[str],
         *,
         quality: Quality | None = None,
@@ -148,16 +177,17 @@ class Client:
         max_new_tokens: int = MAX_NEW_TOKENS,
         force_latest: bool = False,
         stale_ok: bool = False,
+        recompute_share: float | None = None,
     ) -> list[str]:
         answering = self._client.ask_all(
             name, questions, quality=quality, deadline_s=deadline_s, max_new_tokens=max_new_tokens,
-            force_latest=force_latest, stale_ok=stale_ok,
+            force_latest=force_latest, stale_ok=stale_ok, recompute_share=recompute_share,
         )  # fmt: skip
         return self._loop.run(answering)
 
     def converse(
         self,
-        name: str | None = None,
+        name: Names | None = None,
         *,
         quality: Quality | None = None,
         deadline_s: float | None = None,
@@ -166,12 +196,28 @@ class Client:
         seed: int = 0,
         force_latest: bool = False,
         stale_ok: bool = False,
+        recompute_share: float | None = None,
     ) -> Conversation:
         conversation = self._client.converse(
             name, quality=quality, deadline_s=deadline_s, max_new_tokens=max_new_tokens,
             temperature=temperature, seed=seed, force_latest=force_latest, stale_ok=stale_ok,
+            recompute_share=recompute_share,
         )  # fmt: skip
         return Conversation(self._loop, conversation)
+
+    def seams(
+        self,
+        names: Sequence[str] = (),
+        *,
+        texts: Sequence[str] = (),
+        examples: Sequence[Asked] = (),
+        tag: str = "",
+        on_progress: OnFitting | None = None,
+    ) -> Seams:
+        fitting = self._client.seams(
+            names, texts=texts, examples=examples, tag=tag, on_progress=on_progress
+        )
+        return self._loop.run(fitting)
 
     def publish(
         self, tokens: Tokens, cache: Cache | KVCache, *, after: Loaded | None = None
@@ -216,6 +262,7 @@ def connect(
     recompute: bool = True,
     audit_share: float = 0.0,
     spool_bytes: int = SPOOL_BYTES,
+    seams: str | None = "",
 ) -> Client:
     """Open a client: `with kdn.connect("http://node:8470", model="smollm2") as client`.
 
@@ -237,17 +284,20 @@ def connect(
     - `client`: a name for fair sharing;
     - `recompute`: whether the model may read along while chunks load;
     - `audit_share`: what part of all answers is held against the model's own, in `metrics`;
-    - `spool_bytes`: how much may wait on disk for a node that is away; 0: nothing.
+    - `spool_bytes`: how much may wait on disk for a node that is away; 0: nothing;
+    - `seams`: the tag of the seams that repair what is joined; None: nothing is repaired.
     """
     return Client(
         AsyncClient(
             where, model=model, device=device, dtype=dtype, codec=codec, quality=quality,
             deadline_s=deadline_s, token=token, token_file=token_file, secret=secret,
             secret_file=secret_file, tls_ca=tls_ca, client=client, recompute=recompute,
-            audit_share=audit_share, spool_bytes=spool_bytes,
+            audit_share=audit_share, spool_bytes=spool_bytes, seams=seams,
         )
     )  # fmt: skip
 
 
-for _name in ("learn", "load", "ask", "ask_all", "converse", "publish", "flush", "forget", "close"):
+for _name in (
+    "learn", "load", "join", "ask", "ask_all", "converse", "publish", "flush", "forget", "close",
+):  # fmt: skip
     getattr(Client, _name).__doc__ = getattr(AsyncClient, _name).__doc__

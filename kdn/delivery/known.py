@@ -41,6 +41,13 @@ class Known:
     def end(self) -> int:
         return self.chunks[-1].end if self.chunks else 0
 
+    def only(self, chunks: Iterable[Chunk]) -> Known:
+        """What is known of these alone."""
+        keys = {chunk.key for chunk in chunks}
+        mine = tuple(chunk for chunk in self.chunks if chunk.key in keys)
+        streams = {key: stream for key, stream in self.streams.items() if key in keys}
+        return replace(self, chunks=mine, streams=streams)
+
     def incoming(self, chunks: Sequence[Chunk]) -> list[Incoming]:
         """The first of these chunks, as far as their streams are known."""
         found: list[Incoming] = []
