@@ -33,6 +33,9 @@ LEAST_PIECE = 8
 """Tokens of a piece; shorter ones say nothing of seams."""
 KEPT_APART = 0.3
 """Part of the pieces."""
+ASKED = 0.5
+"""Part of the examples, at most: figures of a few questions say little, and some passages are
+enough to fit on."""
 CHECKED_EVERY = 4
 TOPIC_TOKENS = 8
 """Of a piece, to make up a question about it."""
@@ -46,8 +49,8 @@ class SeamOptions:
     """What may be traded: quality against time and size."""
 
     joins: int = 16
-    measured_joins: int = 10
-    questions: int = 3
+    measured_joins: int = 16
+    questions: int = 2
     """Made up about each join that is measured, where there are no examples."""
     pieces: int = 16
     """In a join, at most."""
@@ -135,7 +138,7 @@ class _Fitting:
     def take(self, pieces: Sequence[Sequence[int]], examples: Sequence[Example]) -> None:
         """Decide what is fitted on and what is kept apart; UnsupportedError if there is little."""
         shuffled = [examples[index] for index in self.random.permutation(len(examples))]
-        apart = min(self.options.measured_joins, round(KEPT_APART * len(shuffled)))
+        apart = min(self.options.measured_joins, round(ASKED * len(shuffled)))
         asked = [replace(one, pieces=self._parts(one.pieces)) for one in shuffled[:apart]]
         self.asked = [one for one in asked if len(one.pieces) > 1]
         others = [piece for one in shuffled[apart:] for piece in one.pieces]
