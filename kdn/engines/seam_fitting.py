@@ -142,7 +142,8 @@ class _Fitting:
         asked = [replace(one, pieces=self._parts(one.pieces)) for one in shuffled[:apart]]
         self.asked = [one for one in asked if len(one.pieces) > 1]
         others = [piece for one in shuffled[apart:] for piece in one.pieces]
-        parts = self._parts([*pieces, *others])
+        seen = {tuple(piece) for one in self.asked for piece in one.pieces}
+        parts = [part for part in self._parts([*pieces, *others]) if tuple(part) not in seen]
         tokens = sum(map(len, parts))
         if len(parts) < LEAST_PIECES or tokens < LEAST_TOKENS:
             raise UnsupportedError(
@@ -154,19 +155,23 @@ class _Fitting:
         self.kept_apart, self.fitted_on = order[:apart], order[apart:]
 
     def _parts(self, pieces: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Long ones cut, and no very short ones."""
+        """Long ones cut, each once, and no very short ones."""
         most = self.join_tokens // 4
         parts = [
             list(piece[at : at + most]) for piece in pieces for at in range(0, len(piece), most)
         ]
-        return [part for part in parts if len(part) >= LEAST_PIECE]
+        unique = {tuple(part): part for part in parts if len(part) >= LEAST_PIECE}
+        return list(unique.values())
 
     def run(self, on_progress: OnProgress) -> Seams:
         options = self.options
         asked = len(self.asked) or options.measured_joins * options.questions
         measured = (len(self.asked) or options.measured_joins) + asked
         self.progress = _Progress(on_progress, options.joins + 1 + measured)
-        blocks = tuple(self._fit())
+        try:
+            blocks = tuple(self._fit())
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+            raise UnsupportedError(f"this model's values cannot be fitted: {error}") from error
         self.progress.step("fitting")
         # As readers get them: what is measured is what was rounded.
         seams = Seams.from_bytes(Seams(self.spec.fingerprint, blocks).to_bytes())
@@ -189,7 +194,6 @@ class _Fitting:
                     ),
                 )
             yield fit_block(sums.centred(), weight[index], best, rank)
-            fitted[index] = checked[index] = part  # the memory of both is large
 
     def _read_joins(self) -> tuple[list[Moments], list[Moments]]:
         """Sums of all joins by block, and of those that the ridge is chosen on."""
