@@ -9,7 +9,7 @@ the first and the last of them, needs a mask: half the work of a mask over every
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -46,6 +46,8 @@ class _Scattered:
     """Attention of tokens at any positions, in order."""
 
     blocks: list[_Block]
+    _masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """By a block's start and the heads of a group, which attend as if they were more tokens."""
 
     @classmethod
     def at(cls, positions: torch.Tensor, dtype: torch.dtype) -> _Scattered:
@@ -66,9 +68,11 @@ class _Scattered:
         out = query.new_empty((heads, group, length, value.shape[-1]))
         for start, stop, end, mask in self.blocks:
             some = query[:, :, start:stop].reshape(1, heads, -1, channels)
+            if (start, group) not in self._masks:
+                self._masks[start, group] = mask.repeat(group, 1)[None, None]
             attended = scaled_dot_product_attention(
                 some, key[None, :, :end], value[None, :, :end],
-                attn_mask=mask.repeat(group, 1)[None, None], scale=scale,
+                attn_mask=self._masks[start, group], scale=scale,
             )  # fmt: skip
             out[:, :, start:stop] = attended.view(heads, group, stop - start, -1)
         return out
