@@ -67,6 +67,23 @@ class Server:
             "reasons": [output.outputs[0].finish_reason for output in outputs],
         }
 
+    def expected_next(self, asked: dict[str, Any]) -> list[float]:
+        """How probable the model finds each token behind a prompt, as logarithms."""
+        model = self.core.model_executor.driver_worker.worker.model_runner.model
+        seen, original = [], model.compute_logits
+
+        def compute_logits(hidden: Any, *rest: Any) -> Any:
+            seen.append(original(hidden, *rest))
+            return seen[-1]
+
+        model.compute_logits = compute_logits
+        try:
+            self.generate_each([asked], 1)
+        finally:
+            model.compute_logits = original
+        found: list[float] = seen[-1][-1].float().log_softmax(-1).tolist()
+        return found
+
     def loaded_values(self, asked: dict[str, Any], path: str) -> int:
         """Has a prompt loaded, and writes what its blocks hold then to a file; how many tokens
         that are."""
