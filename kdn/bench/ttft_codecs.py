@@ -15,6 +15,7 @@ from kdn.bench.rivals.plain import Half, Int8
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
 from kdn.cache.tensors import KVCache
+from kdn.codec import rope
 from kdn.codec.base import Codec, check_input, output_cache
 from kdn.codec.format import (
     KIND_KEYS,
@@ -60,11 +61,13 @@ class PackedCodec(Codec):
         levels: int | None = None,
         out: KVCache | None = None,
         dtype: torch.dtype = torch.float32,
+        at: int | None = None,
     ) -> KVCache:
-        place = output_cache(stream.info, out, dtype)
+        place = output_cache(stream.info, out, dtype, at)
         found = self._unpack(bytes(stream.section(0, 0, KIND_KEYS)), chunk)
         place.keys.copy_(found.keys)
         place.values.copy_(found.values)
+        rope.move(place.keys, self.spec, place.start - chunk.start)
         return place
 
 

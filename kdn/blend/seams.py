@@ -4,19 +4,36 @@
 
 One map for each block of layers, of low rank, fitted on joins that the model read in full. Nothing
 is computed by the model when they are applied, and the first piece of a join needs none.
+
+As bytes they are a safetensors file: of each block, down and up in float16 and the bias in float32;
+the rest is JSON in its metadata. They come from outside, like a profile: everything is checked on
+reading.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 
-from kdn.cache.spec import ModelSpec
+from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec import rope
-from kdn.errors import MismatchError
+from kdn.errors import FormatError, MismatchError
+
+FORMAT = "kdn seams"
+VERSION = 1
+MAX_SEAMS_BYTES = 256 << 20
+MAX_BLOCKS = 1024
+MAX_EXPECTED = 64
+"""Shares of recomputed tokens that a report may name."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +64,55 @@ class Seams:
     expected: Mapping[float, tuple[float, float]] = field(default_factory=dict)
     """By share of recomputed tokens: KLD at the first token and over 16, on joins kept apart."""
 
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Seams:
+        """What `to_bytes` wrote; FormatError for anything else."""
+        if len(data) > MAX_SEAMS_BYTES:
+            raise FormatError(
+                f"expected seams of at most {MAX_SEAMS_BYTES} bytes, found {len(data)}"
+            )
+        try:
+            tensors = load_tensors(data)
+            size = int.from_bytes(data[:8], "little")
+            meta = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["kdn"])
+            return _checked(meta, tensors)
+        except (SafetensorError, LookupError, ValueError, TypeError, RecursionError) as error:
+            raise FormatError(f"expected {FORMAT}: {error}") from None
+
+    def to_bytes(self) -> bytes:
+        """Deterministic: equal seams give equal bytes."""
+        meta = {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.model.hex(),
+            "blocks": [list(block.layers) for block in self.blocks],
+            "expected": [[share, *klds] for share, klds in sorted(self.expected.items())],
+        }
+        tensors = {}
+        for index, block in enumerate(self.blocks):
+            tensors[f"b{index}.down"] = block.down.half().contiguous()
+            tensors[f"b{index}.up"] = block.up.half().contiguous()
+            tensors[f"b{index}.bias"] = block.bias.float().contiguous()
+        ordered = {name: tensors[name].cpu() for name in sorted(tensors)}
+        text = json.dumps(meta, sort_keys=True, separators=(",", ":"))
+        return bytes(save_tensors(ordered, metadata={"kdn": text}))
+
     def check_for(self, spec: ModelSpec) -> None:
         if self.model != spec.fingerprint:
             raise MismatchError(
                 f"these seams are of the model {self.model.hex()}, not of {spec.fingerprint.hex()}"
+            )
+        per_layer = 2 * spec.num_kv_heads * spec.head_dim
+        for block in self.blocks:
+            expected = (block.layers[1] - block.layers[0]) * per_layer
+            if len(block.bias) != expected:
+                raise MismatchError(
+                    f"these seams are of another shape: layers {block.layers} expected "
+                    f"{expected} columns, found {len(block.bias)}"
+                )
+        if self.blocks[-1].layers[1] != spec.num_layers:
+            raise MismatchError(
+                f"these seams are of {self.blocks[-1].layers[1]} layers, not {spec.num_layers}"
             )
 
     def repair(self, cache: KVCache, spec: ModelSpec, at: int | None = None) -> KVCache:
@@ -66,3 +128,58 @@ class Seams:
                 side[own] += added.transpose(0, 1).reshape(side[own].shape)
         start = cache.start if at is None else at
         return KVCache(rope.redo(keys, spec, start, out=keys), values, start)
+
+
+def _checked(meta: Any, tensors: Mapping[str, torch.Tensor]) -> Seams:
+    """Seams that pass can at worst repair to nonsense."""
+    if meta["format"] != FORMAT or meta["version"] != VERSION:
+        raise FormatError(
+            f"expected {FORMAT} of version {VERSION}, "
+            f"found {meta['format']!r} of version {meta['version']!r}"
+        )
+    model = bytes.fromhex(meta["model"])
+    if len(model) != FINGERPRINT_BYTES:
+        raise FormatError(f"expected a model fingerprint of {FINGERPRINT_BYTES} bytes")
+    layers = [_span(one) for one in meta["blocks"][: MAX_BLOCKS + 1]]
+    ends = [0, *(last for _, last in layers)]
+    if not 1 <= len(layers) <= MAX_BLOCKS or [first for first, _ in layers] != ends[:-1]:
+        raise FormatError("expected blocks that cover all layers in order")
+    if len(tensors) != 3 * len(layers):
+        raise FormatError(f"expected {3 * len(layers)} tensors, found {len(tensors)}")
+    blocks = tuple(_block(index, one, tensors) for index, one in enumerate(layers))
+    return Seams(model, blocks, _expected(meta["expected"]))
+
+
+def _span(layers: Any) -> tuple[int, int]:
+    first, last = layers
+    if type(first) is not int or type(last) is not int or not 0 <= first < last:
+        raise FormatError(f"expected a block of at least one layer, found {layers!r:.80}")
+    return first, last
+
+
+def _block(index: int, layers: tuple[int, int], tensors: Mapping[str, torch.Tensor]) -> Block:
+    down, up, bias = (tensors[f"b{index}.{part}"] for part in ("down", "up", "bias"))
+    columns, rank = (bias.shape[0], up.shape[0]) if bias.ndim == 1 and up.ndim == 2 else (0, 0)
+    fits = down.shape == (columns, rank) and up.shape == (rank, columns)
+    if not fits or not 0 < rank <= columns or columns % (layers[1] - layers[0]):
+        raise FormatError(
+            f"block {index}: shapes {tuple(down.shape)}, {tuple(up.shape)} and "
+            f"{tuple(bias.shape)} are of no map of a rank on some columns"
+        )
+    if (down.dtype, up.dtype, bias.dtype) != (torch.float16, torch.float16, torch.float32):
+        raise FormatError(f"block {index}: expected maps in float16 and a bias in float32")
+    if not all(bool(torch.isfinite(one).all()) for one in (down, up, bias)):
+        raise FormatError(f"block {index}: expected finite numbers")
+    return Block(layers, down.float(), up.float(), bias)
+
+
+def _expected(rows: Any) -> dict[float, tuple[float, float]]:
+    found: dict[float, tuple[float, float]] = {}
+    for row in rows[: MAX_EXPECTED + 1]:
+        share, first, mean = (float(number) for number in row)
+        if not (0 <= share <= 1 and all(math.isfinite(n) and n >= 0 for n in (first, mean))):
+            raise FormatError("expected a share and two divergences, none of them negative")
+        found[share] = (first, mean)
+    if len(found) != len(rows):
+        raise FormatError(f"expected at most {MAX_EXPECTED} shares, each once")
+    return found

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,12 @@ from kdn.cache.rows import TokenRows, check_whole
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream, CodecId, StreamInfo
+from kdn.codec.header import MAX_START
 from kdn.codec.threads import parallel_map
 from kdn.errors import KdnError, MismatchError, UnsupportedError
+
+if TYPE_CHECKING:
+    from kdn.codec.repair import Repair
 
 
 class Coded(NamedTuple):
@@ -31,6 +36,8 @@ class Coded(NamedTuple):
     levels: int
     slots: npt.NDArray[np.int64]
     """Of each of the chunk's tokens, -1 for one that is not wanted."""
+    at: int | None = None
+    """Position of the chunk's first token, where it is not the one it was learned at."""
 
 
 class Codec(ABC):
@@ -79,16 +86,33 @@ class Codec(ABC):
         levels: int | None = None,
         out: KVCache | None = None,
         dtype: torch.dtype = torch.float32,
+        at: int | None = None,
     ) -> KVCache:
         """The chunk's cache from the first `levels` levels at hand (all that the stream holds if
-        None), written into `out` if given, else into a new cache of `dtype`."""
+        None), written into `out` if given, else into a new cache of `dtype`. With `at` its first
+        token stands there, where `out` must begin too, and not where it was learned: keys are
+        turned for their new positions."""
 
     def decode_heads(
-        self, stream: Bitstream, chunk: Chunk, heads: range, *, levels: int, dtype: torch.dtype
+        self,
+        stream: Bitstream,
+        chunk: Chunk,
+        heads: range,
+        *,
+        levels: int,
+        dtype: torch.dtype,
+        at: int | None = None,
     ) -> KVCache:
         """The same bits as those of these KV heads in `decode`, in a new cache that holds no
         others."""
-        return self.decode(stream, chunk, levels=levels, dtype=dtype).of_heads(heads)
+        return self.decode(stream, chunk, levels=levels, dtype=dtype, at=at).of_heads(heads)
+
+    def repaired(self, repair: Repair) -> Codec:
+        """A codec that decodes the same streams and applies a repair to their values. It encodes
+        nothing: what it decodes is not what was learned."""
+        from kdn.codec.repair import Repaired
+
+        return Repaired(self, repair)
 
     def encode_all(self, chunks: Sequence[Chunk], cache: KVCache) -> list[bytes]:
         """Many chunks of one context at once: each core takes one, which is faster than sharing."""
@@ -152,7 +176,7 @@ class Codec(ABC):
             rows.check_slots(one.slots, one.chunk.num_tokens)
             check_whole(one.stream.info.valid_from, one.chunk.start, one.slots)
             dtype = self._dtype_for(one.stream.info, rows)
-            cache = self.decode(one.stream, one.chunk, levels=one.levels, dtype=dtype)
+            cache = self.decode(one.stream, one.chunk, levels=one.levels, dtype=dtype, at=one.at)
             with rows.writing(after):
                 rows.write(cache, one.slots)
         except KdnError as error:
@@ -184,9 +208,13 @@ def _on_host(cache: KVCache) -> KVCache:
     return KVCache(cache.keys.cpu(), cache.values.cpu(), cache.start, cache.valid_from)
 
 
-def output_cache(info: StreamInfo, out: KVCache | None, dtype: torch.dtype) -> KVCache:
+def output_cache(
+    info: StreamInfo, out: KVCache | None, dtype: torch.dtype, at: int | None = None
+) -> KVCache:
     """Where to decode to: `out`'s tensors if given, else new ones of `dtype`. Says what is absent
-    as the stream does; absent tokens are zero, the others are for the decoder to write."""
+    as the stream does; absent tokens are zero, the others are for the decoder to write. With `at`
+    it begins there."""
+    info = info if at is None else moved(info, at)
     if out is None:
         keys = torch.empty(info.shape, dtype=dtype)
         cache = KVCache(keys, torch.empty_like(keys), info.start, info.valid_from)
@@ -199,6 +227,14 @@ def output_cache(info: StreamInfo, out: KVCache | None, dtype: torch.dtype) -> K
         cache = KVCache(out.keys, out.values, info.start, info.valid_from)
     clear_absent(cache)
     return cache
+
+
+def moved(info: StreamInfo, at: int) -> StreamInfo:
+    """The same tokens, the first of them at another position."""
+    if not 0 <= at <= MAX_START:
+        raise MismatchError(f"expected a position from 0 to {MAX_START}, found {at}")
+    valid_from = tuple(at + absent for absent in info.absences)
+    return replace(info, start=at, valid_from=valid_from)
 
 
 def clear_absent(cache: KVCache) -> None:

@@ -28,7 +28,7 @@ import torch
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
-from kdn.codec import rans, rans_numba
+from kdn.codec import rans, rans_numba, rope
 from kdn.codec.base import Codec, check_input, output_cache
 from kdn.codec.format import (
     KIND_KEYS,
@@ -99,17 +99,21 @@ class ExactCodec(Codec):
         levels: int | None = None,
         out: KVCache | None = None,
         dtype: torch.dtype | None = None,
+        at: int | None = None,
     ) -> KVCache:
+        """Every bit comes back at the positions that keys were learned at; elsewhere they are
+        turned, and rounded to their dtype."""
         stream.check_for(chunk, self.spec, NO_PROFILE, self.codec_id)
         source = _TORCH[stream.info.dtype]
         asked = {dtype or source, source if out is None else out.dtype}
         if not all(self.decodes_to(stream.info, one) for one in asked):
             raise MismatchError(f"expected to decode to {source}, the dtype of the source")
         layers_per_group, lanes = _parse_params(stream.info.params)
-        cache = output_cache(stream.info, out, source)
+        cache = output_cache(stream.info, out, source, at)
         groups = _groups(stream.info, layers_per_group)
         jobs = [(g, k) for g in groups for k in (KIND_KEYS, KIND_VALUES)]
         parallel_map(partial(_decode_section, stream, cache, lanes), jobs)
+        rope.move(cache.keys, self.spec, cache.start - chunk.start)
         return cache
 
 

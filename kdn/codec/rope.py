@@ -10,7 +10,7 @@ Angles are computed in float64 and only their cosine and sine are rounded to flo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -21,6 +21,9 @@ from kdn.errors import MismatchError
 # Layers that rotate alike are turned together, but only so many values at once: temporaries stay
 # small beside the cache and within the processor's cache.
 _BLOCK_VALUES = 1 << 18
+
+Turns = tuple[torch.Tensor, torch.Tensor]
+"""Cosine and sine, [tokens, 1, pairs]."""
 
 
 def undo(
@@ -36,7 +39,7 @@ def undo(
     `keys` is [layers, tokens, heads, head_dim]: token i stands at position `start + i`, and layer i
     is the model's layer `first_layer + i`. `out` may be `keys` itself, or of another dtype.
     """
-    return _turn(keys, spec, start, first_layer, out, forward=False)
+    return _turn(keys, spec, first_layer, out, _turns_from(start, keys, forward=False))
 
 
 def redo(
@@ -48,17 +51,34 @@ def redo(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The inverse of `undo`: keys as the model's cache holds them."""
-    return _turn(keys, spec, start, first_layer, out, forward=True)
+    return _turn(keys, spec, first_layer, out, _turns_from(start, keys, forward=True))
+
+
+def _turns_from(start: int, keys: torch.Tensor, *, forward: bool) -> Callable[[RopeSpec], Turns]:
+    def turns(rope: RopeSpec) -> Turns:
+        return tables(rope, start, keys.shape[1], keys.device, forward=forward)
+
+    return turns
+
+
+def move(keys: torch.Tensor, spec: ModelSpec, shift: int) -> None:
+    """Turn the keys of all layers, in place, as if their tokens stood `shift` positions further."""
+
+    def turns(rope: RopeSpec) -> Turns:
+        angles = torch.tensor(rope.inv_freq, dtype=torch.float64) * shift
+        cos, sin = (one.to(keys.device, torch.float32) for one in (angles.cos(), angles.sin()))
+        return cos[None, None, :], sin[None, None, :]
+
+    if shift:
+        _turn(keys, spec, 0, keys, turns)
 
 
 def _turn(
     keys: torch.Tensor,
     spec: ModelSpec,
-    start: int,
     first_layer: int,
     out: torch.Tensor | None,
-    *,
-    forward: bool,
+    turns: Callable[[RopeSpec], Turns],
 ) -> torch.Tensor:
     if keys.ndim != 4 or keys.shape[3] != spec.head_dim:
         raise MismatchError(
@@ -72,14 +92,14 @@ def _turn(
     if out is None:
         out = torch.empty_like(keys, dtype=torch.float32)
     ropes = spec.ropes[first_layer : first_layer + keys.shape[0]]
-    found: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
+    found: dict[RopeSpec, Turns] = {}
     for rope, lo, hi in _blocks(ropes, max(1, keys[0].numel()) if len(ropes) else 1):
         if rope is None:
             if out is not keys:
                 out[lo:hi].copy_(keys[lo:hi])
             continue
         if rope not in found:
-            found[rope] = tables(rope, start, keys.shape[1], keys.device, forward=forward)
+            found[rope] = turns(rope)
         _turn_block(keys[lo:hi], out[lo:hi], rope, *found[rope])
     return out
 
@@ -99,7 +119,7 @@ def _blocks(
 
 def tables(
     rope: RopeSpec, start: int, num_tokens: int, device: torch.device, *, forward: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Turns:
     """Cosine and sine as [tokens, 1, pairs]; undoing turns the other way and divides by the
     amplitude."""
     positions = torch.arange(start, start + num_tokens, dtype=torch.float64)

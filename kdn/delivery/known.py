@@ -144,6 +144,29 @@ async def longest_known(
     return Known(tuple(chunks), found, late)
 
 
+async def known_of(
+    chunks: Sequence[Chunk],
+    takes: Callable[[StreamInfo], bool],
+    is_held: Callable[[Chunk], bool],
+    question: Question,
+    endpoints: Endpoints,
+    until_s: float,
+) -> Known:
+    """Which of these chunks somebody has, of whatever contexts they are: one lookup for all."""
+    held = {chunk.key for chunk in chunks if is_held(chunk)}
+    asked = [chunk for chunk in chunks if chunk.key not in held]
+    streams: Streams = {}
+    is_late = False
+    if asked and question.clock() < until_s:
+        streams = await look_up(replace(question, chunks=asked), endpoints, until_s)
+        is_late = question.clock() >= until_s
+    found = {
+        key: one for key, one in streams.items() if one and takes(one.assembly.header.info)
+    }
+    known = tuple(chunk for chunk in chunks if chunk.key in held or chunk.key in found)
+    return Known(known, found, is_late)
+
+
 class _Search:
     """What was asked so far, each key once."""
 

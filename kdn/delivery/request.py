@@ -54,7 +54,7 @@ class Request:
 
     def weights(self) -> list[float]:
         """How much a token of each chunk counts: those of the end as much as all before them."""
-        start, end = self.chunks[0].start, self.chunks[-1].end
+        start, end = min(one.start for one in self.chunks), max(one.end for one in self.chunks)
         border = max(start, end - TAIL_TOKENS)
         tail = max(1.0, (border - start) / (end - border))
         shares = [min(1.0, max(0, one.end - border) / one.num_tokens) for one in self.chunks]

@@ -27,8 +27,9 @@ from kdn.store.static_layout import KEY_BYTES
 
 AT_ONCE = 4
 """Chunks that are read and written side by side."""
-PROFILE_NAME = "profile-"
-"""What the names begin with that say which profile a model's caches are coded with."""
+MODEL_NAMES = ("profile-", "seams-")
+"""What the names begin with that say which profile a model's caches are coded with, and which seams
+repair them in joins."""
 
 OnChunk = Callable[[int, int, int], None]
 """Called with how many chunks of how many are done, and their bytes."""
@@ -100,7 +101,7 @@ async def _find(places: Places, store: Store, patterns: Sequence[str]) -> _Wante
         await _add_name(wanted, places, store, every[name])
     models = {model for _, manifest in wanted.versions.values() for model in _models(manifest)}
     for name in sorted(set(every) - chosen):
-        if name.startswith(PROFILE_NAME) and any(model in name for model in models):
+        if name.startswith(MODEL_NAMES) and any(model in name for model in models):
             await _add_name(wanted, places, store, every[name])
     if not patterns:
         async for entry in store.list():

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import takewhile
 from random import Random
 
@@ -31,7 +32,7 @@ from kdn.codec.base import Codec
 from kdn.codec.header import StreamInfo
 from kdn.delivery.client import deliver
 from kdn.delivery.estimate import Estimator, Gauge, Told
-from kdn.delivery.known import Known, Wish, longest_known
+from kdn.delivery.known import Known, Wish, known_of, longest_known
 from kdn.delivery.lookup import Question, Stream, Streams, ask
 from kdn.delivery.plan import Speeds
 from kdn.delivery.publish import Admission, Publisher, Source
@@ -173,18 +174,31 @@ class Session(Opened):
         time, places are not asked.
         """
 
-        def takes(info: StreamInfo) -> bool:
-            complete = not (whole and any(info.absences))
-            return complete and self.codec.decodes_to(info, self.dtype)
-
         async with self._asking:
             until_s = self._clock() + limit_s
             with self._looking(enough_kld) as is_held:
                 wish = Wish(
-                    token_ids(tokens), namespace or self.namespace, block_tokens, takes, is_held,
+                    token_ids(tokens), namespace or self.namespace, block_tokens,
+                    partial(self._takes, whole=whole), is_held,
                     reads_tails=self.device.type == "cuda",
                 )  # fmt: skip
                 return await longest_known(wish, self._question(()), self.places.endpoints, until_s)
+
+    async def know_chunks(
+        self, chunks: Sequence[Chunk], *, enough_kld: float = 0.0, limit_s: float = LOOKUP_S
+    ) -> Known:
+        """Which of these chunks, of several contexts, this host or some place has complete."""
+        async with self._asking:
+            until_s = self._clock() + limit_s
+            with self._looking(enough_kld) as is_held:
+                return await known_of(
+                    chunks, partial(self._takes, whole=True), is_held, self._question(()),
+                    self.places.endpoints, until_s,
+                )  # fmt: skip
+
+    def _takes(self, info: StreamInfo, *, whole: bool) -> bool:
+        complete = not (whole and any(info.absences))
+        return complete and self.codec.decodes_to(info, self.dtype)
 
     def _looking(self, enough_kld: float) -> AbstractContextManager[Callable[[Chunk], bool]]:
         """Says of chunks whether this host holds them well enough."""

@@ -41,13 +41,14 @@ class Levelled(Codec):
         levels: int | None = None,
         out: KVCache | None = None,
         dtype: torch.dtype = torch.float32,
+        at: int | None = None,
     ) -> KVCache:
         """All values are how many levels there were, if those are this chunk's."""
         stream.check_for(chunk, SPEC, PROFILE, CodecId.KLT)
         count = stream.levels_available if levels is None else levels
         for level in range(count):
             assert stream.section(level, 0, 0) == section_of(chunk, level)
-        cache = output_cache(stream.info, out, dtype)
+        cache = output_cache(stream.info, out, dtype, at)
         cache.keys.fill_(count)
         cache.values.fill_(count)
         return cache

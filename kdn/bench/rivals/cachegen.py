@@ -31,7 +31,7 @@ from kdn.bench.rivals.cachegen_quantise import Floats, Symbols
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
-from kdn.codec import rans_numba
+from kdn.codec import rans_numba, rope
 from kdn.codec.base import Codec, check_input, output_cache
 from kdn.codec.format import (
     KIND_KEYS,
@@ -90,14 +90,16 @@ class CacheGenCodec(Codec):
         levels: int | None = None,
         out: KVCache | None = None,
         dtype: torch.dtype = torch.float32,
+        at: int | None = None,
     ) -> KVCache:
         """As the base says: with the anchors and the finest delta level below `levels` at hand."""
         stream.check_for(chunk, self.spec, self.profile_id, self.codec_id)
         if stream.info.num_levels != self.num_levels or stream.info.params:
             raise FormatError(f"expected {self.num_levels} levels and no parameters")
         level = _finest_level(stream, levels)
-        cache = output_cache(stream.info, out, dtype)
+        cache = output_cache(stream.info, out, dtype, at)
         parallel_map(partial(_decode_group, self.profile, stream, cache, level), _jobs(stream.info))
+        rope.move(cache.keys, self.spec, cache.start - chunk.start)
         return cache
 
 

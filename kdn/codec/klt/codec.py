@@ -22,7 +22,7 @@ from kdn.cache.keys import Chunk
 from kdn.cache.rows import TokenRows, check_whole
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache, check_heads
-from kdn.codec.base import Codec, Coded, output_cache
+from kdn.codec.base import Codec, Coded, moved, output_cache
 from kdn.codec.format import Bitstream, CodecId, DType, Section, StreamInfo, write, write_levels
 from kdn.codec.klt import symbols
 from kdn.codec.klt.analysis import Analyser
@@ -158,21 +158,30 @@ class KltCodec(Codec):
         levels: int | None = None,
         out: KVCache | None = None,
         dtype: torch.dtype = torch.float32,
+        at: int | None = None,
     ) -> KVCache:
+        """Keys are stored without rotation: to decode them elsewhere costs nothing."""
         wanted = self._checked_levels(stream, chunk, levels)
-        cache = output_cache(stream.info, out, dtype)
-        if self._gpu.decode([stream], [chunk], [wanted], cache):
+        cache = output_cache(stream.info, out, dtype, at)
+        if self._gpu.decode([stream], [chunk], [wanted], cache, at=at):
             self._decode_into(cache, stream, chunk, wanted)
         return cache
 
     def decode_heads(
-        self, stream: Bitstream, chunk: Chunk, heads: range, *, levels: int, dtype: torch.dtype
+        self,
+        stream: Bitstream,
+        chunk: Chunk,
+        heads: range,
+        *,
+        levels: int,
+        dtype: torch.dtype,
+        at: int | None = None,
     ) -> KVCache:
         """Sums the columns of these heads only; all symbols have to be decoded for that."""
         wanted = self._checked_levels(stream, chunk, levels)
         check_heads(heads, self.spec.num_kv_heads)
         info = replace(stream.info, num_kv_heads=len(heads))
-        cache = output_cache(info, None, dtype)
+        cache = output_cache(info, None, dtype, at)
         self._decode_into(cache, stream, chunk, wanted, heads)
         return cache
 
@@ -184,11 +193,11 @@ class KltCodec(Codec):
         wanted: int,
         heads: range | None = None,
     ) -> None:
-        """On the cores."""
+        """On the cores, for positions from the cache's beginning on."""
         classes = self.coder.decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
         groups = range(len(self._transforms))
         known, coded = parallel_call(
-            lambda: self._restorer.known(chunk),
+            lambda: self._restorer.known(chunk, cache.start),
             *(partial(self.coder.decode, stream, g, wanted, classes) for g in groups),
         )
         sinks = []
@@ -245,6 +254,8 @@ class KltCodec(Codec):
         """What is wrong with a chunk and its slots before anything is decoded."""
         try:
             self._checked_levels(one.stream, one.chunk, one.levels)
+            if one.at is not None:
+                moved(one.stream.info, one.at)
             rows.check_slots(one.slots, one.chunk.num_tokens)
             check_whole(one.stream.info.valid_from, one.chunk.start, one.slots)
         except KdnError as error:

@@ -102,8 +102,13 @@ class GpuDecoding:
         chunks: Sequence[Chunk],
         levels: Sequence[int],
         out: KVCache,
+        *,
+        at: int | None = None,
     ) -> list[int]:
-        """Decodes what it can, each chunk into its place in `out`; returns which are left to do."""
+        """Decodes what it can, each chunk into its place in `out`; returns which are left to do.
+        `at` is where a single chunk's first token comes to stand, if not where it was learned."""
+        assert at is None or len(chunks) == 1
+        shift = 0 if at is None else at - chunks[0].start
         if not self._suits(out.keys, out.values):
             return list(range(len(chunks)))
         left = [i for i, chunk in enumerate(chunks) if not self._can(chunk)]
@@ -112,11 +117,13 @@ class GpuDecoding:
             for count in sorted(set(levels)):
                 todo = [i for i, n in enumerate(levels) if n == count and i not in left]
                 if todo:
-                    failed = self._run(decoder, streams, chunks, todo, count, out)
+                    failed = self._run(decoder, streams, chunks, todo, count, out, shift)
                     left += failed
         for i in set(range(len(chunks))) - set(left):
             # Zeroes what layers do not hold.
-            output_cache(streams[i].info, out.slice(chunks[i].start, chunks[i].end), out.dtype)
+            start = chunks[i].start + shift
+            own = out.slice(start, start + chunks[i].num_tokens)
+            output_cache(streams[i].info, own, out.dtype, start)
         return sorted(left)
 
     def suits(self, rows: TokenRows) -> bool:
@@ -156,7 +163,7 @@ class GpuDecoding:
             one = batch[i]
             if self._can(one.chunk):
                 with suppress(KdnError):  # the reference says what is wrong
-                    job = decoder.job(one.stream, one.chunk, one.levels, one.slots)
+                    job = decoder.job(one.stream, one.chunk, one.levels, one.slots, one.at)
                     found.setdefault(one.levels, []).append((i, job))
         return found
 
@@ -185,12 +192,14 @@ class GpuDecoding:
         todo: Sequence[int],
         levels: int,
         out: KVCache,
+        shift: int,
     ) -> list[int]:
         from kdn.codec.klt.gpu_target import Target
 
         target = Target.of_cache(out, [chunks[i] for i in todo])
-        slots = [np.arange(chunks[i].start, chunks[i].end) - out.start for i in todo]
+        first = out.start - shift
+        slots = [np.arange(chunks[i].start, chunks[i].end) - first for i in todo]
         failed = decoder.decode(
-            [streams[i] for i in todo], [chunks[i] for i in todo], levels, target, slots
+            [streams[i] for i in todo], [chunks[i] for i in todo], levels, target, slots, shift
         )
         return [todo[i] for i in failed]

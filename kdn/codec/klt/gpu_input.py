@@ -71,12 +71,14 @@ class Slab:
 
 
 class Job(NamedTuple):
-    """A chunk to be decoded: its stream, each token's slot, and the lengths of its sections."""
+    """A chunk to be decoded: its stream, each token's slot, the lengths of its sections, and the
+    position that its first token's keys are turned for."""
 
     stream: Bitstream
     chunk: Chunk
     slots: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
+    at: int
 
     @property
     def size_bytes(self) -> int:
@@ -190,7 +192,12 @@ class SlabMaker:
         return self._sections[key]
 
     def job(
-        self, stream: Bitstream, chunk: Chunk, levels: int, slots: npt.NDArray[np.int64]
+        self,
+        stream: Bitstream,
+        chunk: Chunk,
+        levels: int,
+        slots: npt.NDArray[np.int64],
+        at: int | None = None,
     ) -> Job:
         """KdnError unless kernels can read nothing but what is there."""
         check_ids(chunk, self._vocab_size)
@@ -204,7 +211,7 @@ class SlabMaker:
             if len(self._lengths) >= MAX_LENGTHS:
                 self._lengths.clear()
             self._lengths[key] = lengths
-        return Job(stream, chunk, slots, lengths)
+        return Job(stream, chunk, slots, lengths, chunk.start if at is None else at)
 
     def fields(self, num_chunks: int) -> Fields:
         tokens, groups = num_chunks * CHUNK_TOKENS, self._num_groups
@@ -356,15 +363,16 @@ def fill_tokens(
     ids = np.full((count, before + CHUNK_TOKENS), vocab_size, np.int64)
     places = arrays["slots"].reshape(count, CHUNK_TOKENS)
     places[:] = -1
-    for c, (_, chunk, slots, _) in enumerate(jobs):
+    for c, job in enumerate(jobs):
+        chunk = job.chunk
         known = chunk.history[-before:]
         ids[c, before - len(known) : before] = known
         ids[c, before : before + chunk.num_tokens] = chunk.tokens
-        places[c, : chunk.num_tokens] = slots
+        places[c, : chunk.num_tokens] = job.slots
     rows = arrays["ids"].reshape(count, CHUNK_TOKENS, CONTEXT_TOKENS)
     for i in range(CONTEXT_TOKENS):
         rows[:, :, i] = ids[:, before - i : before - i + CHUNK_TOKENS]
-    starts = np.array([job.chunk.start for job in jobs])
+    starts = np.array([job.at for job in jobs])
     positions = arrays["positions"].reshape(count, CHUNK_TOKENS)
     positions[:] = starts[:, None] + np.arange(CHUNK_TOKENS)
     arrays["tokens_of"][:] = [job.chunk.num_tokens for job in jobs]

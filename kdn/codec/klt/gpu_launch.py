@@ -129,12 +129,18 @@ class Launcher(ABC):
         return self._targets[key]
 
     def job(
-        self, stream: Bitstream, chunk: Chunk, levels: int, slots: npt.NDArray[np.int64]
+        self,
+        stream: Bitstream,
+        chunk: Chunk,
+        levels: int,
+        slots: npt.NDArray[np.int64],
+        at: int | None = None,
     ) -> Job:
-        """A chunk to be decoded, each token into its slot (-1: nowhere); KdnError where its stream
-        is not as the profile says, or is too large for a buffer: these would grow for good, and by
-        as much as whoever made the stream likes."""
-        job = self._maker.job(stream, chunk, levels, slots)
+        """A chunk to be decoded, each token into its slot (-1: nowhere), the first for position
+        `at` (None: where it was learned); KdnError where its stream is not as the profile says, or
+        is too large for a buffer: these would grow for good, and by as much as whoever made the
+        stream likes."""
+        job = self._maker.job(stream, chunk, levels, slots, at)
         if job.size_bytes > self._most_bytes_of_chunk:
             raise UnsupportedError(f"sections of {job.size_bytes} bytes, too many for a buffer")
         return job
@@ -150,13 +156,14 @@ class Launcher(ABC):
         levels: int,
         target: Target,
         slots: Sequence[npt.NDArray[np.int64]],
+        shift: int = 0,
     ) -> list[int]:
-        """Decodes chunks into a target, after all that is in the current stream; returns which of
-        them could not be done here."""
+        """Decodes chunks into a target, after all that is in the current stream, for positions
+        `shift` further than they were learned at; returns which of them could not be done here."""
         jobs, left = {}, []
         for index, (stream, chunk, own) in enumerate(zip(streams, chunks, slots, strict=True)):
             try:
-                jobs[index] = self.job(stream, chunk, levels, own)
+                jobs[index] = self.job(stream, chunk, levels, own, chunk.start + shift)
             except KdnError:
                 left.append(index)
         launched = self.launch(list(jobs.values()), levels, target, self._streams.mark())

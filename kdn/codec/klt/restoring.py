@@ -68,8 +68,10 @@ class Restorer:
         self._spec, self._profile = spec, profile
         self._predict, self._transforms = predict, transforms
 
-    def known(self, chunk: Chunk) -> FromTokens:
-        turns = RopeTables.of(self._spec, chunk.start, chunk.num_tokens, forward=True)
+    def known(self, chunk: Chunk, at: int | None = None) -> FromTokens:
+        """With keys' turns for positions from `at` on (None: where the chunk was learned)."""
+        start = chunk.start if at is None else at
+        turns = RopeTables.of(self._spec, start, chunk.num_tokens, forward=True)
         return FromTokens(self._predict(chunk), turns)
 
     def restore(
