@@ -103,7 +103,7 @@ async def find_pieces(
     of them (`head`: its number of tokens, if that is known). What comes behind a gap cannot be
     joined, and is not among them. Nothing is found where nobody answers in time."""
     store, ids = session.places.objects, token_ids(tokens)
-    if store is None or len(ids) > MAX_TOKENS:
+    if store is None or limit_s <= 0 or len(ids) > MAX_TOKENS:
         return []
     places = await asyncio.to_thread(_places, ids, namespace)
     if not places:
