@@ -160,7 +160,7 @@ async def known_of(
     if asked and question.clock() < until_s:
         streams = await look_up(replace(question, chunks=asked), endpoints, until_s)
         is_late = question.clock() >= until_s
-    found = {
+    found: Streams = {
         key: one for key, one in streams.items() if one and takes(one.assembly.header.info)
     }
     known = tuple(chunk for chunk in chunks if chunk.key in held or chunk.key in found)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,14 +25,17 @@ from kdn.engines.vllm.checks import (
     check_blocks,
     check_config,
     check_cpu_layout,
+    check_joins,
     check_weights,
     device_of,
     holds_bytes,
     is_fp8,
     live_weights,
+    separator_of,
 )
 from kdn.engines.vllm.event_messages import Messages, are_wanted
 from kdn.engines.vllm.identity import Identity, spec_of_model
+from kdn.engines.vllm.join_lookup import Wanted, know_join, with_join
 from kdn.engines.vllm.layout import Heads, Layout, PagedCache
 from kdn.engines.vllm.messages import LoadReport, Step
 from kdn.engines.vllm.ranks import Ranks, open_ranks
@@ -80,9 +84,11 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # A cache that is away must not fail requests. vLLM reads this after making its connector.
         transfer.kv_load_failure_policy = settings.load_failure
         self._spec = spec = spec_of_model(vllm_config.model_config, vllm_config.load_config)
+        check_joins(settings, spec)
         self._shared = SharedSession.acquire(
             settings.session, spec, cache_dtype(vllm_config), device_of(vllm_config)
         )
+        self._shared.seams.tag = settings.seams or ""
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._taken = Taken(OF_EACH_RANK if rank else MEANINGS)
         self._ranks: Ranks | None = None
@@ -91,6 +97,8 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._tells_changes = are_wanted(vllm_config, settings)
         self._messages: Messages | None = None
         if role == KVConnectorRole.SCHEDULER:
+            if settings.blend == "separator":
+                settings = replace(settings, separator=separator_of(vllm_config, settings))
             identity = Identity(
                 self._shared.session.namespace,
                 is_fp8=is_fp8(vllm_config) or holds_bytes(kv_cache_config),
@@ -100,6 +108,7 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler = SchedulerSide(
                 settings, identity, self._look_up, self._block_tokens, ranks=ranks,
                 events=self._messages.events if self._messages else None,
+                look_up_join=None if settings.blend == "off" else self._look_up_join,
             )  # fmt: skip
         else:
             engine = str(transfer.engine_id)
@@ -116,6 +125,22 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 block_tokens=self._block_tokens, whole=True, limit_s=limit_s,
             )  # fmt: skip
             return known.packed()  # requests may wait for vLLM by the thousand
+
+        return self._shared.submit(ask)
+
+    def _look_up_join(self, tokens: Any, namespace: Namespace, wanted: Wanted) -> Future[Known]:
+        """Both at once."""
+        session, source = self._shared.session, self._shared.seams
+
+        async def ask() -> Known:
+            plain, join = await asyncio.gather(
+                session.know(
+                    tokens, namespace=namespace, enough_kld=wanted.enough_kld,
+                    block_tokens=self._block_tokens, whole=True, limit_s=wanted.limit_s,
+                ),
+                know_join(session, source, tokens, namespace, wanted),
+            )  # fmt: skip
+            return with_join(plain, join)
 
         return self._shared.submit(ask)
 

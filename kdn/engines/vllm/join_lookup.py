@@ -47,15 +47,16 @@ class Wanted:
 
     pieces: tuple[Range, ...] | None
     """None: they are to be found."""
-    seams: str | None
-    """The tag of the seams; None: it is not to be repaired."""
+    repaired: bool
+    """By seams."""
     join_kld: float
+    """What they may leave, as they expect it."""
     enough_kld: float
     limit_s: float
 
     @classmethod
     def of(cls, pieces: tuple[Range, ...] | None, settings: Settings, limit_s: float) -> Wanted:
-        return cls(pieces, settings.seams, settings.join_kld, settings.quality, limit_s)
+        return cls(pieces, settings.seams is not None, settings.join_kld, settings.quality, limit_s)
 
 
 async def know_join(
@@ -121,9 +122,9 @@ def _first_known(pieces: Sequence[Piece], parts: Known) -> list[Piece]:
 
 async def _seams_for(source: SeamSource, wanted: Wanted) -> bytes:
     """Which are to repair the join. UnsupportedError if none are good enough."""
-    if wanted.seams is None:
+    if not wanted.repaired:
         return b""
-    fitted = await source.find(wanted.seams, wanted.limit_s)
+    fitted = await source.find(wanted.limit_s)
     if fitted is None:
         raise UnsupportedError("there are no seams to repair it with")
     if fitted.kld > wanted.join_kld:

@@ -126,4 +126,3 @@ def renamed(request: Any, salt: str) -> bool:
 def _restore(request: Any, salt: str | None, hashes: list[Any]) -> None:
     request.cache_salt = salt
     request.block_hashes[:] = hashes
-

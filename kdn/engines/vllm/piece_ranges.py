@@ -7,6 +7,7 @@ What a request says is hostile until it is checked: whatever is wrong is refused
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ def separated(tokens: Tokens, separator: Sequence[int]) -> tuple[Range, ...]:
     What is behind the last is no piece. Empty where there are none."""
     ids = token_ids(tokens)
     ends = _ends_of(ids, token_ids(separator))
-    ranges = tuple(zip(ends, ends[1:], strict=False))
+    ranges = tuple(pairwise(ends))
     if ranges:
         check_read(ranges)
     return ranges

@@ -42,40 +42,42 @@ class SeamSource:
 
     def __init__(self, session: Session, clock: Callable[[], float] = time.monotonic) -> None:
         self._session, self._clock = session, clock
+        self.tag = ""
+        """Which are meant."""
         self._found: Fitted | None = None
         self._again_s = 0.0
         self._repaired: Codec | None = None
         self._lock = asyncio.Lock()  # one looks for them, or folds them in, at a time
 
-    async def find(self, tag: str, limit_s: float) -> Fitted | None:
-        """Those of this tag, the same every time; None if there are none, or none in time."""
+    async def find(self, limit_s: float) -> Fitted | None:
+        """Those of its tag, the same every time; None if there are none, or none in time."""
         if self._found is not None or self._clock() < self._again_s:
             return self._found
         try:
             async with asyncio.timeout(limit_s), self._lock:
                 if self._found is None:
-                    self._found = await self._fetch(tag)
+                    self._found = await self._fetch()
         except TimeoutError:
             return None  # with more time, or on another try, there may be some
         if self._found is None:
             self._again_s = self._clock() + AGAIN_S
         return self._found
 
-    async def _fetch(self, tag: str) -> Fitted | None:
+    async def _fetch(self) -> Fitted | None:
         try:
-            seams = await find_seams(self._session, tag)
+            seams = await find_seams(self._session, self.tag)
         except (KdnError, OSError) as error:
             logger.warning("nothing is joined: %s", error)
             return None
         if seams is None:
-            logger.warning("nothing is joined: there are no seams with the tag %r", tag)
+            logger.warning("nothing is joined: there are no seams with the tag %r", self.tag)
             return None
         data = await asyncio.to_thread(seams.to_bytes)
         return Fitted(seams, blake2b(data, digest_size=16).digest())
 
-    async def repairing(self, tag: str, seams_id: bytes, limit_s: float) -> tuple[Codec, Seams]:
+    async def repairing(self, seams_id: bytes, limit_s: float) -> tuple[Codec, Seams]:
         """The session's codec, repaired by these seams; MismatchError if others are here."""
-        found = await self.find(tag, limit_s)
+        found = await self.find(limit_s)
         if found is None or found.seams_id != seams_id:
             raise MismatchError("the seams that a join is to be repaired with are not here")
         async with asyncio.timeout(limit_s), self._lock:
