@@ -12,7 +12,7 @@ from kdn.blend.pieces import Join, Piece
 from kdn.blend.seams import Block, Seams
 from kdn.cache.keys import Namespace, cut, token_ids
 from kdn.cache.rows import TokenRows
-from kdn.cache.spec import ModelSpec, RopeSpec
+from kdn.cache.spec import RopeSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec import rope
 from kdn.codec.base import Codec

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kdn.cache.keys import Namespace, seal_key
+from kdn.codec.base import Codec
 from kdn.delivery.known import Known
 from kdn.engines.vllm.checks import (
     cache_dtype,
@@ -51,6 +52,10 @@ from kdn.engines.vllm.weights import Weights
 from kdn.engines.vllm.worker import WorkerSide
 
 logger = logging.getLogger("vllm.kdn")
+
+SEAMS_S = 15.0
+"""For seams to be found and folded into the codec, while vLLM starts. Later they are found when
+they are needed."""
 
 
 @dataclass
@@ -242,9 +247,10 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> Callable[[Counter[str]], Saver] | None:
         """On a GPU, if it is one that kdn decodes and encodes on."""
         if paged.rows is None or paged.device.type != "cuda":
+            self._prepared_seams()
             return None
-        session = self._shared.session
-        warm_up_gpu(session.codec, paged.rows, paged.dtype)
+        codec = self._shared.session.codec
+        warm_up_gpu(codec, paged.rows, paged.dtype, self._prepared_seams())
         ranks = self._ranks
         if not self._settings.publish or (ranks is not None and not ranks.has_part):
             return None
@@ -255,6 +261,17 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )  # fmt: skip
         hand_over = None if ranks is None else ranks.offer
         return lambda counts: Saver(self._shared, paged, staging, weights.look, counts, hand_over)
+
+    def _prepared_seams(self) -> Codec | None:
+        """The codec that repairs joins, made ready while vLLM starts."""
+        if self._settings.blend == "off" or self._settings.seams is None:
+            return None
+        source = self._shared.seams
+        try:
+            return self._shared.submit(lambda: source.prepare(SEAMS_S)).result(2 * SEAMS_S)
+        except Exception as error:
+            logger.warning("kdn: seams are not ready: %r", error)
+            return None
 
     @property
     def _staging_bytes(self) -> int:

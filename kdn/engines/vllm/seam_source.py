@@ -80,8 +80,16 @@ class SeamSource:
         found = await self.find(limit_s)
         if found is None or found.seams_id != seams_id:
             raise MismatchError("the seams that a join is to be repaired with are not here")
+        return await self._codec(found, limit_s), found.seams
+
+    async def prepare(self, limit_s: float) -> Codec | None:
+        """The codec that repairs, before it is needed; None if there are no seams."""
+        found = await self.find(limit_s)
+        return None if found is None else await self._codec(found, limit_s)
+
+    async def _codec(self, found: Fitted, limit_s: float) -> Codec:
         async with asyncio.timeout(limit_s), self._lock:
             if self._repaired is None:
                 codec = self._session.codec
                 self._repaired = await asyncio.to_thread(codec.repaired, found.seams)
-        return self._repaired, found.seams
+            return self._repaired
