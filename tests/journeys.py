@@ -78,7 +78,7 @@ async def learn(name: str, where: str) -> None:
     with journey(f"learn at {name}, opened for it"):
         async with client_at(where) as client:
             with journey(f"learn at {name}"):
-                assert (await client.learn("notes", TEXT)).new_chunks == 3
+                assert (await client.learn("notes", TEXT)).new_chunks == 4
 
 
 async def ask(name: str, where: str) -> None:
@@ -87,7 +87,7 @@ async def ask(name: str, where: str) -> None:
             with journey(f"ask at {name}"):
                 answer = client.ask("notes", "what comes next?", max_new_tokens=8)
                 await answer.read()
-            assert answer.stats.known_tokens == 704
+            assert answer.stats.known_tokens == 709
 
 
 def load(name: str, where: str) -> None:

@@ -15,7 +15,22 @@ from typing import NamedTuple
 import numpy as np
 
 from kdn.cache.keys import Chunk, TokenIds
-from kdn.errors import MismatchError
+from kdn.cache.spec import ModelSpec
+from kdn.errors import MismatchError, UnsupportedError
+
+
+def check_joinable(spec: ModelSpec) -> None:
+    """UnsupportedError for models whose pieces cannot be joined."""
+    if any(window is not None for window in spec.windows):
+        raise UnsupportedError(
+            "pieces cannot be joined: this model has layers with a sliding window, which hold only "
+            "the end of a piece"
+        )
+    if not any(spec.ropes):
+        raise UnsupportedError(
+            "pieces cannot be joined: this model does not turn its keys by their positions (RoPE), "
+            "so they cannot be moved"
+        )
 
 
 @dataclass(frozen=True)

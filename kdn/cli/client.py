@@ -13,11 +13,13 @@ from rich.table import Table
 from kdn.checked import checked_deadline, checked_text, shown
 from kdn.config import load_config
 from kdn.defaults import CODEC, DEVICE, MODEL, QUALITY
-from kdn.errors import FormatError
+from kdn.errors import FormatError, UnsupportedError
 
 if TYPE_CHECKING:
     from kdn.client.answers import Stats
     from kdn.client.asynchronous import AsyncClient
+    from kdn.client.explain import Explanation
+    from kdn.client.joining import Names
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def as_quality(told: str) -> str | float:
         return told
 
 
-def learn(door: Door, name: str, path: Path) -> None:
+def learn(door: Door, name: str, path: Path, head: str | None = None) -> None:
     from kdn.checked import checked_name
     from kdn.cli.progress import reading_bar
 
@@ -94,7 +96,7 @@ def learn(door: Door, name: str, path: Path) -> None:
 
     async def work(client: AsyncClient) -> None:
         with reading_bar(Console(stderr=True)) as report:
-            done = await client.learn(name, text, on_read=report)
+            done = await client.learn(name, text, head, on_read=report)
         total = done.known_chunks + done.new_chunks
         Console(highlight=False).print(
             f"{name}: {done.num_tokens:,} tokens in {total} chunks, {done.known_chunks} known "
@@ -105,9 +107,18 @@ def learn(door: Door, name: str, path: Path) -> None:
     run_with(door, work)
 
 
+def asked_about(name: str, question: str | None, pieces: list[str]) -> tuple[Names, str]:
+    """`kdn ask NAME QUESTION`, or `kdn ask --with NAME --with NAME QUESTION`."""
+    if pieces and question is not None:
+        raise UnsupportedError("expected a name or --with, not both: each piece takes a --with")
+    if not pieces and question is None:
+        raise UnsupportedError("expected a name and a question: kdn ask NAME QUESTION")
+    return (pieces, name) if pieces else (name, question or "")
+
+
 def ask(
     door: Door,
-    name: str,
+    name: Names,
     question: str,
     deadline_s: float | None,
     max_tokens: int,
@@ -116,7 +127,8 @@ def ask(
     from kdn.checked import checked_name
     from kdn.cli.progress import bar
 
-    checked_name(name)
+    for one in [name] if isinstance(name, str) else name:
+        checked_name(one)
     checked_text("question", question)
     checked_deadline(deadline_s, "deadline")
 
@@ -148,32 +160,47 @@ def describe(stats: Stats) -> str:
     if stats.known_tokens:
         known += f" ({stats.fetched_bytes / 1e6:.1f} MB in {stats.delivery_s:.2f} s)"
     line = f"{known}, {stats.computed_tokens:,} read; first token after {stats.ttft_s:.2f} s"
+    joined = (
+        f"{stats.joined_pieces} pieces joined: {stats.moved_tokens:,} tokens moved, "
+        f"{stats.repaired_tokens:,} repaired, {stats.recomputed_tokens:,} recomputed"
+    )
+    blended = [joined] if stats.joined_pieces else []
     refined = (
         f"{stats.refined_chunks} chunks refined meanwhile ({stats.refined_bytes / 1e6:.1f} MB)"
     )
     finer = [refined] if stats.refined_chunks else []
-    return "; ".join([line, *finer, *stats.troubles])
+    return "; ".join([line, *blended, *finer, *stats.troubles])
 
 
-def explain(door: Door, path: Path, raw: bool) -> None:
+def explain(door: Door, path: Path | None, raw: bool, pieces: list[str]) -> None:
     from kdn.client.explain import explain as find_out
+    from kdn.client.explain import explain_join
 
-    text = read_text(path)
+    if (path is None) != bool(pieces):
+        raise UnsupportedError("expected a text, or the names of pieces with --with")
+    text = "" if path is None else read_text(path)
 
     async def work(client: AsyncClient) -> None:
         engine = client.engine
+        if pieces:
+            show(await explain_join(client, pieces))
+            return
         tokens = engine.tokenizer(text).input_ids if raw else engine.prompts.learn(text)[0]
-        table = Table("tokens", "known", "why")
-        found = await find_out(client, tokens)
-        for one in found.findings:
-            table.add_row(f"{one.start:,} to {one.end:,}", "yes" if one.known else "no", one.why)
-        console = Console(highlight=False)
-        console.print(table)
-        known = sum(one.end - one.start for one in found.findings if one.known)
-        told = f"; loading them takes about {found.loading_s:.2f} s" if known else ""
-        console.print(f"{known:,} of {len(tokens):,} tokens need no reading{told}")
+        show(await find_out(client, tokens))
 
     run_with(door, work)
+
+
+def show(found: Explanation) -> None:
+    table = Table("tokens", "known", "why")
+    for one in found.findings:
+        table.add_row(f"{one.start:,} to {one.end:,}", "yes" if one.known else "no", one.why)
+    console = Console(highlight=False)
+    console.print(table)
+    known = sum(one.end - one.start for one in found.findings if one.known)
+    total = sum(one.end - one.start for one in found.findings)
+    told = f"; loading them takes about {found.loading_s:.2f} s" if known else ""
+    console.print(f"{known:,} of {total:,} tokens need no reading{told}")
 
 
 def read_text(path: Path) -> str:

@@ -71,7 +71,7 @@ async def answer(task: dict[str, Any]) -> None:
     teller = Teller()
     settings = {"device": task["device"], "quality": task["quality"]}
     async with AsyncClient(task["url"], client="demo", **settings) as client:
-        document = len((await client.named(NAME))[0])
+        document = len((await client.named(NAME)).tokens)
         await asyncio.to_thread(warm_up, client, document)
         teller.tell("loaded")
         sampling = Sampling(max_new_tokens=task["max_tokens"])
@@ -109,8 +109,7 @@ async def with_kdn(client: AsyncClient, number: int, question: str, sampling: Sa
 
     options = Options(sampling=sampling, on_progress=progress)
     began_s = client.now_s()
-    tokens, style = await client.named(NAME)
-    context = await client.contexts.load(tokens, options, stats)
+    context, tokens, style = await client.begin(NAME, options, stats)
     teller.tell("delivered")
     prompt = [*tokens, *client.engine.prompts.ask(question, style)]
     async for piece in client.turn(context, prompt, options, stats, began_s):
@@ -125,9 +124,9 @@ async def without_kdn(
     """The same prompt, read by the model from its first token on: all at once, which is the
     fastest way."""
     teller, engine = Teller(number, "without"), client.engine
-    tokens, style = await client.named(NAME)
+    found = await client.named(NAME)
     teller.began_s = began_s = perf_counter()
-    prompt = [*tokens, *engine.prompts.ask(question, style)]
+    prompt = [*found.tokens, *engine.prompts.ask(question, found.style)]
     context = engine.new_context(engine.room_for(len(prompt) + sampling.max_new_tokens))
     with layer_by_layer(engine.model, lambda share: teller.tell("progress", share=share, **NONE)):
         await engine.read(context, prompt)

@@ -90,12 +90,19 @@ StaleOption = Annotated[
     bool, typer.Option("--stale-ok", help="If nobody can tell what is newest: what is known.")
 ]
 NameArgument = Annotated[str, typer.Argument(help="What it is called.")]
+PiecesOption = Annotated[
+    list[str] | None, typer.Option("--with", help="The name of a piece to join, in order.")
+]
 
 
 @app.command()
 def learn(
     name: NameArgument,
     file: Annotated[Path, typer.Argument(help="A text to read.")],
+    head: Annotated[
+        str | None,
+        typer.Option(help="A system prompt to read it behind; only texts behind one are joined."),
+    ] = None,
     where: WhereOption = None,
     model: ModelOption = MODEL,
     device: DeviceOption = DEVICE,
@@ -110,13 +117,15 @@ def learn(
     from kdn.cli import client
 
     own = client.Own(token_file, secret_file, tls_ca)
-    client.learn(client.Door(config, where, model, device, dtype, codec, own=own), name, file)
+    door = client.Door(config, where, model, device, dtype, codec, own=own)
+    client.learn(door, name, file, head)
 
 
 @app.command()
 def ask(
-    name: NameArgument,
-    question: Annotated[str, typer.Argument(help="What you want to know.")],
+    name: Annotated[str, typer.Argument(help="What it is called; left out where --with says it.")],
+    question: Annotated[str | None, typer.Argument(help="What you want to know.")] = None,
+    pieces: PiecesOption = None,
     where: WhereOption = None,
     model: ModelOption = MODEL,
     device: DeviceOption = DEVICE,
@@ -136,18 +145,21 @@ def ask(
     tls_ca: TlsOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Ask about something learned: the answer, what was known, and what had to be read."""
+    """Ask about something learned, or about several things joined (--with A --with B): the answer,
+    what was known, and what had to be read."""
     from kdn.cli import client
 
+    about, asked = client.asked_about(name, question, pieces or [])
     own = client.Own(token_file, secret_file, tls_ca)
     door = client.Door(config, where, model, device, dtype, codec, quality, own)
     freshness = client.Freshness(latest, stale_ok)
-    client.ask(door, name, question, deadline, max_tokens, freshness)
+    client.ask(door, about, asked, deadline, max_tokens, freshness)
 
 
 @app.command()
 def explain(
-    prompt_file: Annotated[Path, typer.Argument(help="A text.")],
+    prompt_file: Annotated[Path | None, typer.Argument(help="A text.")] = None,
+    pieces: PiecesOption = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="It is a whole prompt, not a text as `learn` reads it.")
     ] = False,
@@ -161,13 +173,13 @@ def explain(
     tls_ca: TlsOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Which chunks of a prompt are known, and why the others are not."""
+    """Which chunks of a prompt, or of several things joined, are known, and why the others are
+    not."""
     from kdn.cli import client
 
     own = client.Own(token_file, secret_file, tls_ca)
-    client.explain(
-        client.Door(config, where, model, device, dtype, codec, own=own), prompt_file, raw
-    )
+    door = client.Door(config, where, model, device, dtype, codec, own=own)
+    client.explain(door, prompt_file, raw, pieces or [])
 
 
 @app.command()

@@ -39,11 +39,29 @@ class Loaded:
     _config: PreTrainedConfig = field(repr=False)
 
     @property
+    def exact_until(self) -> int | None:
+        """See `Delivered`."""
+        return None if self.delivered is None else self.delivered.exact_until
+
+    @property
     def past_key_values(self) -> DynamicCache | None:
         """A fresh one for the model to go on from; None if nothing is known."""
         from kdn.engines.transformers import to_dynamic_cache
 
         return None if self.cache is None else to_dynamic_cache(self.cache, self._config)
+
+
+@dataclass(frozen=True)
+class Joined(Loaded):
+    """The cache of a join, all of it, whose tokens are `tokens`. Nothing that is computed on top of
+    it can be published."""
+
+    tokens: list[int] = field(default_factory=list, repr=False)
+    stats: Stats = field(default_factory=lambda: Stats())
+
+    @property
+    def exact_until(self) -> int | None:
+        return 0
 
 
 @dataclass
@@ -67,6 +85,14 @@ class Stats:
     """Chunks that became finer while the answer was being given."""
     refined_bytes: int = 0
     """Fetched for that."""
+    joined_pieces: int = 0
+    """That were learned apart; none: one context was asked about."""
+    moved_tokens: int = 0
+    """Of what was loaded: they stand elsewhere than they were learned."""
+    repaired_tokens: int = 0
+    """Of these, by seams."""
+    recomputed_tokens: int = 0
+    """Of these, computed anew by the model, because the question looks at them."""
     troubles: tuple[str, ...] = ()
 
 
@@ -105,6 +131,11 @@ class Metrics:
     known_tokens: int = 0
     computed_tokens: int = 0
     fetched_bytes: int = 0
+    joins: int = 0
+    """Answers from pieces that were learned apart."""
+    moved_tokens: int = 0
+    repaired_tokens: int = 0
+    recomputed_tokens: int = 0
     audits: int = 0
     failed_audits: int = 0
     audited_tokens: int = 0
@@ -122,6 +153,10 @@ class Metrics:
         self.known_tokens += stats.known_tokens
         self.computed_tokens += stats.computed_tokens
         self.fetched_bytes += stats.fetched_bytes
+        self.joins += stats.joined_pieces > 0
+        self.moved_tokens += stats.moved_tokens
+        self.repaired_tokens += stats.repaired_tokens
+        self.recomputed_tokens += stats.recomputed_tokens
 
     def audited(self, klds: npt.NDArray[np.float64]) -> None:
         self.audits += 1

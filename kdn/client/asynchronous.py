@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from kdn.cache.keys import Chunk, Tokens, cut
+from kdn.cache.keys import Tokens, cut
 from kdn.cache.tensors import KVCache
 from kdn.checked import (
     MAX_WAIT_S,
@@ -25,7 +25,6 @@ from kdn.checked import (
     checked_client,
     checked_count,
     checked_deadline,
-    checked_function,
     checked_name,
     checked_number,
     checked_text,
@@ -33,12 +32,14 @@ from kdn.checked import (
     checked_tokens,
     shown,
 )
-from kdn.client.answers import Answer, Learned, Loaded, Metrics, Stats
+from kdn.client.answers import Answer, Joined, Learned, Loaded, Metrics, Stats
 from kdn.client.audit import Audit
 from kdn.client.contexts import Contexts, Options
 from kdn.client.conversation import Conversation
 from kdn.client.engine import Context, Engine, ModelSource, check_source, load_pair, values_of_cache
-from kdn.client.naming import find_name, give_name
+from kdn.client.joining import Joins, Names, checked_names, checked_pieces
+from kdn.client.learning import FLUSH_S, Learning, OnRead
+from kdn.client.naming import Named, find_name
 from kdn.codec import CODECS
 from kdn.config import find_credentials
 from kdn.defaults import CODEC, DEVICE, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
@@ -59,21 +60,18 @@ from kdn.engines.reading import pieces
 from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import spec_of
 from kdn.engines.unchanged import Unchanged
-from kdn.errors import KdnError, ReadOnlyError, StoreError, UnsupportedError
+from kdn.errors import KdnError, UnsupportedError
 from kdn.places.places import Where, checked_places
 from kdn.session.opened import Opened
 from kdn.session.quality import Quality, enough_kld
+from kdn.session.seams import checked_tag
 from kdn.session.session import Session
 from kdn.session.settings import SessionSettings
 
 if TYPE_CHECKING:
     from transformers import Cache
 
-FLUSH_S = 600.0
 MAX_BYTES = 1 << 50
-
-OnRead = Callable[[int, int], None]
-"""How many tokens the model has read, and how many there are."""
 
 
 class AsyncClient(Opened):
@@ -82,6 +80,7 @@ class AsyncClient(Opened):
     session: Session
     engine: Engine
     contexts: Contexts
+    joins: Joins
 
     def __init__(
         self,
@@ -102,6 +101,7 @@ class AsyncClient(Opened):
         recompute: bool = True,
         audit_share: float = 0.0,
         spool_bytes: int = SPOOL_BYTES,
+        seams: str | None = "",
         rng: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -115,6 +115,7 @@ class AsyncClient(Opened):
         checked_client(client)
         checked_number("audit_share", audit_share, 0, 1)
         checked_count("spool_bytes", spool_bytes, 0, MAX_BYTES)
+        self._seams_tag = None if seams is None else checked_tag(seams)
         self.metrics = Metrics()
         self.now_s = clock
         credentials = find_credentials(
@@ -150,63 +151,23 @@ class AsyncClient(Opened):
         self.contexts = Contexts(
             self.engine, session, self._quality, self._deadline_s, speeds, self.now_s
         )
+        self._learning = Learning(self.contexts)
+        self.joins = Joins(self.contexts, self._seams_tag)
+        self._parts.push_async_callback(self.joins.close)
 
-    async def learn(self, name: str, what: Knowledge, *, on_read: OnRead | None = None) -> Learned:
-        """Let the model read a text, token ids or messages, publish what nobody has yet, and give
-        it a name. Returns when it is stored. `on_read` is told how many of how many tokens the
-        model has read."""
-        began_s = self.now_s()
-        checked_name(name)
-        checked_function("on_read", on_read)
-        if isinstance(what, str):
-            checked_text("what", what)
-        tokens, style = self.engine.prompts.learn(what)
-        checked_tokens("what", tokens, self.engine.spec.vocab_size)
-        session, chunks = self.session, cut(tokens, await self.engine.names())
-        if session.is_read_only:  # before the model reads
-            place = session.places.publish_to.name
-            raise ReadOnlyError(f"nothing can be learned into {place}: an export is read-only")
-        known = await session.know_home(chunks)
-        computed = 0
-        if len(known.chunks) < len(chunks):
-            context = await self.contexts.exact(known, tokens)
-            computed = chunks[-1].end - context.num_tokens
-            await self._read_all(context, tokens, chunks, on_read)
-        await session.share_profile()
-        await give_name(session, name, tokens, style, chunks)
-        new = len(chunks) - len(known.chunks)
-        seconds = self.now_s() - began_s
-        return Learned(name, len(tokens), len(known.chunks), new, computed, seconds)
-
-    async def _read_all(
+    async def learn(
         self,
-        context: Context,
-        tokens: Sequence[int],
-        chunks: Sequence[Chunk],
-        on_read: OnRead | None,
-    ) -> None:
-        """Let the model read all chunks, and wait until they are stored. StoreError if that takes
-        too long, or as soon as one is refused."""
-        publisher, place = self.session.publisher, self.session.places.publish_to.name
-        new = [chunk for chunk in chunks if chunk.end > context.num_tokens]
-
-        def check(num_read: int) -> None:
-            refused = publisher.refused(chunk.key for chunk in new if chunk.end <= num_read)
-            if refused:
-                why = next(iter(refused.values()))
-                raise StoreError(f"{len(refused)} chunks for {place} were refused: {why}")
-
-        def told(num_read: int) -> None:
-            check(num_read)
-            if on_read is not None:
-                on_read(num_read, len(tokens))
-
-        published = await self.contexts.read(context, tokens, chunks, FLUSH_S, told)
-        keys = [chunk.key for chunk in new]
-        stored = published and await publisher.store_all(keys, FLUSH_S)
-        check(len(tokens))
-        if not stored:
-            raise StoreError(f"{place} takes too long to store what is new")
+        name: str,
+        what: Knowledge,
+        head: str | None = None,
+        *,
+        on_read: OnRead | None = None,
+    ) -> Learned:
+        """Let the model read a text, token ids or messages, publish what nobody has yet, and give
+        it a name. Returns when it is stored. A text is read behind `head`, a system prompt, or
+        behind what the chat template begins with: only texts behind one head can be joined.
+        `on_read` is told how many of how many tokens the model has read."""
+        return await self._learning.learn(name, what, head, on_read)
 
     async def load(
         self,
@@ -229,9 +190,29 @@ class AsyncClient(Opened):
         end = got.ready_until
         return Loaded(cache.slice(0, end), end, got, self.engine.config)
 
+    async def join(
+        self,
+        names: Sequence[str],
+        *,
+        quality: Quality | None = None,
+        deadline_s: float | None = None,
+        on_progress: OnProgress | None = None,
+        force_latest: bool = False,
+        stale_ok: bool = False,
+    ) -> Joined:
+        """The cache of several things that were learned apart, one after another: a
+        `past_key_values` for a model to go on from."""
+        options = Options(quality, deadline_s, Sampling(), on_progress, force_latest, stale_ok)
+        stats = Stats()
+        join, _ = await self.joins.named(checked_pieces(names), options, stats)
+        context = await self.joins.load(join, options, stats)
+        cache = values_of_cache(context.past, self.engine.spec)
+        count, got = join.num_tokens, context.delivered
+        return Joined(cache, count, got, self.engine.config, join.tokens.tolist(), stats)
+
     def ask(
         self,
-        name: str,
+        name: Names,
         question: str,
         *,
         quality: Quality | None = None,
@@ -243,10 +224,11 @@ class AsyncClient(Opened):
         force_latest: bool = False,
         stale_ok: bool = False,
     ) -> Answer:
-        """The answer to a question about something learned, as it is made. Where a region answers,
+        """The answer to a question about something learned, or about several such things joined in
+        this order (`["rules", "report"]`), as it is made. Where a region answers,
         `force_latest` asks for the newest version that any region has acknowledged; if that cannot
         be known it fails, unless `stale_ok`."""
-        checked_name(name)
+        checked_names(name)
         checked_text("question", question)
         sampling = Sampling(max_new_tokens, temperature, seed)
         stats = Stats()
@@ -254,11 +236,10 @@ class AsyncClient(Opened):
         return Answer(self._ask(name, question, options, stats), stats)
 
     async def _ask(
-        self, name: str, question: str, options: Options, stats: Stats
+        self, name: Names, question: str, options: Options, stats: Stats
     ) -> AsyncGenerator[str, None]:
         began_s = self.now_s()
-        tokens, style = await self.named(name, options, stats)
-        context = await self.contexts.load(tokens, options, stats)
+        context, tokens, style = await self.begin(name, options, stats)
         prompt = [*tokens, *self.engine.prompts.ask(question, style)]
         is_audited = False
         try:
@@ -272,7 +253,7 @@ class AsyncClient(Opened):
 
     async def ask_all(
         self,
-        name: str,
+        name: Names,
         questions: Sequence[str],
         *,
         quality: Quality | None = None,
@@ -281,15 +262,18 @@ class AsyncClient(Opened):
         force_latest: bool = False,
         stale_ok: bool = False,
     ) -> list[str]:
-        """Answers to several questions about one thing: delivered once, answered as a batch."""
+        """Answers to several questions about one thing, or about several joined: delivered once,
+        answered as a batch."""
         stats = Stats()
         options = Options(quality, deadline_s, force_latest=force_latest, stale_ok=stale_ok)
         sampling = Sampling(max_new_tokens)
         questions = checked_texts("questions", questions)
-        tokens, style = await self.named(name, options, stats)
-        context = await self.contexts.load(tokens, options, stats)
+        checked_names(name)
+        context, tokens, style = await self.begin(name, options, stats)
         rest = tokens[context.num_tokens :]
         rows = [[*rest, *self.engine.prompts.ask(question, style)] for question in questions]
+        if context.joined is not None:
+            self.joins.check_fits(context.num_tokens + max(map(len, rows)))
         stats.computed_tokens += sum(map(len, rows))
         answers = await self.engine.answer_all(context, rows, sampling)
         self.engine.leave(context)
@@ -298,7 +282,7 @@ class AsyncClient(Opened):
 
     def converse(
         self,
-        name: str | None = None,
+        name: Names | None = None,
         *,
         quality: Quality | None = None,
         deadline_s: float | None = None,
@@ -308,10 +292,11 @@ class AsyncClient(Opened):
         force_latest: bool = False,
         stale_ok: bool = False,
     ) -> Conversation:
-        """Questions that build on each other, about something learned or about nothing yet."""
+        """Questions that build on each other, about something learned, several such things joined,
+        or nothing yet."""
         sampling = Sampling(max_new_tokens, temperature, seed)
         if name is not None:
-            checked_name(name)
+            checked_names(name)
         options = Options(quality, deadline_s, sampling, None, force_latest, stale_ok)
         return Conversation(self, name, options)
 
@@ -330,8 +315,8 @@ class AsyncClient(Opened):
         with model_stream(self.engine.device):
             values = values_of_cache(cache, self.engine.spec)
         known, exact_until = 0, None
-        if after is not None and after.delivered is not None:
-            known, exact_until = after.num_tokens, after.delivered.exact_until
+        if after is not None:
+            known, exact_until = after.num_tokens, after.exact_until
         chunks = [c for c in cut(tokens, await self.engine.names()) if c.end > known]
         with suppress(KdnError, OSError):  # a place that is away is published to all the same
             chunks = chunks[len((await self.session.know_home(chunks)).chunks) :]
@@ -354,15 +339,26 @@ class AsyncClient(Opened):
 
     async def named(
         self, name: str, options: Options | None = None, stats: Stats | None = None
-    ) -> tuple[list[int], str]:
-        """Token ids that a name points to, and how to ask about them."""
+    ) -> Named:
+        """What a name points to."""
         how = options or Options()
-        tokens, style, stale_s = await find_name(
-            self.session, name, latest=how.force_latest, stale_ok=how.stale_ok
-        )
-        if stale_s is not None and stats is not None:
-            stats.troubles += (f"{name!r} may be {stale_s:.0f} s out of date",)
-        return tokens, style
+        found = await find_name(self.session, name, latest=how.force_latest, stale_ok=how.stale_ok)
+        if found.trouble and stats is not None:
+            stats.troubles += (found.trouble,)
+        return found
+
+    async def begin(
+        self, name: Names, options: Options, stats: Stats
+    ) -> tuple[Context, list[int], str]:
+        """The context that names stand for, loaded, all its token ids, and how to ask about it."""
+        if isinstance(name, str):
+            found = await self.named(name, options, stats)
+            chunks = found.cut(self.engine.namespace)
+            context = await self.contexts.load(found.tokens, chunks, options, stats)
+            return context, found.tokens, found.style
+        join, style = await self.joins.named(name, options, stats)
+        context = await self.joins.load(join, options, stats)
+        return context, join.tokens.tolist(), style
 
     async def turn(
         self,
@@ -374,6 +370,8 @@ class AsyncClient(Opened):
         publish: bool = False,
     ) -> AsyncGenerator[str, None]:
         """Read what is left of the prompt, and answer."""
+        if context.joined is not None:
+            await self.joins.look(context, prompt, options, stats)
         held = context.num_tokens
         stats.prompt_tokens = len(prompt)
         stats.computed_tokens += len(prompt) - held

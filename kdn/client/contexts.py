@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Tokens, cut
 from kdn.cache.tensors import KVCache
@@ -127,9 +127,11 @@ class Contexts:
         quality = self.quality if options.quality is None else options.quality
         return max(enough_kld(quality), self.session.codec.expected_kld[-1])
 
-    async def load(self, tokens: Sequence[int], options: Options, stats: Stats) -> Context:
-        """All whole chunks of `tokens`: delivered, or read where nothing was to be had."""
-        chunks = cut(tokens, await self.engine.names())
+    async def load(
+        self, tokens: Sequence[int], chunks: Sequence[Chunk], options: Options, stats: Stats
+    ) -> Context:
+        """The chunks of `tokens`: delivered, or read where nothing was to be had."""
+        await self.engine.names()
         if not chunks:
             return self.engine.new_context()
         room = self.engine.room_for(chunks[-1].end)
@@ -214,7 +216,7 @@ class Contexts:
         """Up to the end of the last chunk, publishing each as soon as it is read; what finds no
         room for so long is not published, and False returned."""
         published, at_once = True, self.engine.chunks_at_once
-        for start, end in pieces(context.num_tokens, chunks[-1].end, at_once):
+        for start, end in self._spans(context.num_tokens, chunks, at_once):
             began_s = self.clock()
             await self.engine.read(context, tokens[start:end])
             token_s = (self.clock() - began_s) / (end - start)
@@ -224,6 +226,16 @@ class Contexts:
                 published &= await self._publish(context, chunk, took_s, wait_s)
             told(end)
         return published
+
+    def _spans(
+        self, start: int, chunks: Sequence[Chunk], at_once: int
+    ) -> Iterator[tuple[int, int]]:
+        """To read at a time: also up to the end of each tail, for there layers with windows still
+        hold what a continuation needs, and values are those of whoever reads no further."""
+        stops = {chunk.end for chunk in chunks if chunk.end % CHUNK_TOKENS}
+        for first, last in pieces(start, chunks[-1].end, at_once):
+            inner = sorted(stop for stop in stops if first < stop < last)
+            yield from pairwise([first, *inner, last])
 
     async def _publish(
         self, context: Context, chunk: Chunk, saved_s: float = 0.0, wait_s: float = 0.0

@@ -2,7 +2,7 @@
 
 The context stays in memory between turns, and each turn's chunks are published as they come: the
 conversation can go on elsewhere, on another machine, from where it was. (Not on top of a cache that
-was loaded with losses: see `kdn/delivery/publish.py`.)
+was loaded with losses, nor of several that were joined: see `kdn/delivery/publish.py`.)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
+from kdn.cache.keys import cut
 from kdn.checked import checked_text
 from kdn.client.answers import Answer, Stats
 from kdn.client.engine import Context
@@ -18,12 +19,13 @@ from kdn.engines.prompts import CHAT, PLAIN
 if TYPE_CHECKING:
     from kdn.client.asynchronous import AsyncClient
     from kdn.client.contexts import Options
+    from kdn.client.joining import Names
 
 
 class Conversation:
     """Made by `AsyncClient.converse`. One turn at a time."""
 
-    def __init__(self, client: AsyncClient, name: str | None, options: Options) -> None:
+    def __init__(self, client: AsyncClient, name: Names | None, options: Options) -> None:
         self._client = client
         self._name = name
         self._options = options
@@ -44,8 +46,7 @@ class Conversation:
         client, began_s = self._client, self._client.now_s()
         prompts = client.engine.prompts
         if self._context is None:
-            tokens, self._style = await self._beginning(stats)
-            self._context = await client.contexts.load(tokens, self._options, stats)
+            self._context, tokens = await self._beginning(stats)
             asked = prompts.ask(question, self._style)
         else:
             tokens = list(self._context.tokens)
@@ -57,7 +58,11 @@ class Conversation:
         ):
             yield piece
 
-    async def _beginning(self, stats: Stats) -> tuple[list[int], str]:
+    async def _beginning(self, stats: Stats) -> tuple[Context, list[int]]:
+        client = self._client
         if self._name is not None:
-            return await self._client.named(self._name, self._options, stats)
-        return self._client.engine.prompts.begin(), self._style
+            context, tokens, self._style = await client.begin(self._name, self._options, stats)
+            return context, tokens
+        tokens = client.engine.prompts.begin()
+        chunks = cut(tokens, client.engine.namespace)
+        return await client.contexts.load(tokens, chunks, self._options, stats), tokens

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kdn.background import outwait
+from kdn.blend.pieces import Join
 from kdn.cache.keys import Chunk, Namespace
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
@@ -59,6 +60,8 @@ class Context:
     tokens: list[int] = field(default_factory=list)
     delivered: Delivered | None = None
     """What of it came from a delivery."""
+    joined: Join | None = None
+    """What it began with, if that was learned apart: nothing on top of it may be published."""
     room: Room | None = None
     """Where its values lie."""
     logits: torch.Tensor | None = None
@@ -86,6 +89,8 @@ class Context:
     @property
     def exact_until(self) -> int | None:
         """See `Delivered`."""
+        if self.joined is not None:
+            return 0
         return None if self.delivered is None else self.delivered.exact_until
 
 

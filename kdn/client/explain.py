@@ -9,20 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from kdn.blend.pieces import Join
 from kdn.cache.keys import PUBLIC_SECRET, TAIL_MULTIPLE, Chunk, Namespace, Tokens, cut
 from kdn.cache.spec import ModelSpec
+from kdn.client.answers import Stats
 from kdn.client.asynchronous import AsyncClient
 from kdn.client.contexts import Options
+from kdn.client.joining import checked_pieces
 from kdn.codec.exact import ExactCodec
 from kdn.codec.profiles import find_profile
 from kdn.delivery.endpoints import Endpoints
 from kdn.errors import KdnError
 from kdn.places.manifests import Manifest
-from kdn.session.session import Session
+from kdn.session.session import LOOKUP_S, Session
 
 MAX_NAMES = 500
 
 KNOWN = "known"
+MOVED = "known, moved by {} positions"
+REPAIRED = ", repaired"
 ORPHAN = "known, but of no use: a chunk before it is missing"
 EVICTED = "evicted or deleted: the name {} still points to it"
 OTHER_PROFILE = "known under another codec or profile: {}"
@@ -32,7 +37,7 @@ UNKNOWN = "never published here, or by another tenant (a node shows you only you
 SHORT = f"shorter than a chunk: fewer than {TAIL_MULTIPLE} tokens are left"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Finding:
     """Of the tokens [start, end) of a prompt."""
 
@@ -77,6 +82,36 @@ async def explain(client: AsyncClient, tokens: Tokens) -> Explanation:
     return Explanation(findings, session.loading_s(known, enough, contexts.speeds))
 
 
+async def explain_join(client: AsyncClient, names: Sequence[str]) -> Explanation:
+    """Where each part of a join comes to stand, what is done to it, and what must be read."""
+    session, stats = client.session, Stats()
+    join, _ = await client.joins.named(checked_pieces(names), Options(), stats)
+    known = await session.know_each(join.chunks)
+    found = {chunk.key for chunk in known.chunks}
+    repairing = await client.joins.repairing(join, LOOKUP_S, stats)
+    reasons = {} if len(found) == len(join.chunks) else await _reasons_of(session, join)
+    findings = []
+    for chunk in join.chunks:
+        for place in join.places[chunk.key]:
+            at, is_known = place.start(chunk), chunk.key in found
+            why = MOVED.format(place.shift) if place.shift else KNOWN
+            why += REPAIRED if place.piece and repairing is not None else ""
+            why = why if is_known else reasons[chunk.key]
+            findings.append(Finding(at + place.skipped, at + chunk.num_tokens, is_known, why))
+    enough = client.contexts.enough_kld(Options())
+    return Explanation(sorted(findings), session.loading_s(known, enough, client.contexts.speeds))
+
+
+async def _reasons_of(session: Session, join: Join) -> dict[bytes, str]:
+    """By the key of each chunk of a join, as if it were missing."""
+    found: dict[bytes, str] = {}
+    suspects = await _suspects(session)
+    for piece in join.pieces:
+        told = await _reasons(session.places.endpoints, piece.tokens, piece.chunks, suspects)
+        found |= dict(zip((chunk.key for chunk in piece.chunks), told, strict=True))
+    return found
+
+
 async def _reasons(
     endpoints: Endpoints, tokens: Tokens, chunks: Sequence[Chunk], suspects: Suspects
 ) -> list[str]:
@@ -87,7 +122,8 @@ async def _reasons(
         if not here[number] and chunk.key in suspects.named:
             reasons[number] = EVICTED.format(suspects.named[chunk.key])
     for why, namespace in suspects.namespaces.items():
-        there = await _stored(endpoints, cut(tokens, namespace))
+        is_whole = bool(chunks) and chunks[-1].end == len(tokens)
+        there = await _stored(endpoints, cut(tokens, namespace, whole=is_whole))
         for number, found in enumerate(there):
             if found and reasons[number] == UNKNOWN:
                 reasons[number] = why

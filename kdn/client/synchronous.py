@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 from kdn.cache.keys import Tokens
 from kdn.cache.tensors import KVCache
 from kdn.client.answers import Answer as AsyncAnswer
-from kdn.client.answers import Learned, Loaded, Metrics, Stats
-from kdn.client.asynchronous import FLUSH_S, AsyncClient, OnRead
+from kdn.client.answers import Joined, Learned, Loaded, Metrics, Stats
+from kdn.client.asynchronous import AsyncClient
 from kdn.client.conversation import Conversation as AsyncConversation
 from kdn.client.engine import ModelSource
+from kdn.client.joining import Names
+from kdn.client.learning import FLUSH_S, OnRead
 from kdn.defaults import CODEC, DEVICE, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
 from kdn.delivery.request import OnProgress
 from kdn.engines.device import Device, DType, follow_caller
@@ -101,8 +103,15 @@ class Client:
     def tokenizer(self) -> Any:
         return self._client.engine.tokenizer
 
-    def learn(self, name: str, what: Knowledge, *, on_read: OnRead | None = None) -> Learned:
-        return self._loop.run(self._client.learn(name, what, on_read=on_read))
+    def learn(
+        self,
+        name: str,
+        what: Knowledge,
+        head: str | None = None,
+        *,
+        on_read: OnRead | None = None,
+    ) -> Learned:
+        return self._loop.run(self._client.learn(name, what, head, on_read=on_read))
 
     def load(
         self,
@@ -117,9 +126,25 @@ class Client:
         )
         return self._loop.run(loading)
 
+    def join(
+        self,
+        names: Sequence[str],
+        *,
+        quality: Quality | None = None,
+        deadline_s: float | None = None,
+        on_progress: OnProgress | None = None,
+        force_latest: bool = False,
+        stale_ok: bool = False,
+    ) -> Joined:
+        joining = self._client.join(
+            names, quality=quality, deadline_s=deadline_s, on_progress=on_progress,
+            force_latest=force_latest, stale_ok=stale_ok,
+        )  # fmt: skip
+        return self._loop.run(joining)
+
     def ask(
         self,
-        name: str,
+        name: Names,
         question: str,
         *,
         quality: Quality | None = None,
@@ -140,7 +165,7 @@ class Client:
 
     def ask_all(
         self,
-        name: str,
+        name: Names,
         questions: Sequence[str],
         *,
         quality: Quality | None = None,
@@ -157,7 +182,7 @@ class Client:
 
     def converse(
         self,
-        name: str | None = None,
+        name: Names | None = None,
         *,
         quality: Quality | None = None,
         deadline_s: float | None = None,
@@ -216,6 +241,7 @@ def connect(
     recompute: bool = True,
     audit_share: float = 0.0,
     spool_bytes: int = SPOOL_BYTES,
+    seams: str | None = "",
 ) -> Client:
     """Open a client: `with kdn.connect("http://node:8470", model="smollm2") as client`.
 
@@ -237,17 +263,20 @@ def connect(
     - `client`: a name for fair sharing;
     - `recompute`: whether the model may read along while chunks load;
     - `audit_share`: what part of all answers is held against the model's own, in `metrics`;
-    - `spool_bytes`: how much may wait on disk for a node that is away; 0: nothing.
+    - `spool_bytes`: how much may wait on disk for a node that is away; 0: nothing;
+    - `seams`: the tag of the seams that repair what is joined; None: nothing is repaired.
     """
     return Client(
         AsyncClient(
             where, model=model, device=device, dtype=dtype, codec=codec, quality=quality,
             deadline_s=deadline_s, token=token, token_file=token_file, secret=secret,
             secret_file=secret_file, tls_ca=tls_ca, client=client, recompute=recompute,
-            audit_share=audit_share, spool_bytes=spool_bytes,
+            audit_share=audit_share, spool_bytes=spool_bytes, seams=seams,
         )
     )  # fmt: skip
 
 
-for _name in ("learn", "load", "ask", "ask_all", "converse", "publish", "flush", "forget", "close"):
+for _name in (
+    "learn", "load", "join", "ask", "ask_all", "converse", "publish", "flush", "forget", "close",
+):  # fmt: skip
     getattr(Client, _name).__doc__ = getattr(AsyncClient, _name).__doc__

@@ -115,7 +115,8 @@ class Delivery:
         self._can_read = request.compute is not None and request.speeds is not None
         self._look_s = LOOKUP_S
         if request.speeds is not None:
-            alone_s = request.speeds.prefill_s(request.chunks[0].start, request.chunks[-1].end)
+            start = request.chunks[0].start
+            alone_s = request.speeds.prefill_s(start, start + request.num_tokens)
             self._look_s = max(LOOKUP_S, LOOK_SHARE * alone_s)
         self._told = told
         self._policy = policy

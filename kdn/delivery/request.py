@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from kdn.cache.keys import Chunk
@@ -32,6 +33,7 @@ at a time; may be cancelled. It writes nothing itself: so a sink never holds hal
 @dataclass(frozen=True)
 class Request:
     chunks: Sequence[Chunk]
+    """Of one context, one after another, or of the pieces of a join."""
     codec: Codec
     expected_kld: Sequence[float]
     """By levels - 1: see the profile's `expected`."""
@@ -54,11 +56,17 @@ class Request:
 
     def weights(self) -> list[float]:
         """How much a token of each chunk counts: those of the end as much as all before them."""
-        start, end = min(one.start for one in self.chunks), max(one.end for one in self.chunks)
-        border = max(start, end - TAIL_TOKENS)
-        tail = max(1.0, (border - start) / (end - border))
-        shares = [min(1.0, max(0, one.end - border) / one.num_tokens) for one in self.chunks]
+        ends = list(accumulate(one.num_tokens for one in self.chunks))
+        border = max(0, ends[-1] - TAIL_TOKENS)
+        tail = max(1.0, border / (ends[-1] - border))
+        both = zip(self.chunks, ends, strict=True)
+        shares = [min(1.0, max(0, end - border) / one.num_tokens) for one, end in both]
         return [1 + share * (tail - 1) for share in shares]
+
+    @property
+    def num_tokens(self) -> int:
+        """Not where the last chunk ends: those of a join are not consecutive."""
+        return sum(one.num_tokens for one in self.chunks)
 
 
 def enough_levels(expected_kld: Sequence[float], enough_kld: float) -> int:

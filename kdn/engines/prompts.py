@@ -3,6 +3,9 @@
 A prompt is made of parts that are tokenised one by one: what is known ends exactly where a part
 ends, whatever follows. The parts of a conversation come out of the model's own chat template, by
 rendering it around markers and cutting at them. A tokenizer without a template gets a plain form.
+
+A text stands behind a head (a system prompt, the template's beginning) that texts share. It is
+tokenised apart from it, so that its tokens are the same behind any head, and behind other texts.
 """
 
 from __future__ import annotations
@@ -29,14 +32,20 @@ Knowledge = str | Tokens | Sequence[Message]
 class Prompts:
     """The prompts of one tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+    def __init__(self, tokenizer: Any, **template: Any) -> None:
+        """`template`: what else its chat template is told, such as another `chat_template`."""
+        self._tokenizer, self._template = tokenizer, template
+        own = getattr(tokenizer, "chat_template", None)
+        self.has_template = bool(template.get("chat_template") or own)
 
-    def learn(self, what: Knowledge) -> tuple[list[int], str]:
-        """Token ids of a text, a conversation, or given ones; and how to ask about them."""
+    def learn(self, what: Knowledge, system: str | None = None) -> tuple[list[int], str]:
+        """Token ids of a text, a conversation, or given ones; and how to ask about them. A text
+        stands behind `begin(system)`."""
         if isinstance(what, str):
-            return self._learn_text(what)
+            own = self._ids(f"{what}\n\n")
+            return [*self.begin(system), *own], CHAT if self.has_template else PLAIN
+        if system is not None:
+            raise UnsupportedError("only a text is learned behind a system prompt")
         if isinstance(what, Sequence) and what and isinstance(what[0], Mapping):
             return self._learn_messages(what), CHAT  # type: ignore[arg-type]
         try:
@@ -46,12 +55,6 @@ class Prompts:
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise UnsupportedError("expected a text, a list of token ids, or a list of messages")
         return [int(token) for token in ids], PLAIN
-
-    def _learn_text(self, text: str) -> tuple[list[int], str]:
-        if not self.has_template:
-            return self._ids(f"{text}\n\n", special=True), PLAIN
-        head, _ = self._around([], f"{text}\n\n{QUESTION_MARK}")
-        return self._ids(head), CHAT
 
     def _learn_messages(self, messages: Sequence[Message]) -> list[int]:
         if not self.has_template:
@@ -71,11 +74,15 @@ class Prompts:
         _, tail = self._around([], QUESTION_MARK)
         return self._ids(question + tail)
 
-    def begin(self) -> list[int]:
-        """A conversation's beginning, up to where the first question stands."""
+    def begin(self, system: str | None = None) -> list[int]:
+        """A conversation's beginning, up to where the first question stands: the head that texts
+        are learned behind. With a system prompt, or what the template has of its own."""
         if not self.has_template:
-            return self._ids("", special=True)
-        head, _ = self._around([], QUESTION_MARK)
+            return self._ids("" if system is None else f"{system}\n\n", special=True)
+        before = [] if system is None else [{"role": "system", "content": system}]
+        head, _ = self._around(before, QUESTION_MARK)
+        if system is not None and system.strip() not in head:
+            raise UnsupportedError("the chat template drops system prompts")
         return self._ids(head)
 
     def follow_up(self, question: str, style: str) -> list[int]:
@@ -89,12 +96,27 @@ class Prompts:
             raise UnsupportedError("the chat template drops answers: no follow-up is possible")
         return self._ids(between + question + tail)
 
+    def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+        """Of a whole one, what stands before its first question, and all from that on: what was
+        learned belongs between them."""
+        if not self.has_template:
+            raise UnsupportedError("this tokenizer has no chat template")
+        first = next((n for n, one in enumerate(messages) if one["role"] == "user"), None)
+        if first is None:
+            raise UnsupportedError("expected a message of a user")
+        marked = [dict(one) for one in messages]
+        marked[first]["content"] = QUESTION_MARK + marked[first]["content"]
+        head, rest = self._cut(marked)
+        return self._ids(head), self._ids(rest)
+
     def _around(self, before: Sequence[Message], content: str) -> tuple[str, str]:
         """The conversation with one more user message, cut at the question's mark."""
-        messages = [*(dict(one) for one in before), {"role": "user", "content": content}]
+        return self._cut([*(dict(one) for one in before), {"role": "user", "content": content}])
+
+    def _cut(self, messages: Sequence[Message]) -> tuple[str, str]:
         try:
             shown = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=True, **self._template
             )
         except TemplateError as error:  # as of roles that it does not know
             raise UnsupportedError(f"the chat template refuses these messages: {error}") from error

@@ -33,7 +33,7 @@ from kdn.codec.header import StreamInfo
 from kdn.delivery.client import deliver
 from kdn.delivery.estimate import Estimator, Gauge, Told
 from kdn.delivery.known import Known, Wish, known_of, longest_known
-from kdn.delivery.lookup import Question, Stream, Streams, ask
+from kdn.delivery.lookup import Question, Stream, Streams, ask, look_up
 from kdn.delivery.plan import Speeds
 from kdn.delivery.publish import Admission, Publisher, Source
 from kdn.delivery.request import (
@@ -204,6 +204,34 @@ class Session(Opened):
         """Says of chunks whether this host holds them well enough."""
         held = self._held
         return nullcontext(_never) if held is None else held.looking(BODY_KLD * enough_kld)
+
+    async def know_each(
+        self, chunks: Sequence[Chunk], *, enough_kld: float = 0.0, limit_s: float = LOOKUP_S
+    ) -> Known:
+        """Those of these chunks, of whatever contexts, that this host or some place has whole: for
+        joins, whose pieces do not build on each other. What this host holds comes first."""
+
+        def takes(stream: Stream | None) -> bool:
+            info = None if stream is None else stream.assembly.header.info
+            return (
+                info is not None
+                and not any(info.absences)
+                and self.codec.decodes_to(info, self.dtype)
+            )
+
+        async with self._asking:
+            until_s = self._clock() + limit_s
+            with self._looking(enough_kld) as is_held:
+                held = [chunk for chunk in chunks if is_held(chunk)]
+            mine = {chunk.key for chunk in held}
+            rest = [chunk for chunk in chunks if chunk.key not in mine]
+            streams: Streams = {}
+            if rest and limit_s > 0:
+                streams = await look_up(self._question(rest), self.places.endpoints, until_s)
+        found = [chunk for chunk in rest if takes(streams.get(chunk.key))]
+        known = {chunk.key: streams[chunk.key] for chunk in found}
+        is_late = len(found) < len(rest) and self._clock() >= until_s
+        return Known((*held, *found), known, is_late)
 
     async def know_home(self, chunks: Sequence[Chunk]) -> Known:
         """The first of these chunks that are where new ones would go. It is asked once, and what is

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kdn.cli import client as commands
 from kdn.cli.main import app
 from kdn.client.answers import Stats
-from kdn.errors import FormatError, StoreError, UnsupportedError
+from kdn.errors import FormatError, MismatchError, StoreError, UnsupportedError
 from tests.client.clients import QUESTION, TEXT, own_answer, prompt_of
 from tests.client.letters import Letters
 
@@ -39,20 +39,45 @@ def test_learn_ask_explain(model: Any, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no name"):
         kdn("ask", "notes", QUESTION, "--codec", "exact")
     shown = kdn("learn", "notes", str(path), "--codec", "exact").stdout
-    assert "709 tokens in 3 chunks, 0 known before; the model read 704 tokens" in shown
-    assert "3 known before; the model read 0" in (
+    assert "709 tokens in 4 chunks, 0 known before; the model read 709 tokens" in shown
+    assert "4 known before; the model read 0" in (
         kdn("learn", "again", str(path), "--codec", "exact").stdout
     )
     answer = kdn("ask", "notes", QUESTION, "--codec", "exact", "--max-tokens", "9")
     expected = own_answer(model, prompt_of(TEXT, QUESTION), 9)
     assert printable(answer.stdout) == printable(expected) != ""
-    assert "704 tokens known" in answer.stderr
-    assert f"{len(prompt_of(TEXT, QUESTION)) - 704} read; first token after" in answer.stderr
+    assert "709 tokens known" in answer.stderr
+    assert f"{len(prompt_of(TEXT, QUESTION)) - 709} read; first token after" in answer.stderr
     explained = kdn("explain", str(path), "--codec", "exact").stdout
     assert explained.count("yes") == 3
     assert "704 of 709 tokens need no reading" in explained
     raw = kdn("explain", str(path), "--raw", "--codec", "exact").stdout
     assert "0 of 701 tokens" in raw  # without the template it is another prompt
+
+
+def test_several_texts_are_joined(model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    for name, text in (("rules", TEXT[:300]), ("report", TEXT[300:400])):
+        path.write_text(text)
+        kdn("learn", name, str(path), "--codec", "exact")
+    pieces = ("--with", "rules", "--with", "report")
+    answer = kdn("ask", *pieces, QUESTION, "--codec", "exact", "--max-tokens", "9")
+    assert printable(answer.stdout) != ""
+    assert "411 tokens known" in answer.stderr
+    assert "2 pieces joined: 102 tokens moved, 0 repaired, 0 recomputed" in answer.stderr
+    explained = kdn("explain", *pieces, "--codec", "exact").stdout
+    assert "moved by 302 positions" in explained
+    assert "411 of 411 tokens need no reading" in explained
+    with pytest.raises(UnsupportedError, match="not both"):
+        kdn("ask", "rules", QUESTION, "--with", "report", "--codec", "exact")
+    with pytest.raises(UnsupportedError, match="a name and a question"):
+        kdn("ask", QUESTION, "--codec", "exact")
+    with pytest.raises(UnsupportedError, match="expected a text, or"):
+        kdn("explain", "--codec", "exact")
+    path.write_text(TEXT[:50])
+    kdn("learn", "brief", str(path), "--head", "be brief", "--codec", "exact")
+    with pytest.raises(MismatchError, match="another head"):
+        kdn("ask", *pieces, "--with", "brief", QUESTION, "--codec", "exact")
 
 
 def test_a_terminal_shows_the_delivery_until_the_answer_comes(model: Any, tmp_path: Path) -> None:
@@ -78,7 +103,7 @@ def test_where_and_quality(model: Any, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no name"):
         kdn("ask", "notes", "?", "--codec", "exact")
     arguments = ("ask", "notes", "?", "--codec", "exact", "--where", other, "--max-tokens", "1")
-    assert "704 tokens known" in kdn(*arguments, "--quality", "0.02", "--deadline", "9").stderr
+    assert "709 tokens known" in kdn(*arguments, "--quality", "0.02", "--deadline", "9").stderr
     with pytest.raises(UnsupportedError, match="quality"):
         kdn(*arguments, "--quality", "perfect")
 

@@ -20,7 +20,9 @@ NAN, INF, HUGE = float("nan"), float("inf"), 10**30
 NUMBERS: tuple[Any, ...] = (-1, NAN, INF, -INF, HUGE, "soon", True, [], b"x")
 DEADLINES = (*NUMBERS, 0, 0.0)
 QUALITIES = (-1, NAN, INF, HUGE, "perfect", "", True, [], b"x")
-NAMES = ("", " ", "a b", "a/b", "x" * 129, "\udcff", "a\0", 5, None, b"x", ["a"])
+LISTS: tuple[Any, ...] = ([], ["a", ""], ["notes", 5], ["notes", ["notes"]], [b"x"], {}, {"notes"})
+"""No pieces to join."""
+NAMES = ("", " ", "a b", "a/b", "x" * 129, "\udcff", "a\0", 5, None, b"x", [5])
 TEXTS = ("", " ", "\udcff", 5, None, b"x", ["a"], {})
 COUNTS = (*NUMBERS, 0, 1.5, None)
 FUNCTIONS = (5, "x", [])
@@ -41,6 +43,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "tls_ca": ("no/such/file", ".", 5, []),
     "client": ("", "a b", "x" * 65, 5, b"x"),
     "spool_bytes": (*NUMBERS, 1.5, None),
+    "seams": (" ", "a b", "a/b", "x" * 65, 5, b"x", []),
     "audit_share": (-0.1, 1.1, NAN, INF, "x", None, True),
 }  # fmt: skip
 FREE = {"recompute", "rng", "clock"}
@@ -53,23 +56,28 @@ METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
         "name": NAMES,
         "what": ("", " ", "\udcff", 5, None, b"x", {}, [1.5], [-1], [128], [HUGE], [[1], [1, 2]],
                  [{"role": "user"}], [{"role": "user", "content": 5}], [{"content": "x"}, 5]),
+        "head": tuple(text for text in TEXTS if text is not None),
         "on_read": FUNCTIONS,
     },
     "load": {
         "tokens": ("x", 5, None, b"x", {}, [1.5], [-1], [128], [HUGE], [[1], [1, 2]]),
         "quality": QUALITIES, "deadline_s": DEADLINES, "on_progress": FUNCTIONS,
     },
+    "join": {
+        "names": (*NAMES, *LISTS), "quality": QUALITIES, "deadline_s": DEADLINES,
+        "on_progress": FUNCTIONS,
+    },
     "ask": {
-        "name": NAMES, "question": TEXTS, "quality": QUALITIES, "deadline_s": DEADLINES,
+        "name": (*NAMES, *LISTS), "question": TEXTS, "quality": QUALITIES, "deadline_s": DEADLINES,
         "max_new_tokens": COUNTS, "temperature": (*NUMBERS, None),
         "seed": (*NUMBERS, 1.5, None), "on_progress": FUNCTIONS,
     },
     "ask_all": {
-        "name": NAMES, "questions": (*TEXTS, [], [""], [5], "what?"), "quality": QUALITIES,
-        "deadline_s": DEADLINES, "max_new_tokens": COUNTS,
+        "name": (*NAMES, *LISTS), "questions": (*TEXTS, [], [""], [5], "what?"),
+        "quality": QUALITIES, "deadline_s": DEADLINES, "max_new_tokens": COUNTS,
     },
     "converse": {
-        "name": tuple(name for name in NAMES if name is not None), "quality": QUALITIES,
+        "name": tuple(name for name in (*NAMES, *LISTS) if name is not None), "quality": QUALITIES,
         "deadline_s": DEADLINES, "max_new_tokens": COUNTS, "temperature": (*NUMBERS, None),
         "seed": (*NUMBERS, 1.5, None),
     },
@@ -84,6 +92,7 @@ METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
 GOOD: dict[str, dict[str, Any]] = {
     "learn": {"name": "notes", "what": TEXT},
     "load": {"tokens": [1, 2, 3]},
+    "join": {"names": ["notes"]},
     "ask": {"name": "notes", "question": "what?"},
     "ask_all": {"name": "notes", "questions": ["what?"]},
     "converse": {},

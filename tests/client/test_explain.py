@@ -9,8 +9,9 @@ from typing import Any
 from kdn.cache.keys import cut
 from kdn.client import explain as reasons
 from kdn.client.asynchronous import AsyncClient
-from kdn.client.explain import Finding, explain
+from kdn.client.explain import Finding, explain, explain_join
 from tests.client.clients import TEXT, in_folder
+from tests.client.joins import NAMES, join_of, learn_all
 
 
 def spans(findings: list[Finding]) -> list[tuple[int, int, bool]]:
@@ -71,3 +72,20 @@ def test_tells_of_other_models_secrets_and_profiles(tiny_model: Any, tmp_path: P
         client.session.namespace = replace(client.session.namespace, profile=b"p" * 16)
         found = (await explain(client, client.engine.prompts.learn(TEXT)[0])).findings
         assert found[0].why == reasons.OTHER_PROFILE.format("exact")
+
+
+def test_a_join_says_what_moves_and_what_is_gone(tiny_model: Any, tmp_path: Path) -> None:
+    @in_folder(tmp_path, tiny_model("llama"))
+    async def _(client: AsyncClient) -> None:
+        await learn_all(client)
+        join = await join_of(client)
+        gone = join.pieces[2].chunks[0]
+        assert await client.session.places.publish_to.store.delete(gone.key)
+        found = (await explain_join(client, NAMES)).findings
+        assert [(one.start, one.end, one.known) for one in found] == [
+            (0, 256, True), (256, 309, True), (309, 431, True), (431, 680, False),
+            (680, 713, True),
+        ]  # fmt: skip
+        assert [one.why for one in found[:3]] == ["known", "known", "known, moved by 302 positions"]
+        assert found[3].why == "evicted or deleted: the name faq still points to it"
+        assert found[4].why == "known, moved by 424 positions"

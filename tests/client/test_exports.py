@@ -37,8 +37,8 @@ def test_learn_export_and_ask_from_a_web_server(
         async with client_at(url, tiny_model("llama")) as client:
             answer = client.ask("notes", QUESTION, max_new_tokens=24)
             assert await answer.read() == expected
-            assert answer.stats.known_tokens == 704
-            assert answer.stats.computed_tokens == len(prompt_of(TEXT, QUESTION)) - 704
+            assert answer.stats.known_tokens == 709
+            assert answer.stats.computed_tokens == len(prompt_of(TEXT, QUESTION)) - 709
             with pytest.raises(ReadOnlyError, match="read-only"):
                 await client.learn("more", TEXT)
             with pytest.raises(ReadOnlyError):
@@ -54,7 +54,7 @@ def test_learn_export_and_ask_from_a_web_server(
         app, ["export", str(knowledge), str(files), "--names", "notes"], env={"COLUMNS": "150"}
     )
     assert result.exit_code == 0, result.output
-    assert "1 names, 3 chunks; 3 of them new" in result.output
+    assert "1 names, 4 chunks; 4 of them new" in result.output
     with start_web(files, tmp_path / "web") as web:
         run(ask(web.url), 60.0)
         listed = CliRunner().invoke(app, ["ls", "--url", web.url], env={"COLUMNS": "150"})
@@ -63,7 +63,7 @@ def test_learn_export_and_ask_from_a_web_server(
         chunks = CliRunner().invoke(app, ["ls", "--chunks", "--url", web.url])
         assert chunks.exit_code == 0
         shown = CliRunner().invoke(app, ["show", "notes", "--url", web.url])
-        assert "3 chunks" in shown.output
+        assert "4 chunks" in shown.output
         assert not any(line.startswith(("PUT", "POST", "DELETE")) for line in web.requests())
     assert not list((tmp_path / "cache").glob("spool/*"))
 

@@ -14,10 +14,10 @@ import torch
 
 import kdn
 from kdn.cache.folder import cache_folder
-from kdn.cache.keys import cut
 from kdn.client.answers import Stats
 from kdn.client.asynchronous import AsyncClient
 from kdn.client.contexts import Options
+from kdn.client.learning import chunks_to_learn
 from kdn.engines.generating import Sampling
 from kdn.engines.models import load_model
 from kdn.engines.transformers import spec_of
@@ -54,10 +54,11 @@ def pair(folder: Path) -> tuple[Any, Any]:
 async def own(client: AsyncClient, name: str, question: str, count: int) -> str:
     """What the model answers without kdn, reading the same pieces."""
     engine, contexts = client.engine, client.contexts
-    tokens, style = await client.named(name)
+    found = await client.named(name)
+    tokens = found.tokens
     context = engine.new_context()
-    await contexts.read(context, tokens, cut(tokens, engine.namespace))
-    prompt = [*tokens, *engine.prompts.ask(question, style)]
+    await contexts.read(context, tokens, chunks_to_learn(tokens, engine.namespace))
+    prompt = [*tokens, *engine.prompts.ask(question, found.style)]
     options = Options(sampling=Sampling(count))
     said = client.turn(context, prompt, options, Stats(), client.now_s())
     return "".join([piece async for piece in said])
@@ -106,7 +107,7 @@ def test_what_a_cpu_learned_a_gpu_knows(tiny_model: Any, tmp_path: Path) -> None
         async with client_at(tmp_path, model.to("cuda")) as client:
             answer = client.ask("notes", QUESTION, max_new_tokens=9)
             assert await answer.read() == expected
-            assert answer.stats.known_tokens == 704
+            assert answer.stats.known_tokens == 709
 
     run(learn())
     run(ask())
@@ -149,7 +150,7 @@ def test_smollm2_in_bfloat16(codec: str, pair: tuple[Any, Any], tmp_path: Path) 
             text = await answer.read()
             assert not answer.stats.troubles
             # On a fast GPU the model may well have read it before it was delivered.
-            tokens, _ = await client.named("tides")
+            tokens = (await client.named("tides")).tokens
             assert (await client.load(tokens)).num_tokens > 256
             if codec == "exact":
                 assert text == await own(client, "tides", question, 24)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kdn.client import asynchronous
+from kdn.client import learning
 from kdn.delivery.parcel import Parcel
 from kdn.errors import StoreError
 from kdn.store.base import Entry, Hints
@@ -19,7 +19,7 @@ from tests.node.harness import Running, tenant, with_node
 def test_a_token_that_may_only_read_learns_nothing(
     tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asynchronous, "FLUSH_S", 20.0)
+    monkeypatch.setattr(learning, "FLUSH_S", 20.0)
 
     async def test(node: Running) -> None:
         async with client_at(node.url, tiny_model("llama"), token="reader") as client:
@@ -58,7 +58,7 @@ def test_learning_fails_only_for_chunks_of_its_own(
             assert b"theirs" in spool
 
     monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(asynchronous, "FLUSH_S", 10.0)
+    monkeypatch.setattr(learning, "FLUSH_S", 10.0)
     with_node(tmp_path, test)
 
 

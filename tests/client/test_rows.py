@@ -68,7 +68,7 @@ def test_learn_and_ask(dtype: torch.dtype, tiny_model: Any, tmp_path: Path) -> N
             assert client.engine.by_rows
             answer = client.ask("notes", QUESTION, max_new_tokens=9)
             assert await answer.read() == expected
-            assert answer.stats.known_tokens == 704
+            assert answer.stats.known_tokens == 709
             loaded = await client.load(prompt)
             assert loaded.num_tokens == 704
             assert loaded.cache is not None
@@ -144,7 +144,7 @@ def test_a_context_is_refined_where_it_lies(tiny_model: Any, tmp_path: Path) -> 
 
 
 async def delivered(client: AsyncClient) -> tuple[Any, Any, RowsSink]:
-    tokens, _ = await client.named("notes")
+    tokens = (await client.named("notes")).tokens
     chunks = cut(tokens, await client.engine.names())
     room = client.engine.room_for(chunks[-1].end)
     sink, cache_of = client.contexts.sink_for(chunks, room)

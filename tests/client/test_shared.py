@@ -28,7 +28,7 @@ def test_learn_at_a_store_and_ask_there_and_at_a_node(
 
     async def learn() -> None:
         async with client_at(url, model) as client:
-            assert (await client.learn("notes", TEXT)).new_chunks == 3
+            assert (await client.learn("notes", TEXT)).new_chunks == 4
             assert (await client.learn("notes", TEXT)).new_chunks == 0
 
     run(learn())

@@ -17,6 +17,7 @@ from kdn.engines.vllm.piece_ranges import Range, checked_ranges
 from kdn.engines.vllm.seam_source import SeamSource
 from kdn.engines.vllm.settings import Settings
 from kdn.errors import KdnError, UnsupportedError
+from kdn.session.anchors import find_pieces
 from kdn.session.session import Session
 
 
@@ -58,13 +59,6 @@ class Wanted:
         return cls(pieces, settings.seams is not None, settings.join_kld, settings.quality, limit_s)
 
 
-async def find_pieces(
-    session: Session, tokens: TokenIds, namespace: Namespace, limit_s: float
-) -> list[Range]:
-    """Ranges of known pieces in a prompt, each directly behind the one before."""
-    return []
-
-
 async def know_join(
     session: Session, source: SeamSource, tokens: Tokens, namespace: Namespace, wanted: Wanted
 ) -> KnownJoin:
@@ -98,7 +92,7 @@ async def _know_join(
 ) -> KnownJoin:
     ranges = wanted.pieces
     if ranges is None:
-        found = await find_pieces(session, ids, namespace, wanted.limit_s)
+        found = await find_pieces(session, namespace, ids, limit_s=wanted.limit_s)
         ranges = checked_ranges(found, len(ids)) if found else ()
     pieces = [_piece(ids, one, ranges[0][0], namespace) for one in ranges]
     chunks = {chunk.key: chunk for piece in pieces for chunk in piece.chunks}
