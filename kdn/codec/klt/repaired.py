@@ -1,0 +1,40 @@
+"""klt with a repair folded into its rows: `folding.py` says how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kdn.cache.keys import Chunk
+from kdn.cache.tensors import KVCache
+from kdn.codec.format import Bitstream
+from kdn.codec.klt.codec import KltCodec
+from kdn.codec.klt.folding import folded, group_maps
+from kdn.codec.repair import Repair, refuse_to_encode
+from kdn.errors import KdnError
+
+
+class RepairedKlt(KltCodec):
+    """Decodes what another codec encoded. Its tables are its own, on GPUs too."""
+
+    def __init__(self, codec: KltCodec, repair: Repair) -> None:
+        repair.check_for(codec.spec)
+        self._maps = group_maps(codec.profile, repair)
+        super().__init__(codec.spec, folded(codec.profile, self._maps), repairs_sinks=True)
+
+    def _decode_sinks(self, stream: Bitstream, count: int) -> list[torch.Tensor]:
+        found = super()._decode_sinks(stream, count)
+        return [own.values(sinks) for own, sinks in zip(self._maps, found, strict=True)]
+
+    def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
+        refuse_to_encode()
+
+    def encode_all(self, chunks: Sequence[Chunk], cache: KVCache) -> list[bytes]:
+        refuse_to_encode()
+
+    def encode_batch(self, items: Sequence[tuple[Chunk, KVCache]]) -> list[bytes | KdnError]:
+        refuse_to_encode()
+
+    def simulate(self, chunk: Chunk, cache: KVCache, levels: int) -> KVCache:
+        refuse_to_encode()
