@@ -27,6 +27,10 @@ app = typer.Typer(
 bench = lazy_group(
     {
         "codec": ("kdn.bench.codec:run", "Rate, quality and speed of every codec on a real model."),
+        "blend": (
+            "kdn.bench.blend.command:run",
+            "Joined pieces beside one reading of everything, and others' ways.",
+        ),
         "layering": ("kdn.bench.layering:run", "What levels cost klt against coding at once."),
         "cache": ("kdn.bench.cache:run", "Hit ratio of eviction policies on recorded requests."),
         "node": ("kdn.bench.node:run", "A node beside nginx and Redis, and how fairly it sends."),
@@ -46,7 +50,7 @@ bench = lazy_group(
 )
 app.add_typer(bench, name="bench", help="Measure on real data, with tables, JSON and plots.")
 
-FILE_OPTIONS = ("--text", "--calibration", "--requests", "--names")
+FILE_OPTIONS = ("--text", "--calibration", "--requests", "--names", "--data", "--seams-from")
 """Options that take one or more values; so a command's own arguments come before them."""
 
 ModelOption = Annotated[str, typer.Option(help="smollm2, a local folder, or a name on the hub.")]
@@ -196,9 +200,6 @@ def explain(
 def seams(
     what: Annotated[list[str], typer.Argument(help="Names, texts, or sets of questions (.jsonl).")],
     tag: Annotated[str, typer.Option(help="Tells them from others of the same model.")] = "",
-    questions: Annotated[
-        Path | None, typer.Option(help="A file of them, one a line, to measure by.")
-    ] = None,
     json: Annotated[Path | None, typer.Option(help="Where to write the report.")] = None,
     where: WhereOption = None,
     model: ModelOption = MODEL,
@@ -216,7 +217,7 @@ def seams(
 
     own = client.Own(token_file, secret_file, tls_ca)
     door = client.Door(config, where, model, device, dtype, codec, own=own)
-    run(door, what, tag, questions, json)
+    run(door, what, tag, json)
 
 
 @app.command()
