@@ -63,6 +63,8 @@ class Seams:
     blocks: Sequence[Block]
     expected: Mapping[float, tuple[float, float]] = field(default_factory=dict)
     """By share of recomputed tokens: KLD at the first token and over 16, on joins kept apart."""
+    joined: tuple[float, float] | None = None
+    """The same where nothing is repaired or recomputed."""
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Seams:
@@ -87,6 +89,7 @@ class Seams:
             "model": self.model.hex(),
             "blocks": [list(block.layers) for block in self.blocks],
             "expected": [[share, *klds] for share, klds in sorted(self.expected.items())],
+            "joined": [] if self.joined is None else list(self.joined),
         }
         tensors = {}
         for index, block in enumerate(self.blocks):
@@ -147,7 +150,8 @@ def _checked(meta: Any, tensors: Mapping[str, torch.Tensor]) -> Seams:
     if len(tensors) != 3 * len(layers):
         raise FormatError(f"expected {3 * len(layers)} tensors, found {len(tensors)}")
     blocks = tuple(_block(index, one, tensors) for index, one in enumerate(layers))
-    return Seams(model, blocks, _expected(meta["expected"]))
+    joined = _klds(meta["joined"]) if meta["joined"] else None
+    return Seams(model, blocks, _expected(meta["expected"]), joined)
 
 
 def _span(layers: Any) -> tuple[int, int]:
@@ -175,11 +179,17 @@ def _block(index: int, layers: tuple[int, int], tensors: Mapping[str, torch.Tens
 
 def _expected(rows: Any) -> dict[float, tuple[float, float]]:
     found: dict[float, tuple[float, float]] = {}
-    for row in rows[: MAX_EXPECTED + 1]:
-        share, first, mean = (float(number) for number in row)
-        if not (0 <= share <= 1 and all(math.isfinite(n) and n >= 0 for n in (first, mean))):
-            raise FormatError("expected a share and two divergences, none of them negative")
-        found[share] = (first, mean)
+    for share, *klds in rows[: MAX_EXPECTED + 1]:
+        if not 0 <= float(share) <= 1:
+            raise FormatError("expected a share of tokens from 0 to 1")
+        found[float(share)] = _klds(klds)
     if len(found) != len(rows):
         raise FormatError(f"expected at most {MAX_EXPECTED} shares, each once")
     return found
+
+
+def _klds(told: Any) -> tuple[float, float]:
+    first, mean = (float(number) for number in told)
+    if not all(math.isfinite(one) and one >= 0 for one in (first, mean)):
+        raise FormatError("expected two divergences, none of them negative")
+    return first, mean

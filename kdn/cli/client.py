@@ -123,6 +123,7 @@ def ask(
     deadline_s: float | None,
     max_tokens: int,
     freshness: Freshness,
+    recompute_share: float | None,
 ) -> None:
     from kdn.checked import checked_name
     from kdn.cli.progress import bar
@@ -143,6 +144,7 @@ def ask(
                 on_progress=report,
                 force_latest=freshness.latest,
                 stale_ok=freshness.stale_ok,
+                recompute_share=recompute_share,
             )
             first = await anext(answer, "")
         console.print(first, end="", markup=False, soft_wrap=True)

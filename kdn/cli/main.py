@@ -27,6 +27,10 @@ app = typer.Typer(
 bench = lazy_group(
     {
         "codec": ("kdn.bench.codec:run", "Rate, quality and speed of every codec on a real model."),
+        "blend": (
+            "kdn.bench.blend.command:run",
+            "Joined pieces beside one reading of everything, and others' ways.",
+        ),
         "layering": ("kdn.bench.layering:run", "What levels cost klt against coding at once."),
         "cache": ("kdn.bench.cache:run", "Hit ratio of eviction policies on recorded requests."),
         "node": ("kdn.bench.node:run", "A node beside nginx and Redis, and how fairly it sends."),
@@ -46,7 +50,7 @@ bench = lazy_group(
 )
 app.add_typer(bench, name="bench", help="Measure on real data, with tables, JSON and plots.")
 
-FILE_OPTIONS = ("--text", "--calibration", "--requests", "--names")
+FILE_OPTIONS = ("--text", "--calibration", "--requests", "--names", "--data", "--seams-from")
 """Options that take one or more values; so a command's own arguments come before them."""
 
 ModelOption = Annotated[str, typer.Option(help="smollm2, a local folder, or a name on the hub.")]
@@ -138,6 +142,16 @@ def ask(
     max_tokens: Annotated[
         int, typer.Option(min=1, max=MAX_COUNT, help="Longest answer.")
     ] = MAX_NEW_TOKENS,
+    share: Annotated[
+        float | None,
+        typer.Option(
+            "--recompute-share",
+            min=0,
+            max=1,
+            help="With --with: compute this share of the tokens anew, where the question looks. "
+            "Else as much as the quality takes.",
+        ),
+    ] = None,
     latest: LatestOption = False,
     stale_ok: StaleOption = False,
     token_file: TokenOption = None,
@@ -153,7 +167,7 @@ def ask(
     own = client.Own(token_file, secret_file, tls_ca)
     door = client.Door(config, where, model, device, dtype, codec, quality, own)
     freshness = client.Freshness(latest, stale_ok)
-    client.ask(door, about, asked, deadline, max_tokens, freshness)
+    client.ask(door, about, asked, deadline, max_tokens, freshness, share)
 
 
 @app.command()
@@ -180,6 +194,30 @@ def explain(
     own = client.Own(token_file, secret_file, tls_ca)
     door = client.Door(config, where, model, device, dtype, codec, own=own)
     client.explain(door, prompt_file, raw, pieces or [])
+
+
+@app.command()
+def seams(
+    what: Annotated[list[str], typer.Argument(help="Names, texts, or sets of questions (.jsonl).")],
+    tag: Annotated[str, typer.Option(help="Tells them from others of the same model.")] = "",
+    json: Annotated[Path | None, typer.Option(help="Where to write the report.")] = None,
+    where: WhereOption = None,
+    model: ModelOption = MODEL,
+    device: DeviceOption = DEVICE,
+    dtype: DTypeOption = None,
+    codec: CodecOption = CODEC,
+    token_file: TokenOption = None,
+    secret_file: SecretOption = None,
+    tls_ca: TlsOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Fit what repairs joins of such pieces, and say how far off answers will be."""
+    from kdn.cli import client
+    from kdn.cli.seams import run
+
+    own = client.Own(token_file, secret_file, tls_ca)
+    door = client.Door(config, where, model, device, dtype, codec, own=own)
+    run(door, what, tag, json)
 
 
 @app.command()

@@ -93,6 +93,8 @@ class Stats:
     """Of these, by seams."""
     recomputed_tokens: int = 0
     """Of these, computed anew by the model, because the question looks at them."""
+    recompute_s: float = 0.0
+    """For finding and computing them, and for reading the question with them."""
     troubles: tuple[str, ...] = ()
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
+from kdn.blend.seams import Seams
 from kdn.cache.keys import Tokens, cut
 from kdn.cache.tensors import KVCache
 from kdn.checked import (
@@ -37,6 +38,7 @@ from kdn.client.audit import Audit
 from kdn.client.contexts import Contexts, Options
 from kdn.client.conversation import Conversation
 from kdn.client.engine import Context, Engine, ModelSource, check_source, load_pair, values_of_cache
+from kdn.client.fitting import Asked, fit_and_share
 from kdn.client.joining import Joins, Names, checked_names, checked_pieces
 from kdn.client.learning import FLUSH_S, Learning, OnRead
 from kdn.client.naming import Named, find_name
@@ -57,13 +59,14 @@ from kdn.engines.generating import Sampling, TextPieces
 from kdn.engines.growing import Rooms
 from kdn.engines.prompts import Knowledge, Prompts
 from kdn.engines.reading import pieces
+from kdn.engines.seam_fitting import OnProgress as OnFitting
 from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import spec_of
 from kdn.engines.unchanged import Unchanged
 from kdn.errors import KdnError, UnsupportedError
 from kdn.places.places import Where, checked_places
 from kdn.session.opened import Opened
-from kdn.session.quality import Quality, enough_kld
+from kdn.session.quality import Quality, enough_join_kld, enough_kld
 from kdn.session.seams import checked_tag
 from kdn.session.session import Session
 from kdn.session.settings import SessionSettings
@@ -201,8 +204,12 @@ class AsyncClient(Opened):
         stale_ok: bool = False,
     ) -> Joined:
         """The cache of several things that were learned apart, one after another: a
-        `past_key_values` for a model to go on from."""
-        options = Options(quality, deadline_s, Sampling(), on_progress, force_latest, stale_ok)
+        `past_key_values` for a model to go on from. Nothing is recomputed, for no question tells
+        where; at the quality "exact" it is read instead."""
+        is_read = enough_join_kld(self._quality if quality is None else quality) == 0
+        options = Options(
+            quality, deadline_s, Sampling(), on_progress, force_latest, stale_ok, float(is_read)
+        )
         stats = Stats()
         join, _ = await self.joins.named(checked_pieces(names), options, stats)
         context = await self.joins.load(join, options, stats)
@@ -223,16 +230,20 @@ class AsyncClient(Opened):
         on_progress: OnProgress | None = None,
         force_latest: bool = False,
         stale_ok: bool = False,
+        recompute_share: float | None = None,
     ) -> Answer:
         """The answer to a question about something learned, or about several such things joined in
         this order (`["rules", "report"]`), as it is made. Where a region answers,
         `force_latest` asks for the newest version that any region has acknowledged; if that cannot
-        be known it fails, unless `stale_ok`."""
+        be known it fails, unless `stale_ok`. `recompute_share`: so much of a join is computed
+        anew, where the question looks; None: as much as the quality takes."""
         checked_names(name)
         checked_text("question", question)
         sampling = Sampling(max_new_tokens, temperature, seed)
         stats = Stats()
-        options = Options(quality, deadline_s, sampling, on_progress, force_latest, stale_ok)
+        options = Options(
+            quality, deadline_s, sampling, on_progress, force_latest, stale_ok, recompute_share
+        )
         return Answer(self._ask(name, question, options, stats), stats)
 
     async def _ask(
@@ -261,11 +272,15 @@ class AsyncClient(Opened):
         max_new_tokens: int = MAX_NEW_TOKENS,
         force_latest: bool = False,
         stale_ok: bool = False,
+        recompute_share: float | None = None,
     ) -> list[str]:
         """Answers to several questions about one thing, or about several joined: delivered once,
         answered as a batch."""
         stats = Stats()
-        options = Options(quality, deadline_s, force_latest=force_latest, stale_ok=stale_ok)
+        options = Options(
+            quality, deadline_s, force_latest=force_latest, stale_ok=stale_ok,
+            recompute_share=recompute_share,
+        )  # fmt: skip
         sampling = Sampling(max_new_tokens)
         questions = checked_texts("questions", questions)
         checked_names(name)
@@ -274,6 +289,7 @@ class AsyncClient(Opened):
         rows = [[*rest, *self.engine.prompts.ask(question, style)] for question in questions]
         if context.joined is not None:
             self.joins.check_fits(context.num_tokens + max(map(len, rows)))
+        await self.joins.looks.look(context, rows, stats)
         stats.computed_tokens += sum(map(len, rows))
         answers = await self.engine.answer_all(context, rows, sampling)
         self.engine.leave(context)
@@ -291,14 +307,36 @@ class AsyncClient(Opened):
         seed: int = 0,
         force_latest: bool = False,
         stale_ok: bool = False,
+        recompute_share: float | None = None,
     ) -> Conversation:
         """Questions that build on each other, about something learned, several such things joined,
         or nothing yet."""
         sampling = Sampling(max_new_tokens, temperature, seed)
         if name is not None:
             checked_names(name)
-        options = Options(quality, deadline_s, sampling, None, force_latest, stale_ok)
+        options = Options(
+            quality, deadline_s, sampling, None, force_latest, stale_ok, recompute_share
+        )
         return Conversation(self, name, options)
+
+    async def seams(
+        self,
+        names: Sequence[str] = (),
+        *,
+        texts: Sequence[str] = (),
+        examples: Sequence[Asked] = (),
+        tag: str = "",
+        on_progress: OnFitting | None = None,
+    ) -> Seams:
+        """Fit seams for joins of pieces like these, names or texts, and store them under the tag:
+        clients that are connected with it repair their joins with them. `expected` says what they
+        are worth: measured on some of the `examples` (a question, and the texts it is about), whose
+        other texts are fitted on, too; or else by questions made up about parts of the pieces."""
+        fitted = await fit_and_share(
+            self.engine, self.session, names, texts, examples, tag, on_progress
+        )
+        self.joins.forget_seams()
+        return fitted
 
     async def publish(
         self, tokens: Tokens, cache: Cache | KVCache, *, after: Loaded | None = None

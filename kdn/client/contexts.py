@@ -11,7 +11,7 @@ from itertools import groupby, pairwise
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Tokens, cut
 from kdn.cache.tensors import KVCache
-from kdn.checked import checked_deadline, checked_function
+from kdn.checked import checked_deadline, checked_function, checked_number
 from kdn.client.answers import Stats
 from kdn.client.engine import Context, ContextSource, Engine
 from kdn.delivery.known import Known
@@ -51,12 +51,16 @@ class Options:
     """Of a name: what the centre of all regions has now, not what a region heard last."""
     stale_ok: bool = False
     """If nobody can tell what is the latest: what is known."""
+    recompute_share: float | None = None
+    """Of a join: so much of it is computed anew, whatever the quality; 1: it is read."""
 
     def __post_init__(self) -> None:
         if self.quality is not None:
             enough_kld(self.quality)
         checked_deadline(self.deadline_s)
         checked_function("on_progress", self.on_progress)
+        if self.recompute_share is not None:
+            checked_number("recompute_share", self.recompute_share, 0, 1)
 
 
 @dataclass
@@ -188,6 +192,8 @@ class Contexts:
         got = context.delivered
         if got is None or got.result is None or not self.engine.lies_in_room(context):
             return None
+        if context.is_mended:
+            return None  # what was computed anew would be lost under what arrives
         enough = self.enough_kld(options)
         return None if got.result.kld <= enough else got.result.refine(enough)
 

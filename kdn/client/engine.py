@@ -22,6 +22,7 @@ from kdn.cache.keys import Chunk, Namespace
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.checked import shown
+from kdn.client.looking import Looking
 from kdn.defaults import DEVICE
 from kdn.engines.batching import answer_all
 from kdn.engines.device import (
@@ -62,6 +63,10 @@ class Context:
     """What of it came from a delivery."""
     joined: Join | None = None
     """What it began with, if that was learned apart: nothing on top of it may be published."""
+    looking: Looking | None = None
+    """How much of it the next question makes the model compute anew."""
+    is_mended: bool = False
+    """Some of what was delivered has been computed anew."""
     room: Room | None = None
     """Where its values lie."""
     logits: torch.Tensor | None = None
@@ -196,6 +201,11 @@ class Engine:
             wait_for_model(self.device)
         context.logits = logits
         context.tokens[held:] = tokens
+
+    async def run(self, function: Any, *arguments: Any) -> Any:
+        """In a thread, when the model is free."""
+        async with self.lock:
+            return await _finish(function, *arguments)
 
     def append(self, context: Context, cache: KVCache, tokens: Sequence[int]) -> None:
         """Go on with values that were delivered."""

@@ -23,12 +23,14 @@ import numpy.typing as npt
 
 from kdn.blend.pieces import Join, check_joinable
 from kdn.blend.seams import Seams
+from kdn.blend.shares import WHOLE
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.checked import checked_name, shown
 from kdn.client.answers import Stats
 from kdn.client.contexts import LEAST_S, Contexts, Options
 from kdn.client.engine import Context
+from kdn.client.looking import Looking, Looks
 from kdn.client.naming import Named, as_piece, find_name
 from kdn.codec.base import Codec
 from kdn.delivery.join_sink import JoinRowsSink, JoinSink
@@ -91,6 +93,7 @@ class Joins:
     def __init__(self, contexts: Contexts, tag: str | None) -> None:
         """`tag`: which seams repair what moves; None: none do."""
         self._contexts, self._tag = contexts, tag
+        self.looks = Looks(contexts)
         self._finding: asyncio.Task[Repairing | None] | None = None
 
     # what to join
@@ -133,24 +136,42 @@ class Joins:
             self.repairing(join, left_s, stats),
             contexts.session.know_each(join.chunks, limit_s=min(left_s, self._look_s(join))),
         )
+        share, count = 0.0, join.num_tokens
+        if len(join.pieces) > 1:
+            expected = repairing.seams.expected if repairing else None
+            share = self.looks.share(count, expected, options, until_s - clock())
+        used = join
+        if share == WHOLE:  # the first piece is right there, and the rest is read
+            used = Join(join.pieces[:1])
+            known = known.only(used.chunks)
         room = contexts.engine.room_for(join.num_tokens)
         cache = self._memory(join, room)
-        delivery = _Delivery(contexts, join, known, repairing, room, cache)
-        got, loaded, read = await delivery.run(
-            replace(options, deadline_s=max(LEAST_S, until_s - clock()))
-        )
+        delivery = _Delivery(contexts, used, known, repairing, room, cache)
+        left_s = until_s - clock() - self.looks.recompute_s(share, count)
+        got, loaded, read = await delivery.run(replace(options, deadline_s=max(LEAST_S, left_s)))
+        rest = np.zeros(count - used.num_tokens, bool)
+        loaded, read = (np.concatenate([some, rest]) for some in (loaded, read))
         context = await self._filled(join, cache, loaded | read, room)
         context.delivered, context.joined = got, join
+        if share < WHOLE:
+            context.looking = self._looking(join, loaded, share, until_s)
         _count(stats, join, got, loaded, repairing is not None)
         return context
+
+    def _looking(self, join: Join, loaded: Flags, share: float, until_s: float) -> Looking | None:
+        moved = loaded.copy()
+        moved[: len(join.pieces[0].tokens)] = False
+        if not share or not moved.any():
+            return None
+        within = [(start, end) for start, end in _runs(moved) if moved[start]]
+        return Looking(share, within, self.looks.reading_s(join.num_tokens), until_s)
 
     def _look_s(self, join: Join) -> float:
         """How long a lookup may take."""
         return min(LOOKUP_S, max(LOOK_S, LOOK_SHARE * self._reading_s(join)))
 
     def _reading_s(self, join: Join) -> float:
-        speeds = self._contexts.speeds
-        return FAR_S if speeds is None else speeds.prefill_s(0, join.num_tokens)
+        return self.looks.reading_s(join.num_tokens) or FAR_S
 
     def _memory(self, join: Join, room: Room | None) -> KVCache:
         if room is not None:
@@ -182,8 +203,10 @@ class Joins:
     async def look(
         self, context: Context, prompt: Sequence[int], options: Options, stats: Stats
     ) -> None:
-        """Before the rest of a prompt, the question, is read on top of a join."""
+        """Before the rest of a prompt, the question, is read on top of a join: what it looks at is
+        computed anew, and the question is read with it."""
         self.check_fits(len(prompt))
+        await self.looks.look(context, [prompt[context.num_tokens :]], stats)
 
     # seams
 

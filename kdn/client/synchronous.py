@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kdn.blend.seams import Seams
 from kdn.cache.keys import Tokens
 from kdn.cache.tensors import KVCache
 from kdn.client.answers import Answer as AsyncAnswer
@@ -13,12 +14,14 @@ from kdn.client.answers import Joined, Learned, Loaded, Metrics, Stats
 from kdn.client.asynchronous import AsyncClient
 from kdn.client.conversation import Conversation as AsyncConversation
 from kdn.client.engine import ModelSource
+from kdn.client.fitting import Asked
 from kdn.client.joining import Names
 from kdn.client.learning import FLUSH_S, OnRead
 from kdn.defaults import CODEC, DEVICE, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
 from kdn.delivery.request import OnProgress
 from kdn.engines.device import Device, DType, follow_caller
 from kdn.engines.prompts import Knowledge
+from kdn.engines.seam_fitting import OnProgress as OnFitting
 from kdn.places.places import Where
 from kdn.session.loop import LoopThread
 from kdn.session.quality import Quality
@@ -155,11 +158,12 @@ class Client:
         on_progress: OnProgress | None = None,
         force_latest: bool = False,
         stale_ok: bool = False,
+        recompute_share: float | None = None,
     ) -> Answer:
         answer = self._client.ask(
             name, question, quality=quality, deadline_s=deadline_s, max_new_tokens=max_new_tokens,
             temperature=temperature, seed=seed, on_progress=on_progress, force_latest=force_latest,
-            stale_ok=stale_ok,
+            stale_ok=stale_ok, recompute_share=recompute_share,
         )  # fmt: skip
         return Answer(self._loop, answer)
 
@@ -173,10 +177,11 @@ class Client:
         max_new_tokens: int = MAX_NEW_TOKENS,
         force_latest: bool = False,
         stale_ok: bool = False,
+        recompute_share: float | None = None,
     ) -> list[str]:
         answering = self._client.ask_all(
             name, questions, quality=quality, deadline_s=deadline_s, max_new_tokens=max_new_tokens,
-            force_latest=force_latest, stale_ok=stale_ok,
+            force_latest=force_latest, stale_ok=stale_ok, recompute_share=recompute_share,
         )  # fmt: skip
         return self._loop.run(answering)
 
@@ -191,12 +196,28 @@ class Client:
         seed: int = 0,
         force_latest: bool = False,
         stale_ok: bool = False,
+        recompute_share: float | None = None,
     ) -> Conversation:
         conversation = self._client.converse(
             name, quality=quality, deadline_s=deadline_s, max_new_tokens=max_new_tokens,
             temperature=temperature, seed=seed, force_latest=force_latest, stale_ok=stale_ok,
+            recompute_share=recompute_share,
         )  # fmt: skip
         return Conversation(self._loop, conversation)
+
+    def seams(
+        self,
+        names: Sequence[str] = (),
+        *,
+        texts: Sequence[str] = (),
+        examples: Sequence[Asked] = (),
+        tag: str = "",
+        on_progress: OnFitting | None = None,
+    ) -> Seams:
+        fitting = self._client.seams(
+            names, texts=texts, examples=examples, tag=tag, on_progress=on_progress
+        )
+        return self._loop.run(fitting)
 
     def publish(
         self, tokens: Tokens, cache: Cache | KVCache, *, after: Loaded | None = None

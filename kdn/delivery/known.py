@@ -41,6 +41,13 @@ class Known:
     def end(self) -> int:
         return self.chunks[-1].end if self.chunks else 0
 
+    def only(self, chunks: Iterable[Chunk]) -> Known:
+        """What is known of these alone."""
+        keys = {chunk.key for chunk in chunks}
+        mine = tuple(chunk for chunk in self.chunks if chunk.key in keys)
+        streams = {key: stream for key, stream in self.streams.items() if key in keys}
+        return replace(self, chunks=mine, streams=streams)
+
     def incoming(self, chunks: Sequence[Chunk]) -> list[Incoming]:
         """The first of these chunks, as far as their streams are known."""
         found: list[Incoming] = []
@@ -142,29 +149,6 @@ async def longest_known(
     chunks += tail
     found = {c.key: search.streams[c.key] for c in chunks if search.streams.get(c.key)}
     return Known(tuple(chunks), found, late)
-
-
-async def known_of(
-    chunks: Sequence[Chunk],
-    takes: Callable[[StreamInfo], bool],
-    is_held: Callable[[Chunk], bool],
-    question: Question,
-    endpoints: Endpoints,
-    until_s: float,
-) -> Known:
-    """Which of these chunks somebody has, of whatever contexts they are: one lookup for all."""
-    held = {chunk.key for chunk in chunks if is_held(chunk)}
-    asked = [chunk for chunk in chunks if chunk.key not in held]
-    streams: Streams = {}
-    is_late = False
-    if asked and question.clock() < until_s:
-        streams = await look_up(replace(question, chunks=asked), endpoints, until_s)
-        is_late = question.clock() >= until_s
-    found: Streams = {
-        key: one for key, one in streams.items() if one and takes(one.assembly.header.info)
-    }
-    known = tuple(chunk for chunk in chunks if chunk.key in held or chunk.key in found)
-    return Known(known, found, is_late)
 
 
 class _Search:

@@ -125,6 +125,10 @@ class Prompts:
             raise UnsupportedError("the chat template does not show a message exactly once")
         return parts[0], parts[1]
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """Without special tokens."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
     def _ids(self, text: str, special: bool = False) -> list[int]:
         """A template brings its special tokens itself."""
         ids = self._tokenizer(text, add_special_tokens=special, verbose=False).input_ids

@@ -171,7 +171,7 @@ class QualityProbe:
         ]
 
     def _compare(self, tested: list[torch.Tensor]) -> Quality:
-        klds = [_kld(p, q) for p, q in zip(self._reference, tested, strict=True)]
+        klds = [kld(p, q) for p, q in zip(self._reference, tested, strict=True)]
         p, q = self._reference[0], tested[0]
         targets = self._rows[0][1:].to(q.device)
         return Quality(
@@ -182,11 +182,11 @@ class QualityProbe:
         )
 
 
-def _kld(log_p: torch.Tensor, log_q: torch.Tensor) -> Floats:
+def kld(log_p: torch.Tensor, log_q: torch.Tensor) -> Floats:
     """KL(p || q) of each row: float32 terms, summed in float64."""
     terms = log_p.exp() * (log_p - log_q)
-    kld: Floats = terms.sum(-1, dtype=torch.float64).cpu().numpy()
-    return np.maximum(kld, 0.0)
+    found: Floats = terms.sum(-1, dtype=torch.float64).cpu().numpy()
+    return np.maximum(found, 0.0)
 
 
 def _to_model(cache: KVCache, model: Any) -> KVCache:

@@ -26,12 +26,21 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def forward(
-    model: PreTrainedModel, tokens: Tokens, past: Cache, *, every: bool = False
+    model: PreTrainedModel,
+    tokens: Tokens,
+    past: Cache,
+    *,
+    every: bool = False,
+    mask: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Read `tokens` after what `past` holds, into it: logits [vocabulary] after the last one, or
-    after every one [tokens, vocabulary]."""
+    after every one [tokens, vocabulary]. At `positions`, under a `mask`, if they are not those of
+    tokens that follow each other."""
     ids = torch.as_tensor(np.asarray(tokens, dtype=np.int64), device=model.device)[None]
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
+    if positions is not None:
+        options["position_ids"] = positions[None]
     if not every and _keeps_logits(model):
         options["logits_to_keep"] = 1
     with torch.inference_mode():

@@ -32,7 +32,7 @@ from kdn.codec.base import Codec
 from kdn.codec.header import StreamInfo
 from kdn.delivery.client import deliver
 from kdn.delivery.estimate import Estimator, Gauge, Told
-from kdn.delivery.known import Known, Wish, known_of, longest_known
+from kdn.delivery.known import Known, Wish, longest_known
 from kdn.delivery.lookup import Question, Stream, Streams, ask, look_up
 from kdn.delivery.plan import Speeds
 from kdn.delivery.publish import Admission, Publisher, Source
@@ -184,18 +184,6 @@ class Session(Opened):
                 )  # fmt: skip
                 return await longest_known(wish, self._question(()), self.places.endpoints, until_s)
 
-    async def know_chunks(
-        self, chunks: Sequence[Chunk], *, enough_kld: float = 0.0, limit_s: float = LOOKUP_S
-    ) -> Known:
-        """Which of these chunks, of several contexts, this host or some place has complete."""
-        async with self._asking:
-            until_s = self._clock() + limit_s
-            with self._looking(enough_kld) as is_held:
-                return await known_of(
-                    chunks, partial(self._takes, whole=True), is_held, self._question(()),
-                    self.places.endpoints, until_s,
-                )  # fmt: skip
-
     def _takes(self, info: StreamInfo, *, whole: bool) -> bool:
         complete = not (whole and any(info.absences))
         return complete and self.codec.decodes_to(info, self.dtype)
@@ -212,12 +200,7 @@ class Session(Opened):
         joins, whose pieces do not build on each other. What this host holds comes first."""
 
         def takes(stream: Stream | None) -> bool:
-            info = None if stream is None else stream.assembly.header.info
-            return (
-                info is not None
-                and not any(info.absences)
-                and self.codec.decodes_to(info, self.dtype)
-            )
+            return stream is not None and self._takes(stream.assembly.header.info, whole=True)
 
         async with self._asking:
             until_s = self._clock() + limit_s

@@ -64,7 +64,12 @@ def test_several_texts_are_joined(model: Any, tmp_path: Path) -> None:
     answer = kdn("ask", *pieces, QUESTION, "--codec", "exact", "--max-tokens", "9")
     assert printable(answer.stdout) != ""
     assert "411 tokens known" in answer.stderr
-    assert "2 pieces joined: 102 tokens moved, 0 repaired, 0 recomputed" in answer.stderr
+    assert "2 pieces joined: 102 tokens moved, 0 repaired, 102 recomputed" in answer.stderr
+    answer = kdn(
+        "ask", *pieces, QUESTION, "--codec", "exact", "--max-tokens", "9",
+        "--recompute-share", "0.1",
+    )  # fmt: skip
+    assert "102 tokens moved, 0 repaired, 41 recomputed" in answer.stderr
     explained = kdn("explain", *pieces, "--codec", "exact").stdout
     assert "moved by 302 positions" in explained
     assert "411 of 411 tokens need no reading" in explained

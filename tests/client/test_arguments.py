@@ -25,6 +25,7 @@ LISTS: tuple[Any, ...] = ([], ["a", ""], ["notes", 5], ["notes", ["notes"]], [b"
 NAMES = ("", " ", "a b", "a/b", "x" * 129, "\udcff", "a\0", 5, None, b"x", [5])
 TEXTS = ("", " ", "\udcff", 5, None, b"x", ["a"], {})
 COUNTS = (*NUMBERS, 0, 1.5, None)
+SHARES = (*NUMBERS, 1.1)
 FUNCTIONS = (5, "x", [])
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -70,16 +71,17 @@ METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
     "ask": {
         "name": (*NAMES, *LISTS), "question": TEXTS, "quality": QUALITIES, "deadline_s": DEADLINES,
         "max_new_tokens": COUNTS, "temperature": (*NUMBERS, None),
-        "seed": (*NUMBERS, 1.5, None), "on_progress": FUNCTIONS,
+        "seed": (*NUMBERS, 1.5, None), "on_progress": FUNCTIONS, "recompute_share": SHARES,
     },
     "ask_all": {
         "name": (*NAMES, *LISTS), "questions": (*TEXTS, [], [""], [5], "what?"),
         "quality": QUALITIES, "deadline_s": DEADLINES, "max_new_tokens": COUNTS,
+        "recompute_share": SHARES,
     },
     "converse": {
         "name": tuple(name for name in (*NAMES, *LISTS) if name is not None), "quality": QUALITIES,
         "deadline_s": DEADLINES, "max_new_tokens": COUNTS, "temperature": (*NUMBERS, None),
-        "seed": (*NUMBERS, 1.5, None),
+        "seed": (*NUMBERS, 1.5, None), "recompute_share": SHARES,
     },
     "publish": {
         "tokens": ("x", 5, None, [1.5], [-1], [128]),

@@ -217,7 +217,7 @@ def test_what_is_lost_since_is_computed(shared: SharedSession) -> None:
     lost = some[1].chunks[1]
     [store] = [one.store for one in shared.session.places.endpoints]
     shared.submit(lambda: store.delete(lost.key)).result(30)
-    order, paged = order_of(known), paged_cache("cpu")
+    order, paged = replace(order_of(known), deadline_s=0.5), paged_cache("cpu")
     ended, counts = load(shared, paged, order)
     first = HEAD + LENGTHS[0] + (256 - HEAD)  # of the second piece, what its first chunk holds
     assert ended.good_until == first // BLOCK * BLOCK
@@ -291,3 +291,23 @@ def test_what_is_known_as_it_is_stays_known(shared: SharedSession) -> None:
     assert isinstance(known, KnownJoin)
     assert known.chunks == plain.chunks
     assert known.join is not None
+
+
+def test_seams_that_come_too_late_are_there_the_next_time(shared: SharedSession) -> None:
+    shared.submit(lambda: share_seams(shared.session, SEAMS)).result(30)
+    source = shared.seams
+    assert shared.submit(lambda: source.find(0.0)).result(30) is None
+    until_s = time.monotonic() + 30
+    while (found := shared.submit(lambda: source.find(0.0)).result(30)) is None:
+        assert time.monotonic() < until_s
+    assert found.kld == SEAMS.expected[0.0][1]
+    assert shared.submit(lambda: source.find(0.0)).result(30) is found
+
+
+def test_nobody_is_asked_again_and_again_for_seams(shared: SharedSession) -> None:
+    source = shared.seams
+    assert shared.submit(lambda: source.find(20.0)).result(30) is None
+    shared.submit(lambda: share_seams(shared.session, SEAMS)).result(30)
+    assert shared.submit(lambda: source.find(20.0)).result(30) is None
+    source._again_s = 0.0
+    assert shared.submit(lambda: source.find(20.0)).result(30) is not None

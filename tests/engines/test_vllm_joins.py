@@ -10,9 +10,11 @@ import pytest
 from kdn.blend.pieces import Join, Piece
 from kdn.cache.keys import cut, token_ids
 from kdn.delivery.known import Known
+from kdn.engines.vllm.events import Events
 from kdn.engines.vllm.join_lookup import KnownJoin
 from kdn.engines.vllm.joins import SALT_PREFIX, renamed
 from kdn.engines.vllm.messages import LoadReport
+from kdn.engines.vllm.telling import Telling
 from tests.engines.vllm_scheduling import BLOCK, SPACE, World, request
 
 HEAD = 40
@@ -275,3 +277,23 @@ def test_renaming_keeps_what_it_cannot_change() -> None:
     asked.num_tokens += BLOCK
     asked.update_block_hashes()
     assert {salt for _, salt in asked.block_hashes} == {"other"}
+
+
+def test_routers_are_not_told_of_joins() -> None:
+    """Of what is known of the prompt as it is, they are: that others may load as well."""
+    one = world()
+    events = Events(BLOCK)
+    one.side._telling = Telling(events)
+    asked = with_pieces()
+    plain = list(asked.block_hashes)
+    begin(one, asked, found(asked, plain=256))
+    one.side.matched(asked, 0)
+    order = load(one, asked)
+    one.side.loaded(LoadReport(exact_until={"r": 0}, failed_from={"r": 512}))
+    one.step(new=[(asked, list(order.block_ids), 512, 488)])
+    asked.num_preemptions += 1
+    one.side.matched(asked, 0)
+    one.lookups[-1].set_result(found(asked, plain=512))
+    one.side.matched(asked, 0)
+    told = [name for event in events.take() for name in getattr(event, "blocks", event).hashes]
+    assert told == plain[:2]

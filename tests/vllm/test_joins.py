@@ -251,6 +251,7 @@ def test_a_hundred_mixed_requests(engine: Engine, pieces: Pieces, truth: Any) ->
         assert grown["joins"] >= len(joins) // 3  # of the same prompt, one is enough
         assert grown["refused_joins"] == len([1 for one in asked if is_wrong(one)])
         assert (after["requests"], after["loading"]) == (0, 0)
+    assert after["preemptions"] > 0
 
 
 def key(one: dict[str, Any]) -> tuple[int, ...]:
@@ -261,17 +262,14 @@ def is_wrong(one: dict[str, Any]) -> bool:
     return "kdn" in one and not is_join(one)
 
 
-def test_nothing_of_a_join_is_published(
-    engine: Engine, node: Node, pieces: Pieces, model: str, truth: Any, logs: Path
-) -> None:
-    """Another engine that loads whatever it finds of the same prompts says the same as without."""
+def test_nothing_of_a_join_is_published(engine: Engine, pieces: Pieces, truth: Any) -> None:
+    """The same prompts without pieces, from what has been published of all by now."""
     engine.flush()
-    joined = [one for one in mixed(pieces) if is_join(one)]
-    transfer = connector(node.url, codec="exact", publish=False)
-    with Engine(
-        logs / "other", model=model, enable_prefix_caching=True, kv_transfer_config=transfer,
-        **SETTINGS,
-    ) as other:  # fmt: skip
-        asked = [{"prompt": one["prompt"]} for one in joined]
-        told = other.generate_each(asked=asked, max_tokens=OUTPUT)
-        assert told["tokens"] == [truth[key(one)] for one in asked]
+    assert engine.reset()
+    before = engine.state()
+    asked = [{"prompt": one["prompt"]} for one in mixed(pieces) if is_join(one)]
+    told = engine.generate_each(asked=asked, max_tokens=OUTPUT)
+    assert told["tokens"] == [truth[key(one)] for one in asked]
+    after = engine.state()
+    assert after["hits"] - before["hits"] > 1000
+    assert after["scheduler"]["joins"] == before["scheduler"]["joins"]

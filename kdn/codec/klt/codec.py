@@ -47,6 +47,7 @@ from kdn.codec.klt.transform import (
     PackedComponents,
     Predictor,
 )
+from kdn.codec.repair import Repair
 from kdn.codec.threads import parallel_call, parallel_map
 from kdn.errors import FormatError, KdnError
 
@@ -58,8 +59,16 @@ class KltCodec(Codec):
     codec_id = CodecId.KLT
     shares_profile = True
 
-    def __init__(self, spec: ModelSpec, profile: Profile, duals: Path | None = None) -> None:
-        """`duals`: a file that spares later processes what the first encoding works out."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        profile: Profile,
+        duals: Path | None = None,
+        *,
+        repairs_sinks: bool = False,
+    ) -> None:
+        """`duals`: a file that spares later processes what the first encoding works out.
+        `repairs_sinks`: sinks take a step that kernels do not know."""
         profile.check_for(spec)
         self.spec = spec
         self.profile = profile
@@ -74,7 +83,7 @@ class KltCodec(Codec):
             spec, self.coder, self._predict, self._transforms, self._sinks, self._duals
         )
         self._restorer = Restorer(spec, profile, self._predict, self._transforms)
-        self._gpu = GpuDecoding(spec, profile)
+        self._gpu = GpuDecoding(spec, profile, decodes_sinks=not repairs_sinks)
         self._gpu_encoding = GpuEncoding(spec, profile)
 
     @property
@@ -85,6 +94,13 @@ class KltCodec(Codec):
 
     def decodes_on(self, device: torch.device) -> bool:
         return device.type == "cuda" and find_spec("triton") is not None
+
+    def repaired(self, repair: Repair) -> Codec:
+        """With the repair folded into its rows, where each of its maps lies within a group of the
+        profile: UnsupportedError else."""
+        from kdn.codec.klt.repaired import RepairedKlt
+
+        return RepairedKlt(self, repair)
 
     def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
         if self._gpu_encoding.suits(chunk, cache):
@@ -200,11 +216,14 @@ class KltCodec(Codec):
             lambda: self._restorer.known(chunk, cache.start),
             *(partial(self.coder.decode, stream, g, wanted, classes) for g in groups),
         )
-        sinks = []
-        if count := self.profile.num_sinks_of(chunk):
-            data = [stream.section(0, g, KIND_SINKS) for g in groups]
-            sinks = [self._sinks[g].decode(data[g], count) for g in groups]
+        count = self.profile.num_sinks_of(chunk)
+        sinks = self._decode_sinks(stream, count) if count else []
         self._restorer.restore(chunk, known, FromStream(classes, coded, sinks), cache, heads)
+
+    def _decode_sinks(self, stream: Bitstream, count: int) -> list[torch.Tensor]:
+        """Of each group, the values [sinks, columns] of a context's first tokens."""
+        data = [stream.section(0, g, KIND_SINKS) for g in range(len(self._sinks))]
+        return [own.decode(part, count) for own, part in zip(self._sinks, data, strict=True)]
 
     def decode_all(
         self,

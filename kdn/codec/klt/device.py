@@ -17,10 +17,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk
-from kdn.cache.rows import TokenRows
+from kdn.cache.rows import NOWHERE, TokenRows
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Coded, output_cache
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 REFUSED_S = 5.0
 """For so long a device that had too little memory is not asked again: it takes long, and fails."""
 WARN_EVERY_S = 60.0
+EVERY = np.zeros(CHUNK_TOKENS, np.int64)
+"""Slots of a chunk of which every token is wanted."""
 
 
 class BegunRows:
@@ -83,9 +86,15 @@ class GpuDecoding:
     """A codec's decoders, one for each device and share of heads, made when first used."""
 
     def __init__(
-        self, spec: ModelSpec, profile: Profile, clock: Callable[[], float] = time.monotonic
+        self,
+        spec: ModelSpec,
+        profile: Profile,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        decodes_sinks: bool = True,
     ) -> None:
-        self._spec, self._profile = spec, profile
+        """Without `decodes_sinks` chunks whose sinks are wanted are left to the reference."""
+        self._spec, self._profile, self._decodes_sinks = spec, profile, decodes_sinks
         self._refusals = Refusals(clock)
         self._lock = threading.Lock()  # guards what follows, and who may launch with a decoder
         self._decoders: dict[tuple[torch.device, range], GpuDecoder] = {}
@@ -111,7 +120,7 @@ class GpuDecoding:
         shift = 0 if at is None else at - chunks[0].start
         if not self._suits(out.keys, out.values):
             return list(range(len(chunks)))
-        left = [i for i, chunk in enumerate(chunks) if not self._can(chunk)]
+        left = [i for i, chunk in enumerate(chunks) if not self._can(chunk, EVERY)]
         with self._lock:
             decoder = self._decoder(out.keys.device, range(self._spec.num_kv_heads))
             for count in sorted(set(levels)):
@@ -156,23 +165,28 @@ class GpuDecoding:
     def _jobs(
         self, decoder: GpuDecoder, batch: Sequence[Coded]
     ) -> dict[int, list[tuple[int, Job]]]:
-        """By levels: those that kernels can do, and their numbers. A chunk that begins a context
+        """By levels: those that kernels can do, and their numbers. A chunk that wants its sinks
         begins a slab, so it comes first."""
         found: dict[int, list[tuple[int, Job]]] = {}
-        for i in sorted(range(len(batch)), key=lambda i: batch[i].chunk.start > 0):
-            one = batch[i]
-            if self._can(one.chunk):
+        for i, one in enumerate(batch):
+            if self._can(one.chunk, one.slots):
                 with suppress(KdnError):  # the reference says what is wrong
                     job = decoder.job(one.stream, one.chunk, one.levels, one.slots, one.at)
                     found.setdefault(one.levels, []).append((i, job))
-        return found
+        return {
+            levels: sorted(jobs, key=lambda one: not one[1].wants_sinks)
+            for levels, jobs in found.items()
+        }
 
     def _suits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         plain = keys.stride(-1) == values.stride(-1) == 1 and keys.shape[-1] % 2 == 0
         known = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
         return keys.is_cuda and find_spec("triton") is not None and plain and keys.dtype in known
 
-    def _can(self, chunk: Chunk) -> bool:
+    def _can(self, chunk: Chunk, slots: npt.NDArray[np.int64]) -> bool:
+        count = self._profile.num_sinks_of(chunk)
+        if not self._decodes_sinks and bool((slots[:count] != NOWHERE).any()):
+            return False
         return self._profile.num_sinks <= MAX_SINKS and chunk.num_tokens <= CHUNK_TOKENS
 
     def _decoder(self, device: torch.device, heads: range) -> GpuDecoder:

@@ -45,9 +45,9 @@ class Slab:
     """Chunks on the device, ready to be decoded: `words` of all sections; `places` [part, chunk,
     group, 2], `class_places` [chunk, 2] and `sink_places` [group, 2] say where each begins and how
     many words it has; `ids` [tokens, 3] of each token and of those before it; `slots` and
-    `positions` [tokens]. Every chunk has 256 tokens here: those that it lacks have slot -1. Only
-    the first chunk may have sinks; `skipped` [chunk] counts them. `is_full`: no chunk lacks any.
-    `status` [chunk] and `classes` [tokens] are for the kernels to fill."""
+    `positions` [tokens]. Every chunk has 256 tokens here: those that it lacks have slot -1.
+    `skipped` [chunk] counts each one's sinks; only the first chunk's are decoded. `is_full`: no
+    chunk lacks any. `status` [chunk] and `classes` [tokens] are for the kernels to fill."""
 
     words: Tensor
     places: Tensor
@@ -71,14 +71,20 @@ class Slab:
 
 
 class Job(NamedTuple):
-    """A chunk to be decoded: its stream, each token's slot, the lengths of its sections, and the
-    position that its first token's keys are turned for."""
+    """A chunk to be decoded: its stream, each token's slot, the lengths of its sections, the
+    position that its first token's keys are turned for, and how many sinks its stream holds."""
 
     stream: Bitstream
     chunk: Chunk
     slots: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
     at: int
+    sinks: int
+
+    @property
+    def wants_sinks(self) -> bool:
+        """Not where they go nowhere: where a piece of a join drops its head, for one."""
+        return bool((self.slots[: self.sinks] >= 0).any())
 
     @property
     def size_bytes(self) -> int:
@@ -201,7 +207,8 @@ class SlabMaker:
     ) -> Job:
         """KdnError unless kernels can read nothing but what is there."""
         check_ids(chunk, self._vocab_size)
-        with_sinks = chunk.start == 0 and self._num_sinks > 0
+        sinks = min(self._num_sinks, chunk.num_tokens) if chunk.start == 0 else 0
+        with_sinks = sinks > 0
         # The id is a digest of the header. The same streams are decoded over and over.
         key = (stream.stream_id, levels, with_sinks)
         lengths = self._lengths.get(key)
@@ -211,7 +218,7 @@ class SlabMaker:
             if len(self._lengths) >= MAX_LENGTHS:
                 self._lengths.clear()
             self._lengths[key] = lengths
-        return Job(stream, chunk, slots, lengths, chunk.start if at is None else at)
+        return Job(stream, chunk, slots, lengths, chunk.start if at is None else at, sinks)
 
     def fields(self, num_chunks: int) -> Fields:
         tokens, groups = num_chunks * CHUNK_TOKENS, self._num_groups
@@ -239,7 +246,7 @@ class SlabMaker:
         take: Callable[[int, int], InputBuffer],
         count: int | None = None,
     ) -> Filling:
-        """Bring chunks, of which only the first may begin a context, into a buffer: `take` gives
+        """Bring chunks, of which only the first may want sinks, into a buffer: `take` gives
         one of so many bytes on the host and on the device. Threads do it; see `Filling`. A slab of
         more chunks (`count`) repeats the last, and its values go nowhere."""
         spares = (count or len(jobs)) - len(jobs)
@@ -250,14 +257,13 @@ class SlabMaker:
         spare = 2 * self._spare_words
         buffer = take(int(starts[-1]), int(starts[-1]) + spare)
         raw, arrays = buffer.bytes, fields.on_host(buffer.bytes)
-        sinks = min(self._num_sinks, chunks[0].num_tokens) if chunks[0].start == 0 else 0
+        sinks = every[0].sinks if every[0].wants_sinks else 0
 
         def describe() -> list[int]:
             begins = np.append(starts[:-1], [starts[-2]] * spares) - fields.size_bytes
-            self._fill_places(arrays, [job.lengths for job in every], begins, levels, sinks)
+            self._fill_places(arrays, every, begins, levels)
             fill_tokens(arrays, every, self._vocab_size)
-            arrays["skipped"][:] = 0
-            arrays["skipped"][0] = sinks
+            arrays["skipped"][:] = [job.sinks for job in every]
             return []
 
         places = [
@@ -289,21 +295,20 @@ class SlabMaker:
     def _fill_places(
         self,
         arrays: dict[str, npt.NDArray[Any]],
-        lengths: Sequence[npt.NDArray[np.int64]],
+        jobs: Sequence[Job],
         begins: npt.NDArray[np.int64],
         levels: int,
-        sinks: int,
     ) -> None:
-        first = 1 if sinks else 0
         arrays["sink_places"][:] = 0
-        for rows, with_sinks in ((slice(0, first), True), (slice(first, len(lengths)), False)):
-            if rows.start == rows.stop:
+        for with_sinks in (True, False):
+            rows = [c for c, job in enumerate(jobs) if bool(job.sinks) == with_sinks]
+            if not rows:
                 continue
             sections = self._sections_of(levels, with_sinks=with_sinks)
-            places = section_places(np.stack(lengths[rows]), begins[rows])
+            places = section_places(np.stack([jobs[c].lengths for c in rows]), begins[rows])
             arrays["places"][:, rows] = places[:, sections.parts].swapaxes(0, 1)
             arrays["class_places"][rows] = places[:, sections.classes]
-            if with_sinks:
+            if with_sinks and rows[0] == 0:
                 arrays["sink_places"][:] = places[0, sections.sinks]
 
 
@@ -400,14 +405,14 @@ def token_rows(chunk: Chunk, vocab_size: int) -> Ids:
 
 
 def split_slabs(jobs: Sequence[Job], most: int, most_bytes: int) -> list[range]:
-    """Runs of at most so many chunks and bytes (a single chunk may have more); one that begins a
-    context begins a run."""
+    """Runs of at most so many chunks and bytes (a single chunk may have more); one that wants its
+    sinks begins a run."""
     runs: list[range] = []
     total = 0
     for index, job in enumerate(jobs):
         total += job.size_bytes
         is_full = bool(runs) and (len(runs[-1]) == most or total > most_bytes)
-        if not runs or is_full or job.chunk.start == 0:
+        if not runs or is_full or job.wants_sinks:
             runs.append(range(index, index))
             total = job.size_bytes
         runs[-1] = range(runs[-1].start, index + 1)

@@ -209,7 +209,7 @@ class Launcher(ABC):
             return self._ring.take(host_bytes, device_bytes, self._streams)
 
         own, count = jobs[run.start : run.stop], len(run)
-        is_first_alone = count == 1 and own[0].chunk.start == 0  # and so has other sections
+        is_first_alone = count == 1 and own[0].chunk.start == 0  # a kind of its own
         if self._can_record(levels, plan) and not is_first_alone:
             size = next((size for size in SLAB_SIZES if size >= count), count)
             fits = self.plan(size, target).num_chunks == size and self._has_room(own, size)

@@ -19,6 +19,9 @@
 - `ranks.py`: several ranks, which meet in a folder (`rank_folder.py`): `one_fetch.py` loads for all
   of a host, with `rank_streams.py`; `gathering.py` publishes for all, with `rank_parts.py` and
   `rank_copies.py`.
+- Joins: `piece_ranges.py` says where a prompt's pieces are, `join_lookup.py` what is known of them;
+  `joins.py` keeps their blocks from others, `joined_load.py` writes them, `seam_source.py` has the
+  seams that repair them.
 - `events.py`: what routers are told, as `telling.py` finds it out; `event_messages.py`: in vLLM's
   words; `event_publisher.py`: by kdn itself.
 - Prompts by reference: `middleware.py` stands around vLLM's server; `referring.py` makes prompts of

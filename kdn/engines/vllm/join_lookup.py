@@ -96,7 +96,7 @@ async def _know_join(
         ranges = checked_ranges(found, len(ids)) if found else ()
     pieces = [_piece(ids, one, ranges[0][0], namespace) for one in ranges]
     chunks = {chunk.key: chunk for piece in pieces for chunk in piece.chunks}
-    parts = await session.know_chunks(
+    parts = await session.know_each(
         tuple(chunks.values()), enough_kld=wanted.enough_kld, limit_s=wanted.limit_s
     )
     first = _first_known(pieces, parts)

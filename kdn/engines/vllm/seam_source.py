@@ -38,42 +38,26 @@ class Fitted:
 
 
 class SeamSource:
-    """Its methods belong to the session's event loop."""
+    """Its methods belong to the session's event loop. What is begun goes on in the background,
+    whether or not somebody still waits for it: the next one finds it done."""
 
     def __init__(self, session: Session, clock: Callable[[], float] = time.monotonic) -> None:
         self._session, self._clock = session, clock
         self.tag = ""
         """Which are meant."""
-        self._found: Fitted | None = None
+        self._finding: asyncio.Task[Fitted | None] | None = None
+        self._folding: asyncio.Task[Codec] | None = None
         self._again_s = 0.0
-        self._repaired: Codec | None = None
-        self._lock = asyncio.Lock()  # one looks for them, or folds them in, at a time
 
     async def find(self, limit_s: float) -> Fitted | None:
         """Those of its tag, the same every time; None if there are none, or none in time."""
-        if self._found is not None or self._clock() < self._again_s:
-            return self._found
-        try:
-            async with asyncio.timeout(limit_s), self._lock:
-                if self._found is None:
-                    self._found = await self._fetch()
-        except TimeoutError:
-            return None  # with more time, or on another try, there may be some
-        if self._found is None:
-            self._again_s = self._clock() + AGAIN_S
-        return self._found
-
-    async def _fetch(self) -> Fitted | None:
-        try:
-            seams = await find_seams(self._session, self.tag)
-        except (KdnError, OSError) as error:
-            logger.warning("nothing is joined: %s", error)
-            return None
-        if seams is None:
-            logger.warning("nothing is joined: there are no seams with the tag %r", self.tag)
-            return None
-        data = await asyncio.to_thread(seams.to_bytes)
-        return Fitted(seams, blake2b(data, digest_size=16).digest())
+        task = self._finding
+        if task is None or (
+            task.done() and task.result() is None and self._clock() >= self._again_s
+        ):
+            task = self._finding = asyncio.create_task(self._find())
+        await asyncio.wait([task], timeout=limit_s)
+        return task.result() if task.done() else None
 
     async def repairing(self, seams_id: bytes, limit_s: float) -> tuple[Codec, Seams]:
         """The session's codec, repaired by these seams; MismatchError if others are here."""
@@ -87,9 +71,27 @@ class SeamSource:
         found = await self.find(limit_s)
         return None if found is None else await self._codec(found, limit_s)
 
+    async def close(self) -> None:
+        tasks = [task for task in (self._finding, self._folding) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _codec(self, found: Fitted, limit_s: float) -> Codec:
-        async with asyncio.timeout(limit_s), self._lock:
-            if self._repaired is None:
-                codec = self._session.codec
-                self._repaired = await asyncio.to_thread(codec.repaired, found.seams)
-            return self._repaired
+        if self._folding is None:
+            codec = self._session.codec
+            self._folding = asyncio.create_task(asyncio.to_thread(codec.repaired, found.seams))
+        async with asyncio.timeout(limit_s):
+            return await asyncio.shield(self._folding)
+
+    async def _find(self) -> Fitted | None:
+        try:
+            seams = await find_seams(self._session, self.tag)
+            if seams is not None:
+                data = await asyncio.to_thread(seams.to_bytes)
+                return Fitted(seams, blake2b(data, digest_size=16).digest())
+            logger.warning("nothing is joined: there are no seams with the tag %r", self.tag)
+        except (KdnError, OSError) as error:
+            logger.warning("nothing is joined: %s", error)
+        self._again_s = self._clock() + AGAIN_S
+        return None

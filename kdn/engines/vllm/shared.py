@@ -121,7 +121,7 @@ class SharedSession:
         """Nobody waits for lookups and loads any more; what was computed is still published."""
         for task in (tasks := list(self._under_way)):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, self.seams.close(), return_exceptions=True)
         if self._offering:
             await asyncio.wait(self._offering, timeout=GRACE_S)
         await self.session.publisher.close(CLOSE_S)

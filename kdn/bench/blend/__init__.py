@@ -1,0 +1,1 @@
+"""`kdn bench blend`: pieces learned apart and joined, held against one reading of everything."""

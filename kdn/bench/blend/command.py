@@ -1,0 +1,260 @@
+"""`kdn bench blend`: what joining pieces costs and saves, beside reading and beside others' ways.
+
+Pieces of each question are learned apart into a folder, through kdn's own session and codecs, and
+delivered joined; then every method goes on from there. `--seams-from` fits seams on one question
+set and measures them on `--data`: with as many files as `--data` has, they belong together in
+order, so that two sets can be measured both ways in one run.
+
+Not measured: several questions at a time, pieces that are partly unknown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kdn.bench import options
+from kdn.bench.blend.consistency import choices_of, summary
+from kdn.bench.blend.fitting import fitted_on
+from kdn.bench.blend.items import Item, Story, load_items, load_stories, set_name
+from kdn.bench.blend.learned import FolderJoiner, Reader, session_of
+from kdn.bench.blend.measure import Bench, Timings
+from kdn.bench.blend.methods import METHODS
+from kdn.bench.blend.pieces import Prompt
+from kdn.bench.blend.progress import Progress
+from kdn.bench.blend.report import document, plot, print_report
+from kdn.bench.blend.rows import BlendRow, Outcome, rows_of
+from kdn.bench.blend.timing import time_joins
+from kdn.bench.options import JsonFile, PlotFile
+from kdn.bench.report import hardware, report_console, write_json
+from kdn.blend.seams import Seams
+from kdn.cache.spec import ModelSpec
+from kdn.defaults import QUALITY
+from kdn.engines.models import load_model
+from kdn.errors import UnsupportedError
+
+CODECS = ("exact", "klt")
+QUESTIONS_OF_STORY, ORDERS = 6, 3
+QUICK_ITEMS, QUICK_QUESTIONS, QUICK_TTFT_TOKENS = 3, 2, 1024
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of everything is done."""
+
+    items: int
+    pieces: int
+    codecs: Sequence[str]
+    quality: str
+    questions: int
+    ttft_tokens: int
+    mbits: Sequence[float]
+
+    def quick(self) -> Plan:
+        return Plan(
+            min(self.items, QUICK_ITEMS), self.pieces, self.codecs, self.quality, QUICK_QUESTIONS,
+            min(self.ttft_tokens, QUICK_TTFT_TOKENS), self.mbits,
+        )  # fmt: skip
+
+
+@dataclass
+class Found:
+    """All that was measured so far: written whenever there is more."""
+
+    path: Path | None
+    settings: dict[str, Any]
+    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+    seams: dict[str, dict[str, Any]] = field(default_factory=dict)
+    consistency: list[dict[str, Any]] = field(default_factory=list)
+    timing: list[dict[str, Any]] = field(default_factory=list)
+    timings: Timings = field(default_factory=Timings)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[BlendRow]:
+        return [row for data, found in self.outcomes.items() for row in rows_of(data, found)]
+
+    def extra(self) -> dict[str, Any]:
+        return {
+            "seams": self.seams, "consistency": self.consistency, "timing": self.timing,
+            "seconds": dict(self.timings.seconds), "settings": self.settings, "notes": self.notes,
+        }  # fmt: skip
+
+    def save(self) -> None:
+        if self.path is not None:
+            write_json(self.path, document(self.rows, self.extra()), allow_nan=False)
+
+
+def run(
+    data: Annotated[
+        list[Path] | None,
+        options.files("Question sets (.jsonl, .jsonl.gz) with passages; repeatable."),
+    ] = None,
+    seams_from: Annotated[
+        list[Path] | None,
+        options.files("Sets to fit seams on: one for all data, or one for each."),
+    ] = None,
+    choices: Annotated[
+        Path | None, options.files("Stories with multiple-choice questions, for consistency.")
+    ] = None,
+    items: Annotated[int, options.count(1, "Questions of each set.")] = 30,
+    pieces: Annotated[int, options.count(2, "Pieces of a question, at most.")] = 16,
+    codecs: Annotated[str, typer.Option(help="Comma-separated names.")] = ",".join(CODECS),
+    quality: Annotated[str, typer.Option(help="Asked of a delivery.")] = QUALITY,
+    ttft_tokens: Annotated[
+        int, options.count(0, "Tokens of the joins that are timed from a node; 0: none are.")
+    ] = 4096,
+    mbits: Annotated[str, typer.Option(help="Links besides loopback, comma-separated.")] = "50",
+    quick: Annotated[bool, typer.Option("--quick", help="A little of everything.")] = False,
+    model: Annotated[str, typer.Option(help="smollm2, a folder, or a hub name.")] = "smollm2",
+    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+) -> None:
+    """Joined pieces beside one reading of everything, and beside CacheBlend and EPIC."""
+    plan = Plan(
+        items, pieces, options.words("codecs", codecs, CODECS), quality, QUESTIONS_OF_STORY,
+        ttft_tokens, options.numbers("mbits", mbits, 0.1, 1e6) if mbits else (),
+    )  # fmt: skip
+    plan = plan.quick() if quick else plan
+    sets = _sets(data or [], seams_from or [], plan)
+    stories = load_stories(choices, plan.questions) if choices else []
+    loaded, tokenizer = _loaded(model, device)
+    settings = {"model": model, "device": device, "items": plan.items, "quality": quality}
+    found = Found(json_file, settings | {"hardware": hardware(device)})
+    asyncio.run(_Work(loaded, tokenizer, plan, found).run(sets, stories))
+    if plot_file:
+        plot(plot_file, found.rows)
+    print_report(report_console(), found.rows, found.extra())
+
+
+def _loaded(model: str, device: str) -> tuple[Any, Any]:
+    from kdn.engines.grouped import use_grouped_attention
+
+    loaded, tokenizer = load_model(model, device=options.device(device))
+    use_grouped_attention(loaded)
+    return loaded, tokenizer
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    name: str
+    items: Sequence[Item]
+    fitted_on: Sequence[Item]
+    """Empty: there are no seams."""
+    fitted_name: str
+
+
+def _sets(data: Sequence[Path], seams_from: Sequence[Path], plan: Plan) -> list[QuestionSet]:
+    """All files are read before anything is measured."""
+    if not data:
+        raise UnsupportedError("data: expected at least one question set, as --data FILE")
+    if len(seams_from) not in (0, 1, len(data)):
+        raise UnsupportedError(
+            f"seams-from: expected one set for all, or one for each of {len(data)}"
+        )
+    sources = list(seams_from) * (len(data) if len(seams_from) == 1 else 1)
+    fitted = dict(zip(data, sources, strict=False))
+    sets = []
+    for path in data:
+        source = fitted.get(path)
+        if source is not None and source.resolve() == path.resolve():
+            raise UnsupportedError(f"seams-from: {path} cannot be both fitted and measured on")
+        others = load_items(source, plan.items, plan.pieces) if source else []
+        own = load_items(path, plan.items, plan.pieces)
+        sets.append(QuestionSet(set_name(path), own, others, set_name(source) if source else ""))
+    if len({one.name for one in sets}) < len(sets):
+        raise UnsupportedError("data: expected files of different names")
+    return sets
+
+
+class _Work:
+    def __init__(self, model: Any, tokenizer: Any, plan: Plan, found: Found) -> None:
+        from kdn.engines.transformers import spec_of
+
+        self._model, self._tokenizer = model, tokenizer
+        self._plan, self._found = plan, found
+        self._spec: ModelSpec = spec_of(model)
+        self._told = Progress()
+
+    async def run(self, sets: Sequence[QuestionSet], stories: Sequence[Story]) -> None:
+        with self._told:
+            for one in sets:
+                seams = self._fit(one)
+                async with self._bench(seams) as bench:
+                    await self._ask_all(bench, one)
+                    if stories and one is sets[-1]:
+                        await self._choose_all(bench, stories)
+                if self._plan.ttft_tokens and one is sets[-1]:
+                    await self._time(one, seams)
+
+    def _fit(self, one: QuestionSet) -> Seams | None:
+        if not one.fitted_on:
+            self._found.notes.append(f"{one.name}: no seams (--seams-from)")
+            return None
+        what = f"fitting seams on {one.fitted_name}"
+        with self._found.timings.of("fitting seams"), self._told.of(what, 1) as step:
+            seams = fitted_on(one.fitted_on, self._model, self._tokenizer, self._spec, step.part)
+        expected = {f"{share:g}": list(klds) for share, klds in seams.expected.items()}
+        self._found.seams[one.name] = {"from": one.fitted_name, "expected": expected}
+        return seams
+
+    @asynccontextmanager
+    async def _bench(self, seams: Seams | None) -> AsyncIterator[Bench]:
+        reader = Reader(self._model)
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kdn-blend-")))
+            joiners = []
+            for codec in self._plan.codecs:
+                session = session_of(folder / codec, codec, self._spec, self._model.dtype)
+                await stack.enter_async_context(session)
+                joiners.append(FolderJoiner(session, reader, self._plan.quality, seams))
+            methods = [one for one in METHODS if seams is not None or not one.needs_seams]
+            yield Bench(
+                self._model, self._tokenizer, self._spec, joiners, methods, self._found.timings
+            )
+
+    async def _ask_all(self, bench: Bench, one: QuestionSet) -> None:
+        outcomes = self._found.outcomes.setdefault(one.name, [])
+        with self._told.of(one.name, len(one.items)) as step:
+            for item in one.items:
+                new = await bench.measure(Prompt.of(item, self._tokenizer), item.answers)
+                outcomes += new
+                self._found.save()
+                step.done(_line(new))
+
+    async def _choose_all(self, bench: Bench, stories: Sequence[Story]) -> None:
+        """With the last codec: what it does to values comes on top of joining."""
+        choices = []
+        with self._told.of("consistency", len(stories)) as step:
+            for story in stories:
+                choices += await choices_of(
+                    bench, bench.joiners[-1], story, self._plan.questions, ORDERS
+                )
+                self._found.consistency = summary(choices)
+                self._found.save()
+                step.done(story.name)
+
+    async def _time(self, one: QuestionSet, seams: Seams | None) -> None:
+        with self._found.timings.of("timing"), self._told.of("timing", 1) as step:
+            timed = time_joins(
+                self._model, self._tokenizer, one.items, seams, self._plan.ttft_tokens,
+                self._plan.mbits,
+            )  # fmt: skip
+            async for row in timed:
+                self._found.timing.append(row)
+                self._found.save()
+                step.say(f"{row['method']} over {row['link']}: {row['ttft_s']:.3f} s")
+
+
+def _line(outcomes: Sequence[Outcome]) -> str:
+    """What one question came to, in short."""
+    shown = [one for one in outcomes if one.method.name in ("join", "seams")]
+    return ", ".join(f"{one.method.label} ({one.codec}) {one.kld_first:.3f}" for one in shown)

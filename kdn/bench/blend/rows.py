@@ -1,0 +1,105 @@
+"""What was measured of each way to answer: of one question, and over all of a set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kdn.bench.blend.methods import HEADLESS, Method
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one method with one codec, over one question."""
+
+    method: Method
+    codec: str
+    kld_first: float
+    kld: float
+    top1: bool
+    f1_full: float
+    f1_gold: float
+    ttft_s: float
+    computed_tokens: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class BlendRow:
+    """Over a set. Figures are means unless they say otherwise: means of divergence are what a few
+    hard questions make them, so medians and quartiles stand beside them."""
+
+    method: str
+    share: float
+    codec: str
+    data: str
+    kld_first: float
+    """KL(full reading || this) in nats at the first token of the answer."""
+    kld: float
+    """The same, mean over 16 tokens of the full reading's own greedy answer."""
+    top1: float
+    """Share of questions whose first answer token is the full reading's."""
+    f1_full: float
+    """Of the answer's words, against the full reading's answer."""
+    f1_gold: float
+    """Against the answer of the set."""
+    ttft_s: float
+    """Median: delivery from a folder of this machine, choosing, computing."""
+    computed_tokens: float
+    bytes: float
+    """Fetched."""
+    head: bool
+    """Whether pieces were learned behind a shared head."""
+    items: int
+    kld_first_quartiles: tuple[float, float, float]
+    kld_quartiles: tuple[float, float, float]
+    ttft_quartiles_s: tuple[float, float, float]
+
+    @classmethod
+    def of(cls, data: str, outcomes: Sequence[Outcome]) -> BlendRow:
+        """Of the same method and codec."""
+        method = outcomes[0].method
+        ttft = quartiles(one.ttft_s for one in outcomes)
+        return cls(
+            method.name, method.share, outcomes[0].codec, data,
+            kld_first=_mean(one.kld_first for one in outcomes),
+            kld=_mean(one.kld for one in outcomes),
+            top1=_mean(one.top1 for one in outcomes),
+            f1_full=_mean(one.f1_full for one in outcomes),
+            f1_gold=_mean(one.f1_gold for one in outcomes),
+            ttft_s=ttft[1],
+            computed_tokens=_mean(one.computed_tokens for one in outcomes),
+            bytes=_mean(one.bytes for one in outcomes),
+            head=method.delivered != HEADLESS,
+            items=len(outcomes),
+            kld_first_quartiles=quartiles(one.kld_first for one in outcomes),
+            kld_quartiles=quartiles(one.kld for one in outcomes),
+            ttft_quartiles_s=ttft,
+        )  # fmt: skip
+
+    @property
+    def label(self) -> str:
+        return f"{self.method} {self.share:.0%}" if 0 < self.share < 1 else self.method
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def rows_of(data: str, outcomes: Iterable[Outcome]) -> list[BlendRow]:
+    """One for each method and codec, in the order in which they first come."""
+    groups: dict[tuple[Method, str], list[Outcome]] = {}
+    for one in outcomes:
+        groups.setdefault((one.method, one.codec), []).append(one)
+    return [BlendRow.of(data, group) for group in groups.values()]
+
+
+def quartiles(values: Iterable[float]) -> tuple[float, float, float]:
+    low, middle, high = np.quantile(list(values), (0.25, 0.5, 0.75))
+    return float(low), float(middle), float(high)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))

@@ -1,0 +1,146 @@
+"""What a joined cache does to an answer: divergence from the full reading, token by token, and the
+words of the answer.
+
+Every way to answer ends in the same two passes, with the same shapes: the question, then the tokens
+of the full reading's own greedy answer. So the full reading held against itself scores exactly 0.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kdn.engines.generating import stop_tokens
+from kdn.engines.reading import forward
+
+ANSWER_TOKENS = 16
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a model answers after one reading of everything."""
+
+    answer: tuple[int, ...]
+    """Its ANSWER_TOKENS most likely tokens, also what comes after an end."""
+    log_probs: torch.Tensor
+    """[answer, vocabulary], before each of them."""
+
+    @classmethod
+    def of(cls, model: Any, logits: torch.Tensor, past: Any) -> Reading:
+        """`logits` follow the question, which `past` holds. It is left as it was."""
+        length = past.get_seq_length()
+        answer = greedy(model, logits, past)
+        _cut_back(past, length)
+        return cls(tuple(answer), _log_probs(model, logits, past, answer))
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of one way to answer one question."""
+
+    klds: Floats
+    """KL(full || this) in nats at each token of the full reading's answer."""
+    same_first: bool
+    answer: tuple[int, ...]
+    """Greedy, up to ANSWER_TOKENS, or to its end."""
+
+    @property
+    def kld_first(self) -> float:
+        return float(self.klds[0])
+
+    @property
+    def kld(self) -> float:
+        return float(self.klds.mean())
+
+
+def score(model: Any, reading: Reading, logits: torch.Tensor, past: Any) -> Score:
+    """`logits` follow the question, which `past` holds. It is used up."""
+    length = past.get_seq_length()
+    found = _log_probs(model, logits, past, reading.answer)
+    best = found.argmax(-1).tolist()
+    agreed = _agreed(best, reading.answer)
+    answer = until_end(model, reading.answer[:agreed])
+    if agreed == len(answer) < ANSWER_TOKENS:
+        # It goes on from where it first says something else: all before is the same in both.
+        _cut_back(past, length + agreed)
+        left, stops = ANSWER_TOKENS - agreed, stop_tokens(model)
+        answer += until_end(model, greedy(model, found[agreed], past, left, stops))
+    return Score(_klds(reading.log_probs, found), best[0] == reading.answer[0], tuple(answer))
+
+
+def until_end(model: Any, answer: Sequence[int]) -> list[int]:
+    """Without the token that ends it, and what follows."""
+    stops = stop_tokens(model)
+    return list(takewhile(lambda token: token not in stops, answer))
+
+
+def greedy(
+    model: Any,
+    logits: torch.Tensor,
+    past: Any,
+    count: int = ANSWER_TOKENS,
+    stops: Container[int] = (),
+) -> list[int]:
+    """The most likely tokens, so many or up to one of `stops`. `past` grows by all but the last."""
+    answer = [int(logits.argmax())]
+    while len(answer) < count and answer[-1] not in stops:
+        answer.append(int(forward(model, answer[-1:], past).argmax()))
+    return answer
+
+
+def _log_probs(model: Any, logits: torch.Tensor, past: Any, answer: Sequence[int]) -> torch.Tensor:
+    """Of every token of an answer: of the first after the question, of the others in one pass."""
+    rows = [logits[None]]
+    if len(answer) > 1:
+        rows.append(forward(model, answer[:-1], past, every=True))
+    return torch.log_softmax(torch.cat(rows).float(), dim=-1)
+
+
+def _cut_back(past: Any, length: int) -> None:
+    """To its first `length` tokens."""
+    if past.get_seq_length() > length:
+        past.crop(length - past.get_seq_length())
+
+
+def _klds(log_p: torch.Tensor, log_q: torch.Tensor) -> Floats:
+    terms = log_p.exp() * (log_p - log_q)
+    klds: Floats = terms.sum(-1, dtype=torch.float64).cpu().numpy()
+    return np.maximum(klds, 0.0)
+
+
+def _agreed(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens from the front are the same."""
+    pairs = enumerate(zip(tokens, others, strict=True))
+    return next((i for i, (one, other) in pairs if one != other), len(others))
+
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def words_of(text: str) -> list[str]:
+    """As SQuAD compares answers: no case, no punctuation, no articles."""
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def f1(answer: str, expected: Sequence[str]) -> float:
+    """Of words, against the expected answer that it is nearest to."""
+    return max(_f1(words_of(answer), words_of(one)) for one in expected)
+
+
+def _f1(found: Sequence[str], expected: Sequence[str]) -> float:
+    if not found or not expected:
+        return float(found == expected)
+    common = sum((Counter(found) & Counter(expected)).values())
+    return 2 * common / (len(found) + len(expected))
