@@ -19,6 +19,7 @@ import asyncio
 import logging
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from hmac import compare_digest
 from itertools import islice
@@ -203,11 +204,10 @@ async def share_anchors(
     if store is None or store.read_only:
         return 0
     pointers = await asyncio.to_thread(_pointers, piece, namespace)
-    hints = Hints(saved_s=saved_s)
+    adding = _Adding(store, namespace.seal_key, Hints(saved_s=saved_s))
     try:
         async with asyncio.timeout(SHARE_S):
-            added = [_add(store, key, one, namespace, hints) for key, one in pointers.items()]
-            return sum(await asyncio.gather(*added))
+            return await adding.add_all(pointers)
     except (KdnError, OSError, TimeoutError) as error:
         logger.warning("%s is not found in prompts by itself: %r", piece, error)
         return 0
@@ -222,24 +222,37 @@ def _pointers(piece: Piece, namespace: Namespace) -> dict[bytes, Pointer]:
     return dict(zip(anchor_keys(own, chosen, namespace), pointers, strict=True))
 
 
-async def _add(
-    store: Store, key: bytes, pointer: Pointer, namespace: Namespace, hints: Hints
-) -> bool:
-    """To those that are there. An object that nobody who may has written gives way."""
-    for _ in range(ATTEMPTS):
-        [found] = await store.lookup([key], head_bytes=MAX_OBJECT_BYTES)
-        known = unpack(key, found.head, namespace.seal_key) if found is not None else []
+@dataclass(frozen=True)
+class _Adding:
+    store: Store
+    seal_key: bytes
+    hints: Hints
+
+    async def add_all(self, pointers: Mapping[bytes, Pointer]) -> int:
+        """To those that are there: how many are, now. Others may do the same at that time."""
+        left, added = dict(pointers), 0
+        for _ in range(ATTEMPTS):
+            if not left:
+                break
+            found = await self.store.lookup(list(left), head_bytes=MAX_OBJECT_BYTES)
+            there = zip(list(left.items()), found, strict=True)
+            done = await asyncio.gather(*(self._add(*one, entry) for one, entry in there))
+            left = {key: left[key] for key, is_done in zip(left, done, strict=True) if not is_done}
+            added += sum(done)
+        return added
+
+    async def _add(self, key: bytes, pointer: Pointer, found: Entry | None) -> bool:
+        """An object that nobody who may has written gives way."""
+        known = unpack(key, found.head, self.seal_key) if found is not None else []
         if pointer in known:
             return True
-        data = pack(key, [pointer, *known][:MAX_POINTERS], namespace.seal_key)
+        data = pack(key, [pointer, *known][:MAX_POINTERS], self.seal_key)
         etag = blake2b(data, digest_size=DIGEST_BYTES).digest()
-        kept = await store.put(
-            key, data, etag=etag, checksum=xxh3_64_intdigest(data), hints=hints,
+        kept = await self.store.put(
+            key, data, etag=etag, checksum=xxh3_64_intdigest(data), hints=self.hints,
             replacing=None if found is None else found.etag,
         )  # fmt: skip
-        if kept.etag == etag:
-            return True
-    return False
+        return kept.etag == etag
 
 
 # objects
