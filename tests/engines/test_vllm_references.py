@@ -201,9 +201,24 @@ def test_prompts_that_are_too_long() -> None:
     assert server.refused(CHATS, chat("long"))[0] == 400
     assert server.refused(CHATS, chat(*["report"] * 10))[0] == 400
     assert server.refused(COMPLETIONS, completion("report", prompt="x" * 90))[0] == 400
-    assert server.refused(COMPLETIONS, completion("report", prompt="x" * 20_000))[0] == 400
+    status, message = server.refused(COMPLETIONS, completion("report", prompt="x" * 20_000))
+    assert (status, "expected less" in message) == (400, True)  # it is not even tokenised
     assert server.refused(COMPLETIONS, completion("report", prompt=[5] * 90))[0] == 400
     assert server.post(COMPLETIONS, completion("report"))[0] == 200
+    server.names.asked.clear()
+    for number in range(60):
+        server.names.learn(f"n{number}", entry("x" * 50))
+    assert server.refused(CHATS, chat(*(f"n{number}" for number in range(60))))[0] == 400
+    assert len(server.names.asked) == 8  # the others would not fit either
+
+
+def test_a_long_head_counts_once() -> None:
+    server = Server(max_tokens=100)
+    head = [*HEAD, *ids("x" * 50)]
+    for name in ("a", "b", "c"):
+        server.names.learn(name, {"tokens": [*head, *ids(name)], "head": len(head), "style": CHAT})
+    told = server.rewritten(COMPLETIONS, completion("a", "b", "c"))
+    assert told["prompt"] == [*head, *ids("abcWhy?")]
 
 
 @pytest.mark.parametrize(

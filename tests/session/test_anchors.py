@@ -213,7 +213,8 @@ def test_objects_of_others_count_for_nothing_and_give_way(tmp_path: Path) -> Non
         await share(session, A)
         own, starts = session.namespace, anchors_of(A, session.namespace.secret)
         keys = anchor_keys(A, starts, own)
-        pointer = Pointer(starts[0], len(A), 20, b"h" * 16, b"d" * 16)
+        head, digest = (anchors._digest(one, own) for one in (HEAD, A))
+        pointer = Pointer(starts[0], len(A), 20, head, digest)  # true, but nobody's who may say so
         good = pack(keys[0], [pointer], own.seal_key)
         for data in (
             b"", b"KDNA", bytes(anchors.MAX_OBJECT_BYTES), bytes(70_000),

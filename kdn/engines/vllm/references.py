@@ -54,6 +54,11 @@ class Learned:
     """Of its tokens; None: it was learned before heads were noted, or not as a text."""
     style: str
 
+    @property
+    def num_own(self) -> int:
+        """Tokens behind its head."""
+        return len(self.tokens) - (self.head or 0)
+
 
 class References:
     """Of one model and one tenant."""
@@ -82,7 +87,7 @@ class References:
                     some = distinct[start : start + AT_ONCE]
                     for one in await asyncio.gather(*map(self._find, some)):
                         found[one.name] = one
-                    check_length(sum(len(one.tokens) for one in found.values()), max_tokens)
+                    check_length(sum(one.num_own for one in found.values()), max_tokens)
         except TimeoutError:
             raise _away(f"{len(names)} names took longer than {RESOLVE_S:g} s") from None
         return [found[name] for name in names]
