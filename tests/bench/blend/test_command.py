@@ -52,6 +52,8 @@ def bench(tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> R
     monkeypatch.setattr(
         command, "load_model", lambda name, device: (tiny_model("llama"), Letters())
     )
+    monkeypatch.setattr(command, "ORDERS", 2)
+    monkeypatch.setattr("kdn.bench.blend.consistency.PIECE_TOKENS", 100)
     fit = fitting.fit_seams
     monkeypatch.setattr(
         fitting, "fit_seams", lambda *given, **named: fit(*given, **named, options=SMALL)
@@ -78,8 +80,9 @@ def test_two_sets_measured_both_ways(
     stories = tmp_path / "stories.jsonl"
     stories.write_text(json.dumps(story))
     found = bench(
-        data=[one, two], seams_from=[two, one], choices=stories, plot_file=tmp_path / "out.png"
-    )
+        data=[one, two], seams_from=[two, one], choices=stories, items=1,
+        plot_file=tmp_path / "out.png",
+    )  # fmt: skip
     rows = found["rows"]
     assert all(set(row) >= FIELDS for row in rows)
     assert {row["method"] for row in rows} == NAMES | {"join-no-head"}
@@ -88,18 +91,18 @@ def test_two_sets_measured_both_ways(
         rows
     )
     assert {row["data"] for row in rows} == {"one", "two"}
-    assert all(row["items"] == 2 for row in rows)
+    assert all(row["items"] == 1 for row in rows)
     assert found["seams"]["one"]["from"] == "two"
     assert set(found["seams"]["one"]["expected"]) == {"0", "0.05", "0.15", "0.3"}
     consistent = {(one["method"], one["share"]): one for one in found["consistency"]}
     assert consistent["full", 1.0]["same_choice"] == 1
-    assert consistent["seams", 0.0]["choices"] == 2 * 3
+    assert consistent["seams", 0.0]["choices"] == 2 * 2
     assert (tmp_path / "out.png").stat().st_size > 1000
     shown = capsys.readouterr()
-    assert "one, 2 questions, seams fitted on two" in shown.out
+    assert "one, 1 questions, seams fitted on two" in shown.out
     assert "Expected by the seams' report" in shown.out
     assert "Time went to" in shown.out
-    assert "two 2/2" in shown.err  # no terminal: a line for each question
+    assert "two 1/1" in shown.err  # no terminal: a line for each question
 
 
 def test_without_seams_their_rows_are_left_out(bench: Run, tmp_path: Path) -> None:
