@@ -197,6 +197,33 @@ def explain(
 
 
 @app.command()
+def seams(
+    what: Annotated[list[str], typer.Argument(help="Names, texts, or sets of questions (.jsonl).")],
+    tag: Annotated[str, typer.Option(help="Tells them from others of the same model.")] = "",
+    questions: Annotated[
+        Path | None, typer.Option(help="A file of them, one a line, to measure by.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Where to write the report.")] = None,
+    where: WhereOption = None,
+    model: ModelOption = MODEL,
+    device: DeviceOption = DEVICE,
+    dtype: DTypeOption = None,
+    codec: CodecOption = CODEC,
+    token_file: TokenOption = None,
+    secret_file: SecretOption = None,
+    tls_ca: TlsOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Fit what repairs joins of such pieces, and say how far off answers will be."""
+    from kdn.cli import client
+    from kdn.cli.seams import run
+
+    own = client.Own(token_file, secret_file, tls_ca)
+    door = client.Door(config, where, model, device, dtype, codec, own=own)
+    run(door, what, tag, questions, json)
+
+
+@app.command()
 def demo(
     text: Annotated[
         Path | None, typer.Option(help="A document instead of Python's own manual.")

@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
+from kdn.blend.seams import Seams
 from kdn.cache.keys import Tokens, cut
 from kdn.cache.tensors import KVCache
 from kdn.checked import (
@@ -37,6 +38,7 @@ from kdn.client.audit import Audit
 from kdn.client.contexts import Contexts, Options
 from kdn.client.conversation import Conversation
 from kdn.client.engine import Context, Engine, ModelSource, check_source, load_pair, values_of_cache
+from kdn.client.fitting import fit_and_share
 from kdn.client.joining import Joins, Names, checked_names, checked_pieces
 from kdn.client.learning import FLUSH_S, Learning, OnRead
 from kdn.client.naming import Named, find_name
@@ -57,6 +59,7 @@ from kdn.engines.generating import Sampling, TextPieces
 from kdn.engines.growing import Rooms
 from kdn.engines.prompts import Knowledge, Prompts
 from kdn.engines.reading import pieces
+from kdn.engines.seam_fitting import OnProgress as OnFitting
 from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import spec_of
 from kdn.engines.unchanged import Unchanged
@@ -315,6 +318,24 @@ class AsyncClient(Opened):
             quality, deadline_s, sampling, None, force_latest, stale_ok, recompute_share
         )
         return Conversation(self, name, options)
+
+    async def seams(
+        self,
+        names: Sequence[str] = (),
+        *,
+        texts: Sequence[str] = (),
+        questions: Sequence[str] = (),
+        tag: str = "",
+        on_progress: OnFitting | None = None,
+    ) -> Seams:
+        """Fit seams for joins of pieces like these, names or texts, and store them under the tag:
+        clients that are connected with it repair their joins with them. `expected` says what they
+        are worth, measured by `questions`, or by made-up ones."""
+        fitted = await fit_and_share(
+            self.engine, self.session, names, texts, questions, tag, on_progress
+        )
+        self.joins.forget_seams()
+        return fitted
 
     async def publish(
         self, tokens: Tokens, cache: Cache | KVCache, *, after: Loaded | None = None

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kdn.blend.seams import Seams
 from kdn.cache.keys import Tokens
 from kdn.cache.tensors import KVCache
 from kdn.client.answers import Answer as AsyncAnswer
@@ -19,6 +20,7 @@ from kdn.defaults import CODEC, DEVICE, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BY
 from kdn.delivery.request import OnProgress
 from kdn.engines.device import Device, DType, follow_caller
 from kdn.engines.prompts import Knowledge
+from kdn.engines.seam_fitting import OnProgress as OnFitting
 from kdn.places.places import Where
 from kdn.session.loop import LoopThread
 from kdn.session.quality import Quality
@@ -201,6 +203,20 @@ class Client:
             recompute_share=recompute_share,
         )  # fmt: skip
         return Conversation(self._loop, conversation)
+
+    def seams(
+        self,
+        names: Sequence[str] = (),
+        *,
+        texts: Sequence[str] = (),
+        questions: Sequence[str] = (),
+        tag: str = "",
+        on_progress: OnFitting | None = None,
+    ) -> Seams:
+        fitting = self._client.seams(
+            names, texts=texts, questions=questions, tag=tag, on_progress=on_progress
+        )
+        return self._loop.run(fitting)
 
     def publish(
         self, tokens: Tokens, cache: Cache | KVCache, *, after: Loaded | None = None

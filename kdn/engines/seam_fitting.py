@@ -213,24 +213,19 @@ class _Fitting:
             drawn = self._draw(self.kept_apart)
             joined = read_join(self.model, self.spec, drawn)
             full = read_in_full(self.model, drawn.tokens)
+            repaired = repaired_join(seams, self.spec, joined, drawn.moved_from)
             self.progress.step("reading joins")
             for _ in range(self.options.questions):
                 probe = AnswerProbe(self.model, full, self._question(drawn))
-                found.append(self._answers(seams, probe, joined, drawn))
+                some = probe.measure_recomputed(
+                    repaired, drawn.tokens, drawn.moved_from, self.options.shares
+                )
+                found.append([probe.measure(joined), *some])
                 self.progress.step("measuring")
         joined_klds, *klds = [_mean(column) for column in zip(*found, strict=True)]
         return replace(
             seams, expected=dict(zip(self.options.shares, klds, strict=True)), joined=joined_klds
         )
-
-    def _answers(
-        self, seams: Seams, probe: AnswerProbe, joined: KVCache, drawn: Drawn
-    ) -> list[AnswerQuality]:
-        """Of the plain join, and of the repaired one for each share."""
-        repaired = repaired_join(seams, self.spec, joined, drawn.moved_from)
-        shares = self.options.shares
-        some = probe.measure_recomputed(repaired, drawn.tokens, drawn.moved_from, shares)
-        return [probe.measure(joined), *some]
 
     def _question(self, drawn: Drawn) -> list[int]:
         """One that was given, else about the beginning of some piece."""
@@ -245,11 +240,12 @@ class _Fitting:
 
 
 def repaired_join(seams: Seams, spec: ModelSpec, joined: KVCache, moved_from: int) -> KVCache:
-    """All pieces but the first, as the seams repair them."""
-    first, rest = joined.slice(0, moved_from), joined.slice(moved_from, joined.end)
-    fixed = seams.repair(rest, spec)
-    keys = torch.cat([first.keys.float(), fixed.keys], 1)
-    return KVCache(keys, torch.cat([first.values.float(), fixed.values], 1))
+    """All pieces but the first, as the seams repair them, in main memory."""
+    keys, values = (side.float().cpu() for side in (joined.keys, joined.values))
+    cache = KVCache(keys, values)
+    fixed = seams.repair(cache.slice(moved_from, cache.end), spec)
+    keys = torch.cat([keys[:, :moved_from], fixed.keys], 1)
+    return KVCache(keys, torch.cat([values[:, :moved_from], fixed.values], 1))
 
 
 def _mean(answers: Sequence[AnswerQuality]) -> tuple[float, float]:

@@ -113,7 +113,7 @@ def _leading(matrix: torch.Tensor, rank: int) -> torch.Tensor:
     basis: torch.Tensor = torch.linalg.qr(matrix @ start)[0]
     for _ in range(4):
         basis = torch.linalg.qr(matrix @ (matrix.T @ basis))[0]
-    left, _, _ = torch.linalg.svd(basis.T @ matrix, full_matrices=False)
+    left: torch.Tensor = torch.linalg.svd(basis.T @ matrix, full_matrices=False)[0]
     return basis @ left[:, :rank]
 
 

@@ -1,0 +1,55 @@
+"""`kdn seams` on names, texts and sets of questions."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kdn.cli.seams import Material
+from kdn.errors import FormatError, UnsupportedError
+from tests.cli.test_client import kdn, model
+from tests.client.test_seams import TEXTS, small
+
+__all__ = ["model", "small"]
+
+
+def test_a_report_for_people_and_for_programs(model: Any, tmp_path: Path) -> None:
+    rows = [
+        {"question": "what?", "chunks": [{"title": "t", "text": text} for text in TEXTS[:12]]},
+        {"question": "why?", "chunks": [{"text": text} for text in TEXTS[12:]]},
+    ]
+    data = tmp_path / "set.jsonl.gz"
+    data.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    out = tmp_path / "report.json"
+    shown = kdn("seams", str(data), "--codec", "exact", "--tag", "faq", "--json", str(out)).stdout
+    assert "seams+question, 15% recomputed" in shown
+    assert "'faq'" in shown
+    told = json.loads(out.read_text())
+    assert [(row["method"], row["share"]) for row in told["rows"]] == [
+        ("join", 0.0), ("seams", 0.0), ("seams+question", 0.05), ("seams+question", 0.15),
+        ("seams+question", 0.3),
+    ]  # fmt: skip
+    assert all(row["kld_first"] >= 0 and row["kld"] >= 0 for row in told["rows"])
+
+
+def test_what_is_given_is_a_file_or_a_name(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some text")
+    questions = tmp_path / "questions"
+    questions.write_text("what?\n\nwhy?\n")
+    found = Material.of([str(text), "faq"], questions)
+    assert found == Material(["faq"], ["some text"], ["what?", "why?"])
+    with pytest.raises(UnsupportedError, match="name"):
+        Material.of([str(tmp_path / "nothing there")], None)
+    bad = tmp_path / "bad.jsonl"
+    for line in ("no json", "[]", '{"question": 1, "chunks": []}', '{"question": "?"}', "1"):
+        bad.write_text(line)
+        with pytest.raises((FormatError, UnsupportedError)):
+            Material.of([str(bad)], None)
+    (tmp_path / "bad.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(FormatError, match="JSON lines"):
+        Material.of([str(tmp_path / "bad.jsonl.gz")], None)
