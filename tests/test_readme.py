@@ -1,4 +1,4 @@
-"""The examples of the README and of the quick start run as they stand."""
+"""The examples of the README, of the quick start and of blending run as they stand."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 
 README = Path(__file__).parent.parent / "README.md"
 QUICK_START = README.parent / "docs" / "quickstart-transformers.md"
+BLENDING = README.parent / "docs" / "blending.md"
 EXAMPLES = [
     pytest.param(code, id=f"{path.stem}-{number}")
-    for path in (README, QUICK_START)
+    for path in (README, QUICK_START, BLENDING)
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
 ]
 
@@ -30,4 +31,4 @@ def test_the_examples_run(
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5

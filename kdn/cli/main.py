@@ -200,9 +200,6 @@ def explain(
 def seams(
     what: Annotated[list[str], typer.Argument(help="Names, texts, or sets of questions (.jsonl).")],
     tag: Annotated[str, typer.Option(help="Tells them from others of the same model.")] = "",
-    questions: Annotated[
-        Path | None, typer.Option(help="A file of them, one a line, to measure by.")
-    ] = None,
     json: Annotated[Path | None, typer.Option(help="Where to write the report.")] = None,
     where: WhereOption = None,
     model: ModelOption = MODEL,
@@ -220,7 +217,7 @@ def seams(
 
     own = client.Own(token_file, secret_file, tls_ca)
     door = client.Door(config, where, model, device, dtype, codec, own=own)
-    run(door, what, tag, questions, json)
+    run(door, what, tag, json)
 
 
 @app.command()

@@ -21,6 +21,7 @@ from kdn.errors import FormatError, UnsupportedError
 if TYPE_CHECKING:
     from kdn.blend.seams import Seams
     from kdn.client.asynchronous import AsyncClient
+    from kdn.client.fitting import Asked
 
 QUESTION_SETS = (".jsonl", ".jsonl.gz")
 MAX_SET_BYTES = 256 << 20
@@ -32,12 +33,12 @@ class Material:
 
     names: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    questions: list[str] = field(default_factory=list)
+    examples: list[Asked] = field(default_factory=list)
 
     @classmethod
-    def of(cls, what: list[str], questions: Path | None) -> Material:
-        """Each a file, if there is one that is called so, else a name. A file of questions with
-        passages (JSON lines) brings all its passages and questions."""
+    def of(cls, what: list[str]) -> Material:
+        """Each a file, if there is one that is called so, else a name. JSON lines of a question
+        and its passages are examples."""
         found = cls()
         for one in what:
             path = Path(one)
@@ -47,8 +48,6 @@ class Material:
                 found.texts.append(read_text(path))
             else:
                 found.names.append(checked_name(one))
-        if questions is not None:
-            found.questions = [line for line in read_text(questions).splitlines() if line.strip()]
         if not what:
             raise UnsupportedError("expected names or files to fit seams on, found none")
         return found
@@ -57,15 +56,17 @@ class Material:
         try:
             for line in _lines(path):
                 row = json.loads(line)
-                self.questions.append(checked_text("question", row["question"]))
-                for chunk in row["chunks"]:
-                    text = checked_text("text", chunk["text"])
-                    title = chunk.get("title")
-                    self.texts.append(f"{title}\n{text}" if title else text)
+                question = checked_text("question", row["question"])
+                self.examples.append((question, [_passage(chunk) for chunk in row["chunks"]]))
         except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise FormatError(
                 f"{shown(str(path))}: expected JSON lines of a question and its chunks: {error}"
             ) from error
+
+
+def _passage(chunk: Any) -> str:
+    text, title = checked_text("text", chunk["text"]), chunk.get("title")
+    return f"{checked_text('title', title)}\n{text}" if title else text
 
 
 def _lines(path: Path) -> list[str]:
@@ -77,15 +78,15 @@ def _lines(path: Path) -> list[str]:
     return [line for line in data.decode().splitlines() if line.strip()]
 
 
-def run(door: Door, what: list[str], tag: str, questions: Path | None, out: Path | None) -> None:
-    material = Material.of(what, questions)
+def run(door: Door, what: list[str], tag: str, out: Path | None) -> None:
+    material = Material.of(what)
     if out is not None:
         checked_output(out)
 
     async def work(client: AsyncClient) -> None:
         with progress(Console(stderr=True)) as tell:
             seams = await client.seams(
-                material.names, texts=material.texts, questions=material.questions, tag=tag,
+                material.names, texts=material.texts, examples=material.examples, tag=tag,
                 on_progress=tell,
             )  # fmt: skip
         show(seams, tag)

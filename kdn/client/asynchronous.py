@@ -38,7 +38,7 @@ from kdn.client.audit import Audit
 from kdn.client.contexts import Contexts, Options
 from kdn.client.conversation import Conversation
 from kdn.client.engine import Context, Engine, ModelSource, check_source, load_pair, values_of_cache
-from kdn.client.fitting import fit_and_share
+from kdn.client.fitting import Asked, fit_and_share
 from kdn.client.joining import Joins, Names, checked_names, checked_pieces
 from kdn.client.learning import FLUSH_S, Learning, OnRead
 from kdn.client.naming import Named, find_name
@@ -324,15 +324,16 @@ class AsyncClient(Opened):
         names: Sequence[str] = (),
         *,
         texts: Sequence[str] = (),
-        questions: Sequence[str] = (),
+        examples: Sequence[Asked] = (),
         tag: str = "",
         on_progress: OnFitting | None = None,
     ) -> Seams:
         """Fit seams for joins of pieces like these, names or texts, and store them under the tag:
         clients that are connected with it repair their joins with them. `expected` says what they
-        are worth, measured by `questions`, or by made-up ones."""
+        are worth: measured on some of the `examples` (a question, and the texts it is about), whose
+        other texts are fitted on, too; or else by questions made up about parts of the pieces."""
         fitted = await fit_and_share(
-            self.engine, self.session, names, texts, questions, tag, on_progress
+            self.engine, self.session, names, texts, examples, tag, on_progress
         )
         self.joins.forget_seams()
         return fitted

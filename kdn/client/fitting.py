@@ -12,16 +12,20 @@ import numpy as np
 from kdn.background import outwait
 from kdn.blend.pieces import Piece
 from kdn.blend.seams import Seams
-from kdn.checked import checked_function, checked_name, checked_texts
+from kdn.checked import checked_function, checked_name, checked_text, checked_texts
 from kdn.client.naming import piece_of
 from kdn.engines.device import model_stream
-from kdn.engines.seam_fitting import DEFAULTS, OnProgress, SeamOptions, fit_seams
+from kdn.engines.seam_fitting import DEFAULTS, Example, OnProgress, SeamOptions, fit_seams
 from kdn.errors import MismatchError
 from kdn.session.seams import checked_tag, share_seams
 
 if TYPE_CHECKING:
     from kdn.client.engine import Engine
     from kdn.session.session import Session
+
+
+Asked = tuple[str, Sequence[str]]
+"""A question, and the texts that it is asked about."""
 
 
 class _StoppedError(Exception):
@@ -33,7 +37,7 @@ async def fit_and_share(
     session: Session,
     names: Sequence[str],
     texts: Sequence[str],
-    questions: Sequence[str],
+    examples: Sequence[Asked],
     tag: str,
     on_progress: OnProgress | None,
     options: SeamOptions = DEFAULTS,
@@ -41,17 +45,22 @@ async def fit_and_share(
     """The model is taken until they are fitted: some minutes for a small model on a CPU."""
     for name in names:
         checked_name(name)
-    for what, given in (("texts", texts), ("questions", questions)):
-        if given:
-            checked_texts(what, given)
+    if texts:
+        checked_texts("texts", texts)
+    for question, about in examples:
+        checked_text("question", question)
+        checked_texts("examples", about)
     checked_tag(tag)
     checked_function("on_progress", on_progress)
     namespace = await engine.names()
     pieces = [await piece_of(session, engine.prompts, name, namespace) for name in names]
     head = _head_of(pieces, engine.prompts.begin())
-    begin = len(engine.prompts.begin())
     own = [piece.tokens[piece.head :].tolist() for piece in pieces]
-    own += [engine.prompts.learn(text)[0][begin:] for text in texts]
+    own += [_own_tokens(engine, text) for text in texts]
+    asked = [
+        Example(question, [_own_tokens(engine, text) for text in about])
+        for question, about in examples
+    ]
     stopped = threading.Event()
 
     def told(what: str, done: float, left_s: float) -> None:
@@ -63,7 +72,7 @@ async def fit_and_share(
     def fit() -> Seams:
         with model_stream(engine.device):
             return fit_seams(
-                engine.model, engine.prompts, engine.spec, own, head=head, questions=questions,
+                engine.model, engine.prompts, engine.spec, own, head=head, examples=asked,
                 options=options, on_progress=told,
             )  # fmt: skip
 
@@ -78,6 +87,11 @@ async def fit_and_share(
     await engine.names()  # or they would be those of another model
     await share_seams(session, seams, tag)
     return seams
+
+
+def _own_tokens(engine: Engine, text: str) -> list[int]:
+    """Behind any head, as it would be learned."""
+    return engine.prompts.learn(text)[0][len(engine.prompts.begin()) :]
 
 
 def _head_of(pieces: Sequence[Piece], usual: list[int]) -> list[int]:

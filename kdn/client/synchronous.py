@@ -14,6 +14,7 @@ from kdn.client.answers import Joined, Learned, Loaded, Metrics, Stats
 from kdn.client.asynchronous import AsyncClient
 from kdn.client.conversation import Conversation as AsyncConversation
 from kdn.client.engine import ModelSource
+from kdn.client.fitting import Asked
 from kdn.client.joining import Names
 from kdn.client.learning import FLUSH_S, OnRead
 from kdn.defaults import CODEC, DEVICE, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
@@ -209,12 +210,12 @@ class Client:
         names: Sequence[str] = (),
         *,
         texts: Sequence[str] = (),
-        questions: Sequence[str] = (),
+        examples: Sequence[Asked] = (),
         tag: str = "",
         on_progress: OnFitting | None = None,
     ) -> Seams:
         fitting = self._client.seams(
-            names, texts=texts, questions=questions, tag=tag, on_progress=on_progress
+            names, texts=texts, examples=examples, tag=tag, on_progress=on_progress
         )
         return self._loop.run(fitting)
 

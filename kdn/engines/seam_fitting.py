@@ -2,8 +2,8 @@
 
 1. Some pieces are kept apart. Joins of the others are drawn at random and read twice, piece by
    piece and in full (`join_reading.py`); only sums over their tokens are kept (`seam_moments.py`).
-2. Each block of layers gets the ridge that predicts best on every fourth join, left out for that;
-   then all joins count.
+2. Each layer gets the ridge that predicts best on every fourth join, left out for that; then all
+   joins count. Why a map of low rank for each layer alone: docs/decisions/0008-blending.md.
 3. Joins of the pieces kept apart are repaired, and questions about them answered, with some tokens
    recomputed and with none: the divergence from the full reading is what the seams promise.
 """
@@ -46,21 +46,29 @@ class SeamOptions:
     """What may be traded: quality against time and size."""
 
     joins: int = 16
-    measured_joins: int = 8
-    questions: int = 2
-    """About each join that is measured."""
-    pieces: int = 12
+    measured_joins: int = 10
+    questions: int = 3
+    """Made up about each join that is measured, where there are no examples."""
+    pieces: int = 16
     """In a join, at most."""
-    join_tokens: int = 1536
+    join_tokens: int = 2048
     """In a join, at most. A piece is cut to a quarter of it."""
-    rank: int = 128
+    rank: int = 64
     block_layers: int = 1
-    ridges: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3)
+    ridges: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)
     shares: tuple[float, ...] = (0.0, 0.05, 0.15, 0.3)
     seed: int = 0
 
 
 DEFAULTS = SeamOptions()
+
+
+@dataclass(frozen=True)
+class Example:
+    """A question, and the pieces (their own tokens) that it is asked about."""
+
+    question: str
+    pieces: Sequence[Sequence[int]]
 
 
 def fit_seams(
@@ -70,17 +78,19 @@ def fit_seams(
     pieces: Sequence[Sequence[int]],
     *,
     head: Sequence[int] | None = None,
-    questions: Sequence[str] = (),
+    examples: Sequence[Example] = (),
     options: SeamOptions = DEFAULTS,
     on_progress: OnProgress = lambda what, done, left_s: None,
 ) -> Seams:
     """Seams of `model` for joins of pieces like these (own tokens of each, without the head; None:
-    the beginning of a conversation). Measured by `questions`, or by some about parts of the pieces.
-    Deterministic for the same machine, pieces and options."""
+    the beginning of a conversation). Some of the examples measure them, the pieces of the others
+    are fitted on, too; without examples, questions are made up. Deterministic for the same machine,
+    pieces and options."""
     check_windows(spec)
     own = prompts.begin() if head is None else head
-    work = _Fitting(model, prompts, spec, list(own), pieces, list(questions), options, on_progress)
-    return work.run()
+    work = _Fitting(model, prompts, spec, list(own), options)
+    work.take(pieces, examples)
+    return work.run(on_progress)
 
 
 def check_windows(spec: ModelSpec) -> None:
@@ -106,43 +116,53 @@ class _Progress:
 
 
 class _Fitting:
+    progress: _Progress
+
     def __init__(
-        self,
-        model: Any,
-        prompts: Prompts,
-        spec: ModelSpec,
-        head: list[int],
-        pieces: Sequence[Sequence[int]],
-        questions: list[str],
-        options: SeamOptions,
-        on_progress: OnProgress,
+        self, model: Any, prompts: Prompts, spec: ModelSpec, head: list[int], options: SeamOptions
     ) -> None:
         self.model, self.prompts, self.spec = model, prompts, spec
-        self.head, self.questions, self.options = head, questions, options
+        self.head, self.options = head, options
+        config = model.config.get_text_config(decoder=True)
+        longest = getattr(config, "max_position_embeddings", None) or 2 * options.join_tokens
+        self.join_tokens = min(options.join_tokens, longest // 2)
         self.random = np.random.default_rng(options.seed)
-        self.fitted_on, self.kept_apart = self._split(pieces)
-        measured = options.measured_joins * (1 + options.questions)
-        self.progress = _Progress(on_progress, options.joins + 1 + measured)
+        self.fitted_on: list[list[int]] = []
+        self.kept_apart: list[list[int]] = []
+        self.asked: list[Example] = []
+        """Kept apart, too."""
 
-    def _split(self, pieces: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[int]]]:
-        """Pieces to fit on and to measure on, long ones cut; UnsupportedError if they are few."""
-        most = self.options.join_tokens // 4
-        parts = [
-            list(piece[at : at + most]) for piece in pieces for at in range(0, len(piece), most)
-        ]
-        parts = [part for part in parts if len(part) >= LEAST_PIECE]
+    def take(self, pieces: Sequence[Sequence[int]], examples: Sequence[Example]) -> None:
+        """Decide what is fitted on and what is kept apart; UnsupportedError if there is little."""
+        shuffled = [examples[index] for index in self.random.permutation(len(examples))]
+        apart = min(self.options.measured_joins, round(KEPT_APART * len(shuffled)))
+        asked = [replace(one, pieces=self._parts(one.pieces)) for one in shuffled[:apart]]
+        self.asked = [one for one in asked if len(one.pieces) > 1]
+        others = [piece for one in shuffled[apart:] for piece in one.pieces]
+        parts = self._parts([*pieces, *others])
         tokens = sum(map(len, parts))
         if len(parts) < LEAST_PIECES or tokens < LEAST_TOKENS:
             raise UnsupportedError(
                 f"seams need at least {LEAST_TOKENS:,} tokens of text in {LEAST_PIECES} pieces "
-                f"(longer ones are cut into pieces of {most}), found {tokens:,} in {len(parts)}: "
-                "give more text"
+                f"(long ones are cut into several), found {tokens:,} in {len(parts)}: give more"
             )
         order = [parts[index] for index in self.random.permutation(len(parts))]
-        apart = max(2, int(KEPT_APART * len(parts)))
-        return order[apart:], order[:apart]
+        apart = 0 if self.asked else max(2, round(KEPT_APART * len(parts)))
+        self.kept_apart, self.fitted_on = order[:apart], order[apart:]
 
-    def run(self) -> Seams:
+    def _parts(self, pieces: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Long ones cut, and no very short ones."""
+        most = self.join_tokens // 4
+        parts = [
+            list(piece[at : at + most]) for piece in pieces for at in range(0, len(piece), most)
+        ]
+        return [part for part in parts if len(part) >= LEAST_PIECE]
+
+    def run(self, on_progress: OnProgress) -> Seams:
+        options = self.options
+        asked = len(self.asked) or options.measured_joins * options.questions
+        measured = (len(self.asked) or options.measured_joins) + asked
+        self.progress = _Progress(on_progress, options.joins + 1 + measured)
         blocks = tuple(self._fit())
         self.progress.step("fitting")
         # As readers get them: what is measured is what was rounded.
@@ -193,7 +213,7 @@ class _Fitting:
         count = int(self.random.integers(2, max(3, self.options.pieces + 1)))
         count = max(count, min(self.options.pieces, len(pieces)) // 2)
         return drawn_at_random(
-            self.head, pieces, count, self.options.join_tokens + len(self.head), self.random
+            self.head, pieces, count, self.join_tokens + len(self.head), self.random
         )
 
     def _read(self, drawn: Drawn) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,14 +229,13 @@ class _Fitting:
 
     def _measured(self, seams: Seams) -> Seams:
         found: list[list[AnswerQuality]] = []
-        for _ in range(self.options.measured_joins):
-            drawn = self._draw(self.kept_apart)
+        for drawn, questions in self._joins_to_measure():
             joined = read_join(self.model, self.spec, drawn)
             full = read_in_full(self.model, drawn.tokens)
             repaired = repaired_join(seams, self.spec, joined, drawn.moved_from)
             self.progress.step("reading joins")
-            for _ in range(self.options.questions):
-                probe = AnswerProbe(self.model, full, self._question(drawn))
+            for question in questions:
+                probe = AnswerProbe(self.model, full, question)
                 some = probe.measure_recomputed(
                     repaired, drawn.tokens, drawn.moved_from, self.options.shares
                 )
@@ -227,16 +246,28 @@ class _Fitting:
             seams, expected=dict(zip(self.options.shares, klds, strict=True)), joined=joined_klds
         )
 
-    def _question(self, drawn: Drawn) -> list[int]:
-        """One that was given, else about the beginning of some piece."""
+    def _joins_to_measure(self) -> Iterator[tuple[Drawn, list[list[int]]]]:
+        """Joins of what was kept apart, with questions about each."""
         style = CHAT if self.prompts.has_template else PLAIN
-        if self.questions:
-            index = int(self.random.integers(len(self.questions)))
-            return self.prompts.ask(self.questions[index], style)
+        for one in self.asked:
+            yield self._drawn_as_it_is(one), [self.prompts.ask(one.question, style)]
+        for _ in range(0 if self.asked else self.options.measured_joins):
+            drawn = self._draw(self.kept_apart)
+            topics = [self._topic(drawn) for _ in range(self.options.questions)]
+            yield drawn, [self.prompts.ask(f"What is said about {one}?", style) for one in topics]
+
+    def _drawn_as_it_is(self, example: Example) -> Drawn:
+        """In its own order, as many pieces as fit."""
+        room = self.join_tokens
+        ends = np.cumsum([len(piece) for piece in example.pieces])
+        count = max(2, int((ends <= room).sum()))
+        return Drawn(self.head, example.pieces[:count])
+
+    def _topic(self, drawn: Drawn) -> str:
+        """Some words of some piece."""
         piece = drawn.pieces[int(self.random.integers(len(drawn.pieces)))]
         start = int(self.random.integers(max(1, len(piece) - TOPIC_TOKENS)))
-        topic = self.prompts.text(piece[start : start + TOPIC_TOKENS])
-        return self.prompts.ask(f"What is said about {topic.strip()}?", style)
+        return self.prompts.text(piece[start : start + TOPIC_TOKENS]).strip()
 
 
 def repaired_join(seams: Seams, spec: ModelSpec, joined: KVCache, moved_from: int) -> KVCache:

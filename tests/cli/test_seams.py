@@ -19,8 +19,8 @@ __all__ = ["model", "small"]
 
 def test_a_report_for_people_and_for_programs(model: Any, tmp_path: Path) -> None:
     rows = [
-        {"question": "what?", "chunks": [{"title": "t", "text": text} for text in TEXTS[:12]]},
-        {"question": "why?", "chunks": [{"text": text} for text in TEXTS[12:]]},
+        {"question": "what?", "chunks": [{"title": "t", "text": text} for text in TEXTS[:8]]},
+        {"question": "why?", "chunks": [{"text": text} for text in TEXTS[8:]]},
     ]
     data = tmp_path / "set.jsonl.gz"
     data.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
@@ -39,17 +39,15 @@ def test_a_report_for_people_and_for_programs(model: Any, tmp_path: Path) -> Non
 def test_what_is_given_is_a_file_or_a_name(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("some text")
-    questions = tmp_path / "questions"
-    questions.write_text("what?\n\nwhy?\n")
-    found = Material.of([str(text), "faq"], questions)
-    assert found == Material(["faq"], ["some text"], ["what?", "why?"])
+    found = Material.of([str(text), "faq"])
+    assert found == Material(["faq"], ["some text"])
     with pytest.raises(UnsupportedError, match="name"):
-        Material.of([str(tmp_path / "nothing there")], None)
+        Material.of([str(tmp_path / "nothing there")])
     bad = tmp_path / "bad.jsonl"
     for line in ("no json", "[]", '{"question": 1, "chunks": []}', '{"question": "?"}', "1"):
         bad.write_text(line)
         with pytest.raises((FormatError, UnsupportedError)):
-            Material.of([str(bad)], None)
+            Material.of([str(bad)])
     (tmp_path / "bad.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(FormatError, match="JSON lines"):
-        Material.of([str(tmp_path / "bad.jsonl.gz")], None)
+        Material.of([str(tmp_path / "bad.jsonl.gz")])

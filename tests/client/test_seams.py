@@ -16,7 +16,7 @@ from kdn.session.seams import find_seams
 from tests.client.clients import in_folder
 from tests.engines.test_seam_fitting import SMALL, pieces
 
-TEXTS = ["".join(map(chr, piece)).strip() for piece in pieces()]
+TEXTS = ["".join(map(chr, piece)).strip() for piece in pieces(48)]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,11 @@ def test_seams_of_names_and_texts_are_found_and_used(tmp_path: Path, tiny_model:
         plain = client.ask(names, "?", max_new_tokens=2, quality="exact")
         await plain.read()
         assert plain.stats.repaired_tokens == 0
-        seams = await client.seams(names[:2], texts=TEXTS[3:], questions=["what comes next?"])
+        seams = await client.seams(
+            names[:2],
+            texts=TEXTS[7:32],
+            examples=[("what comes next?", TEXTS[3:5]), ("?", TEXTS[5:7])],
+        )
         found = await find_seams(client.session)
         assert found is not None
         assert found.to_bytes() == seams.to_bytes()
@@ -66,11 +70,9 @@ def test_who_does_not_wait_any_more_frees_the_model(tmp_path: Path, tiny_model: 
     @in_folder(tmp_path / "place", model)
     async def test(client: AsyncClient) -> None:
         told = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        call_soon = asyncio.get_running_loop().call_soon_threadsafe
         fitting = asyncio.create_task(
-            client.seams(
-                texts=TEXTS, on_progress=lambda *_: loop.call_soon_threadsafe(told.set) and None
-            )
+            client.seams(texts=TEXTS[:30], on_progress=lambda *_: call_soon(told.set) and None)
         )
         await asyncio.wait_for(told.wait(), 20)
         fitting.cancel()
