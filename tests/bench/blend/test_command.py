@@ -31,7 +31,7 @@ def words(seed: int, count: int) -> str:
     return "".join(map(chr, np.random.default_rng(seed).integers(97, 123, count)))
 
 
-def write_set(path: Path, seed: int, items: int = 2) -> Path:
+def write_set(path: Path, seed: int, items: int = 5) -> Path:
     lines = [
         {
             "question": words(seed + 50 * i, 12),
