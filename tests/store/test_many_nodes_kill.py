@@ -1,4 +1,4 @@
-"""Nodes as processes, killed and stopped under the load of many clients: nobody notices but by time.
+"""Nodes as processes, killed and stopped under the load of many clients: only time tells of it.
 
 The nodes keep nothing but RAM, over one Redis.
 """
