@@ -139,7 +139,7 @@ def test_a_model_that_cannot_be_looked_into_promises_what_it_can(
 
 
 def test_examples_that_are_asked_are_not_fitted_on(model: Any) -> None:
-    every = pieces(60)
+    every = [piece[:40] for piece in pieces(60)]
     examples = [Example("?", every[at : at + 5]) for at in range(0, 60, 5)]
     work = _Fitting(model, Prompts(Letters()), spec_of(model), [1], SMALL)
     work.take(examples[0].pieces, examples)
