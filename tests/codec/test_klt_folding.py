@@ -10,15 +10,16 @@ import torch
 
 from kdn.blend.seams import Block, Seams
 from kdn.cache.keys import Chunk, Namespace, cut
+from kdn.cache.rows import TokenRows
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec import rope
-from kdn.codec.base import Codec
+from kdn.codec.base import Codec, Coded
 from kdn.codec.exact import ExactCodec
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec, Profile
 from kdn.codec.klt.folding import folded, group_maps
-from kdn.errors import MismatchError, UnsupportedError
+from kdn.errors import FormatError, MismatchError, UnsupportedError
 from tests.codec.klt_profile import LEVELS, make_profile
 from tests.codec.rotations import HALVES, NEIGHBOURS
 
@@ -92,15 +93,19 @@ def test_decoding_with_folded_rows_is_decoding_and_then_repairing(
         assert rms(error) < 0.1 * rms(effect)
 
 
-def test_of_what_the_last_level_corrects_nothing_is_repaired(klt: KltCodec) -> None:
-    repair, before = seams(), LEVELS - 1
-    codec = klt.repaired(repair)
+def test_the_last_level_is_not_used(klt: KltCodec) -> None:
+    """It corrects what was learned, to the last bit of its rounding."""
+    codec = klt.repaired(seams())
     for stream, chunk in streams(klt):
-        coarse, fine = (columns(klt.decode(stream, chunk, levels=n)) for n in (before, LEVELS))
-        same = columns(codec.decode(stream, chunk, levels=LEVELS)) - columns(
-            codec.decode(stream, chunk, levels=before)
-        )
-        assert (same - (fine - coarse)).abs().max() < 1e-3
+        all_levels = codec.decode(stream, chunk)
+        assert torch.equal(all_levels.keys, codec.decode(stream, chunk, levels=LEVELS - 1).keys)
+        slots = np.arange(chunk.num_tokens)
+        sides = [[torch.zeros(256, 3, 16) for _ in range(4)] for _ in range(2)]
+        one = Coded(stream, chunk, LEVELS, slots)
+        assert codec.decode_rows([one], TokenRows(*sides, range(3))) == [None]
+        assert torch.equal(torch.stack(sides[0])[:, : chunk.num_tokens], all_levels.keys)
+        with pytest.raises(FormatError, match="levels to decode"):
+            codec.decode(stream, chunk, levels=LEVELS + 1)
 
 
 def test_sinks_are_repaired_as_all_others(klt: KltCodec) -> None:

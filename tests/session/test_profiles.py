@@ -59,7 +59,7 @@ def test_a_profile_calibrated_here_is_used_everywhere(
             assert client.session.codec.profile_id == profile.profile_id
             answer = client.ask("notes", "?", max_new_tokens=3)
             await answer.read()
-            assert answer.stats.known_tokens == 704
+            assert answer.stats.known_tokens == 709
             assert answer.stats.levels[0] >= 1
         assert local_profile(spec).read_bytes() == profile.to_bytes()
         assert stat.S_IMODE(local_profile(spec).stat().st_mode) == 0o600
