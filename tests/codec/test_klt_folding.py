@@ -92,15 +92,33 @@ def test_decoding_with_folded_rows_is_decoding_and_then_repairing(
         assert rms(error) < 0.1 * rms(effect)
 
 
-def test_of_what_the_last_level_corrects_nothing_is_repaired(klt: KltCodec) -> None:
-    codec, before = klt.repaired(seams()), LEVELS - 1
+def test_with_the_last_level_it_is_the_reference(klt: KltCodec) -> None:
+    """Whatever is wanted of it: some heads, another dtype, memory that is there."""
+    repair = seams()
+    codec = klt.repaired(repair)
     for stream, chunk in streams(klt):
-        plain, repaired = (
-            columns(one.decode(stream, chunk)) - columns(one.decode(stream, chunk, levels=before))
-            for one in (klt, codec)
+        expected = repair.repair(klt.decode(stream, chunk), SPEC, AT)
+        found = codec.decode(stream, chunk, dtype=torch.bfloat16, at=AT)
+        assert torch.equal(found.keys, expected.keys.bfloat16())
+        assert torch.equal(found.values, expected.values.bfloat16())
+        heads = codec.decode_heads(
+            stream, chunk, range(1, 3), levels=LEVELS, dtype=torch.float32, at=AT
         )
-        assert rms(plain) > 0.1
-        assert (repaired - plain).abs().max() < 1e-3
+        assert torch.equal(heads.keys, expected.keys[:, :, 1:])
+
+
+def test_what_a_layer_lacks_stays_zero(klt: KltCodec) -> None:
+    chunks, cache = context(klt)
+    chunk, own = chunks[1], cache.slice(chunks[1].start, chunks[1].end)
+    for side in (own.keys, own.values):
+        side[0, :7] = 0
+    lacking = KVCache(own.keys, own.values, own.start, (own.start + 7, *(own.start,) * 3))
+    stream = Bitstream.parse(klt.encode(chunk, lacking))
+    for levels in (1, LEVELS):
+        found = klt.repaired(seams()).decode(stream, chunk, levels=levels, at=AT)
+        assert found.valid_from[0] == AT + 7
+        assert not found.keys[0, :7].any()
+        assert found.keys[0, 7:].any()
 
 
 def test_sinks_are_repaired_as_all_others(klt: KltCodec) -> None:

@@ -10,8 +10,8 @@ So a profile with other rows decodes the same streams to repaired values, on cor
 the same steps. Basis rows are those of weighted values: the weight is taken off before and put on
 again after. Rows are rounded as the profile's own are, to 8 bits or 16, which makes values err by
 1 to 1.5 % of their deviation (SmolLM2; the repair changes them by 22 %). Sinks are no sums of these
-rows: they are repaired when they are decoded. Nor is what the last level corrects: it is added as
-it is, and what the repair would make of it is left out.
+rows: they are repaired when they are decoded. Nor is what the last level corrects: see
+`repaired.py`.
 """
 
 from __future__ import annotations
