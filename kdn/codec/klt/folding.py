@@ -127,7 +127,8 @@ def _basis(group: Group, own: GroupMap) -> dict[str, Array]:
     weight = _even_weight(rows[num_fine:], group.scale[num_fine:])
     rows *= weight
     codes, scale = _rounded(rows[num_fine:], 1)
-    if len(scale) and not float(rows[:num_fine].abs().max()) < MAX_RATIO * float(np.median(scale)):
+    largest = float(rows[:num_fine].abs().max()) if num_fine else 0.0
+    if len(scale) and not largest < MAX_RATIO * float(np.median(scale)):
         raise UnsupportedError(f"a repair too large for the basis of layers {group.layers}")
     return {
         "fine": _halves(rows[:num_fine]), "basis": codes, "basis_scale": scale,
