@@ -34,6 +34,11 @@ MAX_SEAMS_BYTES = 256 << 20
 MAX_BLOCKS = 1024
 MAX_EXPECTED = 64
 """Shares of recomputed tokens that a report may name."""
+_MALFORMED = (
+    SafetensorError, LookupError, ValueError, TypeError, AttributeError, OverflowError,
+    RecursionError,
+)  # fmt: skip
+"""What reading raises on bytes that are something else."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Seams:
             size = int.from_bytes(data[:8], "little")
             meta = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["kdn"])
             return _checked(meta, tensors)
-        except (SafetensorError, LookupError, ValueError, TypeError, RecursionError) as error:
+        except _MALFORMED as error:
             raise FormatError(f"expected {FORMAT}: {error}") from None
 
     def to_bytes(self) -> bytes:

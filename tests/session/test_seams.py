@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from kdn.bench.web_server import start_web
+from kdn.cli.main import app
 from kdn.credentials import Credentials
 from kdn.errors import (
     AuthenticityError,
@@ -26,10 +29,11 @@ from kdn.session.session import Session
 from kdn.session.settings import SessionSettings
 from tests.blend.test_seams import SPEC, random_seams
 from tests.node.harness import run
+from tests.places.exports import needs_nginx
 
 
 def with_session(
-    place: Path, test: Callable[[Session], Coroutine[Any, Any, Any]], **more: Any
+    place: Path | str, test: Callable[[Session], Coroutine[Any, Any, Any]], **more: Any
 ) -> Any:
     async def work() -> Any:
         own = SessionSettings((place,), codec="exact", **{"host_bytes": 0, **more})
@@ -162,3 +166,26 @@ def test_what_cannot_be_used_is_not_kept(
 
     with_session(tmp_path / "place", test)
     assert not (tmp_path / "first machine" / "seams").exists()
+
+
+@needs_nginx
+def test_an_export_carries_them(tmp_path: Path, machine: Any) -> None:
+    async def share(session: Session) -> None:
+        await share_seams(session, random_seams(), "faq")
+
+    with_session(tmp_path / "place", share)
+    files = tmp_path / "files"
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "place"), str(files)])
+    assert done.exit_code == 0, done.output
+    machine("second machine")
+
+    async def find(session: Session) -> None:
+        found = await find_seams(session, "faq")
+        assert found is not None
+        assert found.to_bytes() == random_seams().to_bytes()
+        await share_seams(session, random_seams(seed=5))  # kept here, for nobody else
+        assert await find_seams(session) is not None
+
+    with start_web(files, tmp_path / "web") as web:
+        with_session(web.url, find)
+        assert not any(line.startswith(("PUT", "POST", "DELETE")) for line in web.requests())
