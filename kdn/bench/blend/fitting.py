@@ -1,4 +1,5 @@
-"""Seams fitted on a question set: on the passages of its questions, measured with these."""
+"""Seams fitted on a question set: on the passages of some of its questions, measured with the
+others."""
 
 from __future__ import annotations
 
@@ -21,12 +22,11 @@ def fitted_on(
     told: Callable[[float], None],
 ) -> Seams:
     """As `kdn seams` fits them, with its defaults."""
-
-    def example(item: Item) -> Example:
-        own = [ids_of(f"{text}\n\n", tokenizer).tolist() for text in item.pieces]
-        return Example(item.question, own)
-
+    examples = [
+        Example(item.question, [ids_of(f"{text}\n\n", tokenizer).tolist() for text in item.pieces])
+        for item in items
+    ]
     return fit_seams(
-        model, Prompts(tokenizer), spec, [], examples=[example(item) for item in items],
+        model, Prompts(tokenizer), spec, [], examples=examples,
         on_progress=lambda what, done, left_s: told(done),
     )  # fmt: skip
