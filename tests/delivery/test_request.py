@@ -34,3 +34,17 @@ def test_an_end_that_is_not_known_is_far_away() -> None:
     [chunk] = cut(range(256), Namespace(b"m", b"p"))
     assert worst_kld(chunk, None, 0.01) > 0.01 > worst_kld(chunk, 256, 0.01)
     assert worst_kld(chunk, None, 0.0) == 0.0
+
+
+def test_the_end_of_a_join_is_that_of_its_last_piece() -> None:
+    """Wherever its chunks were learned."""
+    space, codec = Namespace(b"m", b"p"), ExactCodec(SPEC)
+    first, second, last = (
+        cut(range(begin, begin + 280), space, whole=True) for begin in (0, 300, 600)
+    )
+    sink = HostSink.of(codec, first, torch.float32)
+    request = Request([*first, *second, *last], codec, (0.0,), sink)
+    assert request.num_tokens == 840
+    weights = request.weights()
+    assert weights[:4] == [1.0] * 4
+    assert min(weights[4:]) > 2

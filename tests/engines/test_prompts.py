@@ -24,6 +24,25 @@ def test_texts() -> None:
     assert text_of(prompts.begin()) == "\x01[user]"
 
 
+def test_a_text_stands_behind_its_head() -> None:
+    prompts = Prompts(Letters())
+    tokens, style = prompts.learn("some text", "be kind")
+    assert (text_of(tokens), style) == ("\x01[system]be kind<end>[user]some text\n\n", CHAT)
+    assert tokens == [*prompts.begin("be kind"), *prompts.learn("some text")[0][7:]]
+    plain = Prompts(Letters(chat=False))
+    assert text_of(plain.learn("some text", "be kind")[0]) == "\x01be kind\n\nsome text\n\n"
+    for odd in ([5, 6, 7], [{"role": "user", "content": "hello"}]):
+        with pytest.raises(UnsupportedError, match="only a text"):
+            prompts.learn(odd, "be kind")  # type: ignore[arg-type]
+
+    class Deaf(Letters):
+        def apply_chat_template(self, messages: Any, **options: Any) -> str:
+            return super().apply_chat_template(messages[-1:], **options)
+
+    with pytest.raises(UnsupportedError, match="drops system prompts"):
+        Prompts(Deaf()).begin("be kind")
+
+
 @pytest.mark.parametrize("bos", [True, False])
 def test_texts_without_a_template(bos: bool) -> None:
     prompts = Prompts(Letters(chat=False, bos=bos))
