@@ -49,9 +49,10 @@ class SeamOptions:
     """What may be traded: quality against time and size."""
 
     joins: int = 16
-    measured_joins: int = 16
-    questions: int = 2
-    """Made up about each join that is measured, where there are no examples."""
+    questions: int = 24
+    """To measure with. They differ by as much as their mean: with fewer, chance decides."""
+    made_up: int = 3
+    """About each join that is measured, where there are no examples."""
     pieces: int = 16
     """In a join, at most."""
     join_tokens: int = 2048
@@ -59,7 +60,8 @@ class SeamOptions:
     rank: int = 64
     block_layers: int = 1
     ridges: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)
-    shares: tuple[float, ...] = (0.0, 0.05, 0.15, 0.3)
+    shares: tuple[float, ...] = (0.05, 0.15, 0.3)
+    """Of tokens to recompute, beside none."""
     seed: int = 0
 
 
@@ -138,7 +140,7 @@ class _Fitting:
     def take(self, pieces: Sequence[Sequence[int]], examples: Sequence[Example]) -> None:
         """Decide what is fitted on and what is kept apart; UnsupportedError if there is little."""
         shuffled = [examples[index] for index in self.random.permutation(len(examples))]
-        apart = min(self.options.measured_joins, round(ASKED * len(shuffled)))
+        apart = min(self.options.questions, round(ASKED * len(shuffled)))
         asked = [replace(one, pieces=self._parts(one.pieces)) for one in shuffled[:apart]]
         self.asked = [one for one in asked if len(one.pieces) > 1]
         others = [piece for one in shuffled[apart:] for piece in one.pieces]
@@ -164,10 +166,8 @@ class _Fitting:
         return list(unique.values())
 
     def run(self, on_progress: OnProgress) -> Seams:
-        options = self.options
-        asked = len(self.asked) or options.measured_joins * options.questions
-        measured = (len(self.asked) or options.measured_joins) + asked
-        self.progress = _Progress(on_progress, options.joins + 1 + measured)
+        asked = 2 * len(self.asked) or self._made_up_joins * (1 + self.options.made_up)
+        self.progress = _Progress(on_progress, self.options.joins + 1 + asked)
         try:
             blocks = tuple(self._fit())
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
@@ -180,20 +180,22 @@ class _Fitting:
     # fitting
 
     def _fit(self) -> Iterator[Block]:
-        fitted, checked = self._read_joins()
-        weight = [self._weight(one) for one in fitted]
-        for index, sums in enumerate(fitted):
-            part, rank = checked[index], self.options.rank
-            best = self.options.ridges[0]
-            if part.count:
-                rest = sums.without(part).centred()
-                best = min(
-                    self.options.ridges,
-                    key=lambda ridge: left_over(
-                        fit_block(rest, weight[index], ridge, rank), part, weight[index]
-                    ),
-                )
-            yield fit_block(sums.centred(), weight[index], best, rank)
+        for sums, checked in zip(*self._read_joins(), strict=True):
+            every = sums.centred()
+            weight = 1 / every.deviation  # all columns count alike, whatever their size
+            yield fit_block(every, weight, self._ridge(sums, checked, weight), self.options.rank)
+
+    def _ridge(self, sums: Moments, checked: Moments, weight: torch.Tensor) -> float:
+        """The one that predicts best what is checked, fitted on the others."""
+        if not checked.count:
+            return self.options.ridges[-1]
+        rest = sums.without(checked).centred()
+        return min(
+            self.options.ridges,
+            key=lambda one: left_over(
+                fit_block(rest, weight, one, self.options.rank), checked, weight
+            ),
+        )
 
     def _read_joins(self) -> tuple[list[Moments], list[Moments]]:
         """Sums of all joins by block, and of those that the ridge is chosen on."""
@@ -227,11 +229,6 @@ class _Fitting:
         joined = columns_of(read_join(self.model, self.spec, drawn), self.spec)
         return joined, columns_of(read_in_full(self.model, drawn.tokens), self.spec)
 
-    def _weight(self, sums: Moments) -> torch.Tensor:
-        """Of each column: all count alike, whatever their size."""
-        variance = sums.gram.diagonal() / sums.count - (sums.inputs / sums.count).square()
-        return variance.clamp(min=1e-12).rsqrt()
-
     # measuring
 
     def _measured(self, seams: Seams) -> Seams:
@@ -243,24 +240,36 @@ class _Fitting:
             self.progress.step("reading joins")
             for question in questions:
                 probe = AnswerProbe(self.model, full, question)
-                some = probe.measure_recomputed(
-                    repaired, drawn.tokens, drawn.moved_from, self.options.shares
-                )
-                found.append([probe.measure(joined), *some])
+                own = [probe.measure(joined), probe.measure(repaired)]
+                found.append([*own, *self._recomputed(probe, repaired, drawn)])
                 self.progress.step("measuring")
         joined_klds, *klds = [_mean(column) for column in zip(*found, strict=True)]
-        return replace(
-            seams, expected=dict(zip(self.options.shares, klds, strict=True)), joined=joined_klds
-        )
+        shares = [0.0, *self.options.shares]  # without the latter, if it cannot be recomputed
+        return replace(seams, expected=dict(zip(shares, klds, strict=False)), joined=joined_klds)
+
+    def _recomputed(
+        self, probe: AnswerProbe, repaired: KVCache, drawn: Drawn
+    ) -> list[AnswerQuality]:
+        """For each share; none if this model's attention cannot be looked into."""
+        try:
+            return probe.measure_recomputed(
+                repaired, drawn.tokens, drawn.moved_from, self.options.shares
+            )
+        except UnsupportedError:
+            return []
+
+    @property
+    def _made_up_joins(self) -> int:
+        return -(-self.options.questions // self.options.made_up)
 
     def _joins_to_measure(self) -> Iterator[tuple[Drawn, list[list[int]]]]:
         """Joins of what was kept apart, with questions about each."""
         style = CHAT if self.prompts.has_template else PLAIN
         for one in self.asked:
             yield self._drawn_as_it_is(one), [self.prompts.ask(one.question, style)]
-        for _ in range(0 if self.asked else self.options.measured_joins):
+        for _ in range(0 if self.asked else self._made_up_joins):
             drawn = self._draw(self.kept_apart)
-            topics = [self._topic(drawn) for _ in range(self.options.questions)]
+            topics = [self._topic(drawn) for _ in range(self.options.made_up)]
             yield drawn, [self.prompts.ask(f"What is said about {one}?", style) for one in topics]
 
     def _drawn_as_it_is(self, example: Example) -> Drawn:
@@ -287,6 +296,5 @@ def repaired_join(seams: Seams, spec: ModelSpec, joined: KVCache, moved_from: in
 
 
 def _mean(answers: Sequence[AnswerQuality]) -> tuple[float, float]:
-    return float(np.mean([one.first for one in answers])), float(
-        np.mean([one.mean for one in answers])
-    )
+    both = np.mean([(one.first, one.mean) for one in answers], axis=0)
+    return float(both[0]), float(both[1])
