@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import os.path
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from kdn.checked import checked_name, checked_output, checked_text, shown
+from kdn.bench.blend.items import MAX_PIECES, load_items
+from kdn.checked import MAX_COUNT, checked_name, checked_output
 from kdn.cli.client import Door, read_text, run_with
-from kdn.errors import FormatError, UnsupportedError
 
 if TYPE_CHECKING:
     from kdn.blend.seams import Seams
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from kdn.client.fitting import Asked
 
 QUESTION_SETS = (".jsonl", ".jsonl.gz")
-MAX_SET_BYTES = 256 << 20
 
 
 @dataclass
@@ -41,41 +40,14 @@ class Material:
         and its passages are examples."""
         found = cls()
         for one in what:
-            path = Path(one)
-            if one.endswith(QUESTION_SETS) and path.is_file():
-                found._add_set(path)
-            elif path.is_file():
-                found.texts.append(read_text(path))
-            else:
+            if not os.path.isfile(one):  # says no to whatever can be no path
                 found.names.append(checked_name(one))
-        if not what:
-            raise UnsupportedError("expected names or files to fit seams on, found none")
+            elif one.endswith(QUESTION_SETS):
+                items = load_items(Path(one), MAX_COUNT, MAX_PIECES)
+                found.examples += ((item.question, item.pieces) for item in items)
+            else:
+                found.texts.append(read_text(Path(one)))
         return found
-
-    def _add_set(self, path: Path) -> None:
-        try:
-            for line in _lines(path):
-                row = json.loads(line)
-                question = checked_text("question", row["question"])
-                self.examples.append((question, [_passage(chunk) for chunk in row["chunks"]]))
-        except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise FormatError(
-                f"{shown(str(path))}: expected JSON lines of a question and its chunks: {error}"
-            ) from error
-
-
-def _passage(chunk: Any) -> str:
-    text, title = checked_text("text", chunk["text"]), chunk.get("title")
-    return f"{checked_text('title', title)}\n{text}" if title else text
-
-
-def _lines(path: Path) -> list[str]:
-    opened: Any = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rb") as file:
-        data = file.read(MAX_SET_BYTES + 1)
-    if len(data) > MAX_SET_BYTES:
-        raise ValueError(f"expected at most {MAX_SET_BYTES} bytes")
-    return [line for line in data.decode().splitlines() if line.strip()]
 
 
 def run(door: Door, what: list[str], tag: str, out: Path | None) -> None:

@@ -19,8 +19,12 @@ __all__ = ["model", "small"]
 
 def test_a_report_for_people_and_for_programs(model: Any, tmp_path: Path) -> None:
     rows = [
-        {"question": "what?", "chunks": [{"title": "t", "text": text} for text in TEXTS[:8]]},
-        {"question": "why?", "chunks": [{"text": text} for text in TEXTS[8:]]},
+        {
+            "question": "what?",
+            "answers": ["so"],
+            "chunks": [{"title": "t", "text": text} for text in TEXTS[:8]],
+        },
+        {"question": "why?", "answers": ["so"], "chunks": [{"text": text} for text in TEXTS[8:]]},
     ]
     data = tmp_path / "set.jsonl.gz"
     data.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
@@ -43,10 +47,12 @@ def test_what_is_given_is_a_file_or_a_name(tmp_path: Path) -> None:
     assert found == Material(["faq"], ["some text"])
     with pytest.raises(UnsupportedError, match="name"):
         Material.of([str(tmp_path / "nothing there")])
+    with pytest.raises(UnsupportedError, match="name"):
+        Material.of(["x" * 5000])
     bad = tmp_path / "bad.jsonl"
     for line in ("no json", "[]", '{"question": 1, "chunks": []}', '{"question": "?"}', "1"):
         bad.write_text(line)
-        with pytest.raises((FormatError, UnsupportedError)):
+        with pytest.raises(FormatError):
             Material.of([str(bad)])
     (tmp_path / "bad.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(FormatError, match="JSON lines"):
