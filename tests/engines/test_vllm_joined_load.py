@@ -177,6 +177,8 @@ def test_a_join_in_its_blocks(
     ended, counts = load(shared, paged, order)
     assert (ended.good_until, ended.exact_until) == (order.end, start)
     assert counts["joined_tokens"] == order.end - start
+    assert counts["moved_tokens"] == order.end - max(start, HEAD + LENGTHS[0])
+    assert counts["repaired_tokens"] == (counts["moved_tokens"] if repaired else 0)
     join = Join(tuple(pieces(shared.session.namespace)))
     check(paged, order, join, SEAMS if repaired else None)
     if start:  # what was there already stays as it is

@@ -167,7 +167,10 @@ class Loader:
         sink = join_sink_of(codec, repaired, seams, self._paged, job, join)
         got = await self._deliver(job, needed(order, join), sink, None)
         good = self._in_blocks(order, good_until(order, join, got))
+        moved = max(0, good - max(order.start, len(join.pieces[0].tokens)))
         self._counts["joined_tokens"] += good - order.start
+        self._counts["moved_tokens"] += moved
+        self._counts["repaired_tokens"] += 0 if seams is None else moved
         return EndedLoad(order, good, order.start)
 
     async def _deliver(

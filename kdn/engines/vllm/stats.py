@@ -26,6 +26,8 @@ MEANINGS = {
     "crowded": "loads that had not begun by their deadline, as others were under way",
     "loaded_tokens": "tokens that were loaded",
     "joined_tokens": "tokens of them that came from joined pieces",
+    "moved_tokens": "tokens of these that stand elsewhere than they were learned",
+    "repaired_tokens": "tokens of these that seams repaired",
     "host_tokens": "tokens that were found in the shared memory of the host",
     "failed_tokens": "tokens that were to be loaded and had to be computed",
     "load_ms": "milliseconds that loads took, added up",
