@@ -49,8 +49,10 @@ servers:
 demo: $(STAMP)
 	$(VENV)/bin/kdn demo
 
+# Two processes, a file of tests each at a time: much of the time tests wait, for servers, disks and
+# deadlines. Threads of two PyTorches on two cores would mostly wait for each other.
 test: $(STAMP)
-	$(RUN) pytest
+	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile
 
 # vLLM pins much of what it uses, so it lives apart. The three packages that go again are for media,
 # and of another torch. torch comes first and by its exact pin: see constraints.txt.
@@ -68,7 +70,8 @@ $(VLLM_STAMP): pyproject.toml
 # line needs aiohttp and uvloop too.
 test-gpu:
 	python3 -m pytest -m gpu tests/codec/test_klt_triton.py tests/codec/test_klt_rows.py \
-		tests/codec/test_klt_triton_encoding.py tests/codec/test_klt_shipped.py
+		tests/codec/test_klt_triton_encoding.py tests/codec/test_klt_joins.py \
+		tests/codec/test_klt_shipped.py
 	python3 -m pytest -m gpu tests/cache/test_fingerprint.py tests/engines/test_unchanged.py tests/client/test_gpu.py
 	python3 -m pytest -m gpu tests/engines/test_gpu_quality.py tests/vllm/test_gpu.py
 	python3 -m pytest -m gpu tests/engines/test_vllm_gpu.py tests/engines/test_vllm_gather.py

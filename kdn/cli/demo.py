@@ -73,9 +73,11 @@ def run(
     _plot(screen, out, console)
 
 
-def worker(task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def worker(
+    task: Mapping[str, Any], module: str = "kdn.cli.demo_worker"
+) -> Iterator[dict[str, Any]]:
     """Runs a task in a process of its own: what it tells, as it tells it."""
-    command = [sys.executable, "-m", "kdn.cli.demo_worker"]
+    command = [sys.executable, "-m", module]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True

@@ -77,7 +77,7 @@ class Screen:
             self.kld_tokens += event["tokens"]
         side = self.sides.get((event["question"], event["way"]))
         if side is not None:
-            _note(side, event)
+            note(side, event)
             way = "with kdn" if event["way"] == "with" else "by reading it all"
             self.say(f"Process B answers question {event['question'] + 1} {way}")
 
@@ -104,7 +104,7 @@ class Screen:
         return grid
 
 
-def _note(side: Side, event: Mapping[str, Any]) -> None:
+def note(side: Side, event: Mapping[str, Any]) -> None:
     kind, at_s = event["event"], float(event["at_s"])
     if kind == "progress":
         side.share = float(event["share"])

@@ -153,9 +153,14 @@ def compare(
     return kld(*(forward(model, scored, one.past, every=True) for one in (own, known)))
 
 
+def quiet() -> None:
+    """Progress bars of others do not belong on the screen of the demo."""
+    disable_progress_bar()
+
+
 def main() -> None:
     task = json.load(sys.stdin)
-    disable_progress_bar()  # those of others do not belong on the screen of the demo
+    quiet()
     uvloop.run({"learn": learn, "answer": answer}[task["do"]](task))
 
 

@@ -232,8 +232,16 @@ def demo(
     quality: QualityOption = "0.008",
     device: DeviceOption = DEVICE,
     out: Annotated[Path, typer.Option(help="Where the timeline goes.")] = Path("kdn-demo.png"),
+    blend: Annotated[
+        bool, typer.Option("--blend", help="Three documents learned apart, one question over all.")
+    ] = False,
 ) -> None:
     """One process reads a document; another, which never saw it, answers questions about it."""
+    if blend:
+        from kdn.cli.demo_blend import run as run_blend
+
+        run_blend(mbit, quality, device)
+        return
     from kdn.cli.demo import run
 
     run(text, tokens, mbit, quality, device, out)

@@ -213,9 +213,9 @@ class AsyncClient(Opened):
         stats = Stats()
         join, _ = await self.joins.named(checked_pieces(names), options, stats)
         context = await self.joins.load(join, options, stats)
-        cache = values_of_cache(context.past, self.engine.spec)
-        count, got = join.num_tokens, context.delivered
-        return Joined(cache, count, got, self.engine.config, join.tokens.tolist(), stats)
+        cache, count = self.engine.values_of(context), join.num_tokens
+        tokens, got = join.tokens.tolist(), context.delivered
+        return Joined(cache, count, got, self.engine.config, tokens, stats)
 
     def ask(
         self,

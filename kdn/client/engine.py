@@ -179,6 +179,14 @@ class Engine:
             )
         )
 
+    def values_of(self, context: Context) -> KVCache:
+        """All it holds: the room that it lies in, or else a copy."""
+        if self.lies_in_room(context):
+            assert context.room is not None
+            return context.room.canonical(context.num_tokens)
+        with model_stream(self.device):
+            return from_dynamic_cache(context.past)
+
     def to_model(self, cache: KVCache) -> KVCache:
         """In the model's dtype, on its device."""
         keys, values = (

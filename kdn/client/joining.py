@@ -42,6 +42,7 @@ from kdn.engines.growing import Room
 from kdn.engines.reading import pieces
 from kdn.errors import KdnError, MismatchError, UnsupportedError
 from kdn.session.delivered import Delivered
+from kdn.session.quality import quality_in_join
 from kdn.session.seams import find_seams
 from kdn.session.session import LOOKUP_S
 
@@ -136,6 +137,8 @@ class Joins:
             self.repairing(join, left_s, stats),
             contexts.session.know_each(join.chunks, limit_s=min(left_s, self._look_s(join))),
         )
+        if known.is_late:
+            stats.troubles += ("no place said in time what it knows of these pieces",)
         share, count = 0.0, join.num_tokens
         if len(join.pieces) > 1:
             expected = repairing.seams.expected if repairing else None
@@ -148,7 +151,10 @@ class Joins:
         cache = self._memory(join, room)
         delivery = _Delivery(contexts, used, known, repairing, room, cache)
         left_s = until_s - clock() - self.looks.recompute_s(share, count)
-        got, loaded, read = await delivery.run(replace(options, deadline_s=max(LEAST_S, left_s)))
+        quality = None if options.quality is None else quality_in_join(options.quality)
+        got, loaded, read = await delivery.run(
+            replace(options, quality=quality, deadline_s=max(LEAST_S, left_s))
+        )
         rest = np.zeros(count - used.num_tokens, bool)
         loaded, read = (np.concatenate([some, rest]) for some in (loaded, read))
         context = await self._filled(join, cache, loaded | read, room)
@@ -215,17 +221,19 @@ class Joins:
         them, as long as it might read at most."""
         if self._tag is None or len(join.pieces) == 1:
             return None
-        if self._finding is None:
-            self._finding = asyncio.create_task(self._find(self._tag))
+        finding = self._finding
+        if finding is None:
+            finding = self._finding = asyncio.create_task(self._find(self._tag))
         wait_s = max(0.0, min(left_s, max(SEAMS_S, self._reading_s(join))))
-        await asyncio.wait([self._finding], timeout=wait_s)
-        if not self._finding.done():
+        await asyncio.wait([finding], timeout=wait_s)
+        if not finding.done():
             stats.troubles += ("the seams are not here yet: nothing is repaired",)
             return None
         try:
-            return self._finding.result()
+            return finding.result()
         except (KdnError, OSError) as error:
-            self._finding = None  # the next join tries again
+            if self._finding is finding:
+                self._finding = None  # the next join tries again
             stats.troubles += (f"nothing is repaired: {error}",)
             return None
 

@@ -110,11 +110,12 @@ def know(shared: SharedSession, plain: Known | None = None, **more: Any) -> Know
     return shared.submit(ask).result(30)
 
 
-def paged_cache(layout: str) -> PagedCache:
-    heads, dim = SPEC.num_kv_heads, SPEC.head_dim
+def paged_cache(layout: str, held: Heads | None = None) -> PagedCache:
+    held, dim = held or Heads(0, SPEC.num_kv_heads), SPEC.head_dim
+    heads = held.count
     shape = (BLOCKS, heads, BLOCK, 2 * dim) if layout == "cpu" else (2, BLOCKS, BLOCK, heads, dim)
     layers = [torch.full(shape, 7.0) for _ in range(SPEC.num_layers)]
-    return PagedCache(layers, SPEC, Heads(0, heads), BLOCK)
+    return PagedCache(layers, SPEC, held, BLOCK)
 
 
 def order_of(known: Known, start: int = 0, end: int | None = None) -> LoadOrder:
@@ -157,7 +158,7 @@ def expected(join: Join, seams: Seams | None) -> KVCache:
 
 def check(paged: PagedCache, order: LoadOrder, join: Join, seams: Seams | None) -> None:
     found = paged.read(order.start, order.end, BLOCK_IDS)
-    wanted = expected(join, seams).slice(order.start, order.end)
+    wanted = expected(join, seams).slice(order.start, order.end).of_heads(paged.heads.range)
     assert (found.keys - wanted.keys).abs().max() < 1e-4
     assert (found.values - wanted.values).abs().max() < 1e-4
 
@@ -180,6 +181,16 @@ def test_a_join_in_its_blocks(
     check(paged, order, join, SEAMS if repaired else None)
     if start:  # what was there already stays as it is
         assert (paged.read(0, start, BLOCK_IDS).keys == 7.0).all()
+
+
+@pytest.mark.parametrize("layout", ["cpu", "rows"])
+def test_a_rank_has_its_own_heads(shared: SharedSession, layout: str) -> None:
+    publish(shared, pieces(shared.session.namespace))
+    shared.submit(lambda: share_seams(shared.session, SEAMS)).result(30)
+    order, paged = order_of(know(shared, repaired=True)), paged_cache(layout, Heads(1, 1))
+    ended, _ = load(shared, paged, order)
+    assert ended.good_until == order.end
+    check(paged, order, Join(tuple(pieces(shared.session.namespace))), SEAMS)
 
 
 def test_values_that_this_host_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

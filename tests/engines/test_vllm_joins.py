@@ -269,6 +269,13 @@ def test_pieces_that_kdn_finds() -> None:
     assert [wanted.pieces for wanted in one.wanted] == [None, tuple(map(tuple, RANGES))]
 
 
+def test_nobody_is_refused_what_he_did_not_ask_for() -> None:
+    one = world(blend="auto")
+    one.arrive(with_pieces(kv_transfer_params=None, resumable=True), 512)
+    assert one.side.counts["refused_joins"] == 0
+    assert not one.wanted
+
+
 def test_renaming_keeps_what_it_cannot_change() -> None:
     asked = with_pieces(cache_salt="own")
     assert renamed(asked, "other")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kdn.cache.spec import RopeSpec
+from kdn.engines.models import smollm2_folder
+from kdn.engines.vllm.checks import check_joins, separator_of
 from kdn.engines.vllm.piece_ranges import MAX_PIECES, checked_ranges, separated
 from kdn.engines.vllm.settings import Settings
 from kdn.errors import UnsupportedError
+from tests.codec.conftest import Tiny
 
 
 def test_ranges_as_they_should_be() -> None:
@@ -85,3 +91,23 @@ def test_settings() -> None:
 def test_settings_that_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError):
         Settings.parse({"url": "x", **wrong})
+
+
+def test_a_separator_given_as_a_text() -> None:
+    config = SimpleNamespace(model_config=SimpleNamespace(tokenizer=str(smollm2_folder())))
+    own = Settings.parse({"url": "x", "blend": "separator", "separator": "<|im_end|>"})
+    assert separator_of(config, own) == (2,)
+    assert separator_of(config, Settings.parse({"url": "x", "separator": [7, 8]})) == (7, 8)
+    with pytest.raises(UnsupportedError, match="1 to 32 tokens"):
+        separator_of(config, Settings.parse({"url": "x", "separator": "a b " * 40}))
+
+
+def test_a_model_whose_pieces_cannot_be_joined() -> None:
+    turn = RopeSpec(tuple(100.0 ** (-i / 4) for i in range(4)))
+    plain = replace(Tiny.with_layers(2).spec, ropes=(turn, turn))
+    windowed = replace(plain, windows=(None, 64))
+    check_joins(Settings.parse({"url": "x"}), windowed)
+    joining = Settings.parse({"url": "x", "blend": "ranges"})
+    check_joins(joining, plain)
+    with pytest.raises(UnsupportedError, match="sliding window"):
+        check_joins(joining, windowed)

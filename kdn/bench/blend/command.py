@@ -41,6 +41,8 @@ from kdn.engines.models import load_model
 from kdn.errors import UnsupportedError
 
 CODECS = ("exact", "klt")
+FIT_ITEMS = 30
+"""Questions whose passages seams are fitted on, whatever is measured."""
 QUESTIONS_OF_STORY, ORDERS = 6, 3
 QUICK_ITEMS, QUICK_QUESTIONS, QUICK_TTFT_TOKENS = 3, 2, 1024
 
@@ -167,7 +169,7 @@ def _sets(data: Sequence[Path], seams_from: Sequence[Path], plan: Plan) -> list[
         source = fitted.get(path)
         if source is not None and source.resolve() == path.resolve():
             raise UnsupportedError(f"seams-from: {path} cannot be both fitted and measured on")
-        others = load_items(source, plan.items, plan.pieces) if source else []
+        others = load_items(source, FIT_ITEMS, plan.pieces) if source else []
         own = load_items(path, plan.items, plan.pieces)
         sets.append(QuestionSet(set_name(path), own, others, set_name(source) if source else ""))
     if len({one.name for one in sets}) < len(sets):

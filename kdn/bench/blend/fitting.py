@@ -1,4 +1,5 @@
-"""Seams fitted on a question set: on the passages of its questions, measured with these."""
+"""Seams fitted on a question set: on the passages of some of its questions, measured with the
+others."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from kdn.bench.blend.pieces import ids_of
 from kdn.blend.seams import Seams
 from kdn.cache.spec import ModelSpec
 from kdn.engines.prompts import Prompts
-from kdn.engines.seam_fitting import fit_seams
+from kdn.engines.seam_fitting import Example, fit_seams
 
 
 def fitted_on(
@@ -21,10 +22,11 @@ def fitted_on(
     told: Callable[[float], None],
 ) -> Seams:
     """As `kdn seams` fits them, with its defaults."""
-    texts = dict.fromkeys(text for item in items for text in item.pieces)
+    examples = [
+        Example(item.question, [ids_of(f"{text}\n\n", tokenizer).tolist() for text in item.pieces])
+        for item in items
+    ]
     return fit_seams(
-        model, Prompts(tokenizer), spec,
-        [ids_of(f"{text}\n\n", tokenizer).tolist() for text in texts],
-        questions=[item.question for item in items],
+        model, Prompts(tokenizer), spec, [], examples=examples,
         on_progress=lambda what, done, left_s: told(done),
     )  # fmt: skip

@@ -20,6 +20,8 @@ import numpy.typing as npt
 import torch
 
 from kdn.engines.generating import stop_tokens
+from kdn.engines.quality import kld
+from kdn.engines.ranking import crop
 from kdn.engines.reading import forward
 
 ANSWER_TOKENS = 16
@@ -41,7 +43,7 @@ class Reading:
         """`logits` follow the question, which `past` holds. It is left as it was."""
         length = past.get_seq_length()
         answer = greedy(model, logits, past)
-        _cut_back(past, length)
+        crop(past, length)
         return cls(tuple(answer), _log_probs(model, logits, past, answer))
 
 
@@ -73,10 +75,10 @@ def score(model: Any, reading: Reading, logits: torch.Tensor, past: Any) -> Scor
     answer = until_end(model, reading.answer[:agreed])
     if agreed == len(answer) < ANSWER_TOKENS:
         # It goes on from where it first says something else: all before is the same in both.
-        _cut_back(past, length + agreed)
+        crop(past, length + agreed)
         left, stops = ANSWER_TOKENS - agreed, stop_tokens(model)
         answer += until_end(model, greedy(model, found[agreed], past, left, stops))
-    return Score(_klds(reading.log_probs, found), best[0] == reading.answer[0], tuple(answer))
+    return Score(kld(reading.log_probs, found), best[0] == reading.answer[0], tuple(answer))
 
 
 def until_end(model: Any, answer: Sequence[int]) -> list[int]:
@@ -105,18 +107,6 @@ def _log_probs(model: Any, logits: torch.Tensor, past: Any, answer: Sequence[int
     if len(answer) > 1:
         rows.append(forward(model, answer[:-1], past, every=True))
     return torch.log_softmax(torch.cat(rows).float(), dim=-1)
-
-
-def _cut_back(past: Any, length: int) -> None:
-    """To its first `length` tokens."""
-    if past.get_seq_length() > length:
-        past.crop(length - past.get_seq_length())
-
-
-def _klds(log_p: torch.Tensor, log_q: torch.Tensor) -> Floats:
-    terms = log_p.exp() * (log_p - log_q)
-    klds: Floats = terms.sum(-1, dtype=torch.float64).cpu().numpy()
-    return np.maximum(klds, 0.0)
 
 
 def _agreed(tokens: Sequence[int], others: Sequence[int]) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kdn.blend.pieces import check_joinable
 from kdn.cache.spec import ModelSpec
 from kdn.engines.vllm.layout import Layout, PagedCache, views
 from kdn.engines.vllm.piece_ranges import MAX_SEPARATOR_TOKENS
@@ -47,10 +48,8 @@ def check_config(config: Any, settings: Settings) -> None:
 
 def check_joins(settings: Settings, spec: ModelSpec) -> None:
     """That pieces of this model can be joined, if they are to be."""
-    if settings.blend != "off" and any(window is not None for window in spec.windows):
-        raise UnsupportedError(
-            f'"blend": {settings.blend!r}: kdn does not join pieces of a model with sliding windows'
-        )
+    if settings.blend != "off":
+        check_joinable(spec)
 
 
 def separator_of(config: Any, settings: Settings) -> tuple[int, ...]:

@@ -90,6 +90,8 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         transfer.kv_load_failure_policy = settings.load_failure
         self._spec = spec = spec_of_model(vllm_config.model_config, vllm_config.load_config)
         check_joins(settings, spec)
+        if role == KVConnectorRole.SCHEDULER and settings.blend == "separator":
+            settings = replace(settings, separator=separator_of(vllm_config, settings))
         self._shared = SharedSession.acquire(
             settings.session, spec, cache_dtype(vllm_config), device_of(vllm_config)
         )
@@ -102,8 +104,6 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._tells_changes = are_wanted(vllm_config, settings)
         self._messages: Messages | None = None
         if role == KVConnectorRole.SCHEDULER:
-            if settings.blend == "separator":
-                settings = replace(settings, separator=separator_of(vllm_config, settings))
             identity = Identity(
                 self._shared.session.namespace,
                 is_fp8=is_fp8(vllm_config) or holds_bytes(kv_cache_config),

@@ -29,8 +29,8 @@ SALT_PREFIX = "kdn-join-"
 class Joins:
     """Those of one engine."""
 
-    def __init__(self, settings: Settings, counts: dict[str, int]) -> None:
-        self._settings, self._counts = settings, counts
+    def __init__(self, counts: dict[str, int]) -> None:
+        self._counts = counts
         self._key = token_bytes(32)
 
     def arrived(self, state: RequestState) -> None:
@@ -44,21 +44,19 @@ class Joins:
 
     def _pieces(self, request: Any, settings: Settings) -> tuple[Range, ...] | None:
         given = ((request.kv_transfer_params or {}).get(REQUEST_KEY) or {}).get(PIECES_KEY)
-        if given is not None and settings.blend == "off":
-            raise UnsupportedError('this engine joins nothing ("blend" is "off")')
-        if settings.blend == "off" or not settings.load:
-            return ()
         if given is not None:
-            pieces: tuple[Range, ...] | None = checked_ranges(given, request.num_prompt_tokens)
-        elif settings.blend == "separator":
-            assert not isinstance(settings.separator, str), "a text is made tokens at the start"
-            pieces = separated(request.prompt_token_ids, settings.separator)
-        else:
-            pieces = None if settings.blend == "auto" else ()
-        if pieces == ():
+            ranges = checked_ranges(given, request.num_prompt_tokens)
+            if why := _unjoinable(request, settings):
+                raise UnsupportedError(why)
+            return ranges if settings.load else ()
+        if settings.blend in ("off", "ranges") or not settings.load:
             return ()
-        _refuse_unsupported(request)
-        return pieces
+        if _unjoinable(request, settings):
+            return ()  # it did not ask for it
+        if settings.blend == "auto":
+            return None
+        assert not isinstance(settings.separator, str), "a text is made tokens at the start"
+        return separated(request.prompt_token_ids, settings.separator)
 
     def refuse(self, state: RequestState, why: object) -> None:
         """Its pieces are not joined: it is served like any other."""
@@ -91,14 +89,15 @@ class Joins:
         return SALT_PREFIX + digest.hexdigest()
 
 
-def _refuse_unsupported(request: Any) -> None:
-    """UnsupportedError for requests whose pieces kdn does not join."""
-    if request.lora_request is not None:
-        raise UnsupportedError("pieces under a LoRA adapter: seams are the model's own")
-    if getattr(request, "resumable", False):
-        raise UnsupportedError("pieces in a prompt whose input is streamed")
-    if getattr(request, "pooling_params", None) is not None:
-        raise UnsupportedError("pieces in a request for pooling")
+def _unjoinable(request: Any, settings: Settings) -> str:
+    """Why the pieces of such a request are not joined; empty if they are."""
+    reasons = {
+        'this engine joins nothing ("blend" is "off")': settings.blend == "off",
+        "pieces under a LoRA adapter: seams are the model's own": request.lora_request is not None,
+        "pieces in a prompt whose input is streamed": getattr(request, "resumable", False),
+        "pieces in a request for pooling": getattr(request, "pooling_params", None) is not None,
+    }
+    return next((why for why, is_so in reasons.items() if is_so), "")
 
 
 def renamed(request: Any, salt: str) -> bool:

@@ -82,7 +82,7 @@ class SchedulerSide:
             0,
         )
         self._look_up_join = look_up_join
-        self._joins = Joins(settings, self.counts)
+        self._joins = Joins(self.counts)
         self.states: dict[str, RequestState] = {}
         self.loading: dict[str, LoadOrder] = {}
         self.lossy = LossyBlocks(block_tokens)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from kdn.background import fault
 from kdn.blend.seams import Seams
 from kdn.codec.base import Codec
 from kdn.errors import KdnError, MismatchError
@@ -93,5 +94,7 @@ class SeamSource:
             logger.warning("nothing is joined: there are no seams with the tag %r", self.tag)
         except (KdnError, OSError) as error:
             logger.warning("nothing is joined: %s", error)
+        except Exception as error:
+            fault("finding seams", error)
         self._again_s = self._clock() + AGAIN_S
         return None

@@ -1,0 +1,152 @@
+"""The whole command on a tiny model: the promised JSON, saved as it grows, a plot, a report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kdn.bench.blend import command, fitting
+from kdn.bench.blend.methods import METHODS
+from kdn.cli.main import spread
+from kdn.engines.seam_fitting import SeamOptions
+from kdn.errors import UnsupportedError
+from tests.client.letters import Letters
+
+FIELDS = {
+    "method", "share", "codec", "data", "kld_first", "kld", "top1", "f1_full", "f1_gold", "ttft_s",
+    "computed_tokens", "bytes",
+}  # fmt: skip
+NAMES = {"full", "prefix", "join", "cacheblend", "epic", "question", "seams", "seams+question"}
+SMALL = SeamOptions(joins=4, measured_joins=1, questions=1, pieces=4, join_tokens=256, rank=8)
+
+Run = Callable[..., dict[str, Any]]
+
+
+def words(seed: int, count: int) -> str:
+    return "".join(map(chr, np.random.default_rng(seed).integers(97, 123, count)))
+
+
+def write_set(path: Path, seed: int, items: int = 5) -> Path:
+    lines = [
+        {
+            "question": words(seed + 50 * i, 12),
+            "answers": [words(i, 4)],
+            "chunks": [{"title": "", "text": words(seed + 9 * i + j, 150 + j)} for j in range(4)],
+        }
+        for i in range(items)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.fixture
+def bench(tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command and returns its JSON."""
+    monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setattr(
+        command, "load_model", lambda name, device: (tiny_model("llama"), Letters())
+    )
+    monkeypatch.setattr(command, "ORDERS", 2)
+    monkeypatch.setattr("kdn.bench.blend.consistency.PIECE_TOKENS", 100)
+    fit = fitting.fit_seams
+    monkeypatch.setattr(
+        fitting, "fit_seams", lambda *given, **named: fit(*given, **named, options=SMALL)
+    )
+
+    def run(**options: Any) -> dict[str, Any]:
+        out = tmp_path / "out.json"
+        defaults: dict[str, Any] = {"codecs": "exact", "ttft_tokens": 0, "json_file": out}
+        command.run(**{**defaults, **options})
+        loaded: dict[str, Any] = json.loads(out.read_text())
+        return loaded
+
+    return run
+
+
+def test_two_sets_measured_both_ways(
+    bench: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = write_set(tmp_path / "one.jsonl", 1), write_set(tmp_path / "two.jsonl", 1000)
+    story = {
+        "context": words(5, 600),
+        "questions": [{"question": f"{words(i, 9)}?\n (A) x\n (B) y\n (C) z"} for i in range(2)],
+    }
+    stories = tmp_path / "stories.jsonl"
+    stories.write_text(json.dumps(story))
+    found = bench(
+        data=[one, two], seams_from=[two, one], choices=stories, items=1,
+        plot_file=tmp_path / "out.png",
+    )  # fmt: skip
+    rows = found["rows"]
+    assert all(set(row) >= FIELDS for row in rows)
+    assert {row["method"] for row in rows} == NAMES | {"join-no-head"}
+    assert len(rows) == 2 * len(METHODS)
+    assert len({(row["method"], row["share"], row["codec"], row["data"]) for row in rows}) == len(
+        rows
+    )
+    assert {row["data"] for row in rows} == {"one", "two"}
+    assert all(row["items"] == 1 for row in rows)
+    assert found["seams"]["one"]["from"] == "two"
+    assert set(found["seams"]["one"]["expected"]) == {"0", "0.05", "0.15", "0.3"}
+    consistent = {(one["method"], one["share"]): one for one in found["consistency"]}
+    assert consistent["full", 1.0]["same_choice"] == 1
+    assert consistent["seams", 0.0]["choices"] == 2 * 2
+    assert (tmp_path / "out.png").stat().st_size > 1000
+    shown = capsys.readouterr()
+    assert "one, 1 questions, seams fitted on two" in shown.out
+    assert "Expected by the seams' report" in shown.out
+    assert "Time went to" in shown.out
+    assert "two 1/1" in shown.err  # no terminal: a line for each question
+
+
+def test_without_seams_their_rows_are_left_out(bench: Run, tmp_path: Path) -> None:
+    found = bench(data=[write_set(tmp_path / "one.jsonl", 1)], items=1)
+    assert {row["method"] for row in found["rows"]} == {
+        "full", "prefix", "join", "join-no-head", "cacheblend", "epic", "question"
+    }  # fmt: skip
+    assert any("no seams" in note for note in found["notes"])
+
+
+def test_rows_are_saved_as_they_come(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, count = command.Bench.measure, []
+
+    async def stops(*given: Any) -> Any:
+        count.append(1)
+        if len(count) == 2:
+            raise KeyboardInterrupt
+        return await measure(*given)
+
+    monkeypatch.setattr(command.Bench, "measure", stops)
+    with pytest.raises(KeyboardInterrupt):
+        bench(data=[write_set(tmp_path / "one.jsonl", 1)])
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert {row["items"] for row in rows} == {1}
+
+
+def test_what_cannot_be_measured_is_refused_first(bench: Run, tmp_path: Path) -> None:
+    one, two = write_set(tmp_path / "one.jsonl", 1), write_set(tmp_path / "two.jsonl", 2)
+    with pytest.raises(UnsupportedError, match="--data"):
+        bench()
+    with pytest.raises(UnsupportedError, match="both fitted and measured on"):
+        bench(data=[one], seams_from=[one])
+    with pytest.raises(UnsupportedError, match="one set for all"):
+        bench(data=[one], seams_from=[two, two])
+    with pytest.raises(UnsupportedError, match="different names"):
+        bench(data=[one, one], seams_from=[two])
+    with pytest.raises(UnsupportedError, match="codecs"):
+        bench(data=[one], codecs="gzip")
+
+
+def test_files_may_follow_each_other() -> None:
+    given = ["bench", "blend", "--data", "a", "b", "--seams-from", "b", "a", "--quick"]
+    assert spread(given)[2:] == [
+        "--data", "a", "--data", "b", "--seams-from", "b", "--seams-from", "a", "--quick"
+    ]  # fmt: skip
