@@ -22,6 +22,8 @@ from kdn.errors import UnsupportedError
 
 ANSWER_MARK = "@@kdn-answer@@"
 QUESTION_MARK = "@@kdn-question@@"
+FOLLOWING = "A"
+"""Stands for whatever may follow a text."""
 CHAT, PLAIN = "chat", "plain"
 """How questions are put: by the chat template, or just as they are."""
 
@@ -42,7 +44,7 @@ class Prompts:
         """Token ids of a text, a conversation, or given ones; and how to ask about them. A text
         stands behind `begin(system)`."""
         if isinstance(what, str):
-            own = self._ids(f"{what}\n\n")
+            own = self._own(what)
             return [*self.begin(system), *own], CHAT if self.has_template else PLAIN
         if system is not None:
             raise UnsupportedError("only a text is learned behind a system prompt")
@@ -55,6 +57,14 @@ class Prompts:
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise UnsupportedError("expected a text, a list of token ids, or a list of messages")
         return [int(token) for token in ids], PLAIN
+
+    def _own(self, text: str) -> list[int]:
+        """Of a text and the empty line that ends it, as they come out where another text follows:
+        many tokenizers make one token of an empty line at the very end, and two before a word."""
+        whole, after = self._ids(f"{text}\n\n{FOLLOWING}"), self._ids(FOLLOWING)
+        if whole[-len(after) :] != after:
+            return self._ids(f"{text}\n\n")
+        return whole[: -len(after)]
 
     def _learn_messages(self, messages: Sequence[Message]) -> list[int]:
         if not self.has_template:

@@ -49,6 +49,9 @@ MAX_POINTERS = 16
 """Of one anchor: pieces that share a window. The newest stay."""
 MAX_TOKENS = 1 << 20
 """Of a prompt that is searched."""
+MAX_KEYS = 4 * MAX_SPANS
+"""Anchors of a prompt, which are looked up: so the first 270,000 tokens are searched. Up to 67,000
+tokens it is one request."""
 MAX_PLACES = 64
 """Of one anchor in a prompt: text may repeat itself."""
 MAX_MATCHES = 1 << 14
@@ -123,7 +126,7 @@ def _places(tokens: TokenIds, namespace: Namespace) -> dict[bytes, list[int]]:
     places: dict[bytes, list[int]] = {}
     every = anchors_of(tokens, namespace.secret)
     for at, key in zip(every, anchor_keys(tokens, every, namespace), strict=True):
-        if key not in places and len(places) == MAX_SPANS:
+        if key not in places and len(places) == MAX_KEYS:
             break
         known = places.setdefault(key, [])
         if len(known) < MAX_PLACES:

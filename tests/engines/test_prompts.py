@@ -91,3 +91,58 @@ def test_the_real_template(smollm2: tuple[Any, Any]) -> None:
     assert shown == tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
     )
+
+
+def test_a_text_ends_as_it_does_where_another_follows() -> None:
+    class Greedy(Letters):
+        """Makes one token of an empty line at the very end, and two before anything else."""
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            found = super().__call__(text, **options)
+            if found.input_ids[-2:] == [10, 10]:
+                found.input_ids[-2:] = [127]
+            return found
+
+    class Merging(Letters):
+        """Makes one token of what follows and the line before it."""
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            return super().__call__(text.replace("\nA", "\x7f"), **options)
+
+    for tokenizer in (Letters(), Greedy(), Merging()):
+        tokens, _ = Prompts(tokenizer).learn("some text")
+        assert text_of(tokens) == "\x01[user]some text\n\n"
+
+
+@pytest.mark.model
+def test_texts_one_behind_another_are_the_tokens_of_the_whole(smollm2: tuple[Any, Any]) -> None:
+    _, tokenizer = smollm2
+    prompts = Prompts(tokenizer)
+    begin, texts = prompts.begin(), ["A text.", "Another one,\nlonger", "(3 of them)"]
+    parts = [prompts.learn(text)[0][len(begin) :] for text in texts]
+    rest = prompts.ask("Why?", CHAT)
+    shown = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "\n\n".join([*texts, "Why?"])}],
+        tokenize=False, add_generation_prompt=True,
+    )  # fmt: skip
+    whole = tokenizer(shown, add_special_tokens=False).input_ids
+    assert [*begin, *(token for part in parts for token in part), *rest] == whole
+
+
+def test_what_was_learned_stands_before_the_first_question() -> None:
+    prompts = Prompts(Letters())
+    messages = [
+        {"role": "system", "content": "be kind"}, {"role": "user", "content": "why?"},
+        {"role": "assistant", "content": "so."}, {"role": "user", "content": "and?"},
+    ]  # fmt: skip
+    before, after = map(text_of, prompts.conversation(messages))
+    assert before == "\x01[system]be kind<end>[user]"
+    assert after == "why?<end>[assistant]so.<end>[user]and?<end>[assistant]"
+    for odd, why in (
+        (messages[:1], "user"),
+        ([{**messages[1], "content": "@@kdn-question@@"}], "exactly once"),
+    ):
+        with pytest.raises(UnsupportedError, match=why):
+            prompts.conversation(odd)
+    with pytest.raises(UnsupportedError, match="no chat template"):
+        Prompts(Letters(chat=False)).conversation(messages)

@@ -76,6 +76,10 @@ def test_two_names_are_joined_and_so_is_their_text_by_itself(served: Served, mod
     assert served.count("joins") == joins + 1
     found = served.ask(COMPLETIONS, prompt=prompt)
     assert found["choices"][0]["text"] == named["choices"][0]["message"]["content"]
+    text = {"role": "user", "content": f"{FAQ}\n\n{REPORT}\n\n{QUESTION}"}
+    sent = served.ask(CHATS, messages=[text], return_token_ids=True)  # as anybody sends it
+    assert sent["prompt_token_ids"] == prompt
+    assert sent["choices"][0]["message"] == named["choices"][0]["message"]
     changed = [*prompt[:40], prompt[41], *prompt[41:]]
     alone = served.ask(COMPLETIONS, prompt=changed, cache_salt="alone")
     assert served.ask(COMPLETIONS, prompt=changed)["choices"] != found["choices"]
