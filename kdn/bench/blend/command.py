@@ -90,8 +90,11 @@ class Found:
         }  # fmt: skip
 
     def save(self) -> None:
+        """Whoever reads it sees one state or the next."""
         if self.path is not None:
-            write_json(self.path, document(self.rows, self.extra()), allow_nan=False)
+            aside = self.path.with_name(f".{self.path.name}.partial")
+            write_json(aside, document(self.rows, self.extra()), allow_nan=False)
+            aside.replace(self.path)
 
 
 def run(
@@ -204,6 +207,7 @@ class _Work:
         what = f"fitting seams on {one.fitted_name}"
         with self._found.timings.of("fitting seams"), self._told.of(what, 1) as step:
             seams = fitted_on(one.fitted_on, self._model, self._tokenizer, self._spec, step.part)
+            step.done(f"{len(one.fitted_on)} questions")
         expected = {f"{share:g}": list(klds) for share, klds in seams.expected.items()}
         self._found.seams[one.name] = {"from": one.fitted_name, "expected": expected}
         return seams
