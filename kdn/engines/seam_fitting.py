@@ -33,6 +33,9 @@ LEAST_PIECE = 8
 """Tokens of a piece; shorter ones say nothing of seams."""
 KEPT_APART = 0.3
 """Part of the pieces."""
+ASKED = 0.5
+"""Part of the examples, at most: figures of a few questions say little, and some passages are
+enough to fit on."""
 CHECKED_EVERY = 4
 TOPIC_TOKENS = 8
 """Of a piece, to make up a question about it."""
@@ -46,8 +49,8 @@ class SeamOptions:
     """What may be traded: quality against time and size."""
 
     joins: int = 16
-    measured_joins: int = 10
-    questions: int = 3
+    measured_joins: int = 16
+    questions: int = 2
     """Made up about each join that is measured, where there are no examples."""
     pieces: int = 16
     """In a join, at most."""
@@ -135,11 +138,12 @@ class _Fitting:
     def take(self, pieces: Sequence[Sequence[int]], examples: Sequence[Example]) -> None:
         """Decide what is fitted on and what is kept apart; UnsupportedError if there is little."""
         shuffled = [examples[index] for index in self.random.permutation(len(examples))]
-        apart = min(self.options.measured_joins, round(KEPT_APART * len(shuffled)))
+        apart = min(self.options.measured_joins, round(ASKED * len(shuffled)))
         asked = [replace(one, pieces=self._parts(one.pieces)) for one in shuffled[:apart]]
         self.asked = [one for one in asked if len(one.pieces) > 1]
         others = [piece for one in shuffled[apart:] for piece in one.pieces]
-        parts = self._parts([*pieces, *others])
+        seen = {tuple(piece) for one in self.asked for piece in one.pieces}
+        parts = [part for part in self._parts([*pieces, *others]) if tuple(part) not in seen]
         tokens = sum(map(len, parts))
         if len(parts) < LEAST_PIECES or tokens < LEAST_TOKENS:
             raise UnsupportedError(
@@ -151,19 +155,23 @@ class _Fitting:
         self.kept_apart, self.fitted_on = order[:apart], order[apart:]
 
     def _parts(self, pieces: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Long ones cut, and no very short ones."""
+        """Long ones cut, each once, and no very short ones."""
         most = self.join_tokens // 4
         parts = [
             list(piece[at : at + most]) for piece in pieces for at in range(0, len(piece), most)
         ]
-        return [part for part in parts if len(part) >= LEAST_PIECE]
+        unique = {tuple(part): part for part in parts if len(part) >= LEAST_PIECE}
+        return list(unique.values())
 
     def run(self, on_progress: OnProgress) -> Seams:
         options = self.options
         asked = len(self.asked) or options.measured_joins * options.questions
         measured = (len(self.asked) or options.measured_joins) + asked
         self.progress = _Progress(on_progress, options.joins + 1 + measured)
-        blocks = tuple(self._fit())
+        try:
+            blocks = tuple(self._fit())
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+            raise UnsupportedError(f"this model's values cannot be fitted: {error}") from error
         self.progress.step("fitting")
         # As readers get them: what is measured is what was rounded.
         seams = Seams.from_bytes(Seams(self.spec.fingerprint, blocks).to_bytes())
@@ -186,7 +194,6 @@ class _Fitting:
                     ),
                 )
             yield fit_block(sums.centred(), weight[index], best, rank)
-            fitted[index] = checked[index] = part  # the memory of both is large
 
     def _read_joins(self) -> tuple[list[Moments], list[Moments]]:
         """Sums of all joins by block, and of those that the ridge is chosen on."""

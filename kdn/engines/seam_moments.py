@@ -88,7 +88,9 @@ def fit_block(sums: Centred, weight: torch.Tensor, ridge: float, rank: int) -> B
 
     `ridge` is relative to each column's own variance: columns of all sizes are shrunk alike.
     """
-    scale = sums.gram.diagonal().clamp(min=1e-12).sqrt()
+    variance = sums.gram.diagonal()
+    # a column that never changes has nothing but rounding to go by
+    scale = variance.clamp(min=max(1e-12, 1e-6 * float(variance.mean()))).sqrt()
     gram = sums.gram / scale[:, None] / scale
     gram.diagonal().add_(ridge)
     root = torch.linalg.cholesky(gram)

@@ -80,15 +80,23 @@ async def share_seams(session: Session, seams: Seams, tag: str = "") -> None:
     await asyncio.to_thread(_kept, data, seams_id, session.spec, _local(name))
     if session.is_read_only:
         return
-    key, model = session.namespace.seal_key, session.spec.fingerprint
+    try:
+        async with asyncio.timeout(SHARE_S):
+            await _put(session, seams_id, data, name)
+    except TimeoutError:
+        place = session.places.publish_to.name
+        raise StoreError(f"{place} takes too long to store the seams") from None
+
+
+async def _put(session: Session, seams_id: bytes, data: bytes, name: str) -> None:
+    store = session.places.profiles[0]
+    [found] = await store.lookup([seams_id])
+    if found is None:
+        await store.put(seams_id, data, etag=seams_id, checksum=xxh3_64_intdigest(data))
     # "profile", because that is where it lies: exports carry whatever their names call so
-    async with asyncio.timeout(SHARE_S):
-        store = session.places.profiles[0]
-        [found] = await store.lookup([seams_id])
-        if found is None:
-            await store.put(seams_id, data, etag=seams_id, checksum=xxh3_64_intdigest(data))
-        told = with_entry({}, name, model, {"profile": seams_id.hex()}, key)
-        await session.places.names.change(name, lambda _: told)
+    entry, key = {"profile": seams_id.hex()}, session.namespace.seal_key
+    told = with_entry({}, name, session.spec.fingerprint, entry, key)
+    await session.places.names.change(name, lambda _: told)
 
 
 async def _shared_id(session: Session, name: str) -> bytes | None:

@@ -73,6 +73,19 @@ def test_a_block_is_found_back_from_sums() -> None:
     assert first.count == 0
 
 
+def test_columns_that_never_change_are_left_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sums = Moments.zeros((0, 1), torch.zeros(16))
+    inputs = torch.randn(500, 16, generator=generator)
+    inputs[:, 3], inputs[:, 5] = 7.0, 0.0
+    full = inputs * 1.5
+    full[:, 3], full[:, 5] = 7.0, 0.0
+    sums.add(inputs, full)
+    block = fit_block(sums.centred(), torch.ones(16), 0.01, 16)
+    fixed = inputs + block.added(inputs)
+    assert torch.allclose(fixed, full, atol=0.05)
+
+
 def test_fitted_seams_bring_a_join_nearer_to_the_full_reading(model: Any) -> None:
     spec = spec_of(model)
     prompts, told = Prompts(Letters()), []
