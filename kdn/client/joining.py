@@ -42,6 +42,7 @@ from kdn.engines.growing import Room
 from kdn.engines.reading import pieces
 from kdn.errors import KdnError, MismatchError, UnsupportedError
 from kdn.session.delivered import Delivered
+from kdn.session.quality import quality_in_join
 from kdn.session.seams import find_seams
 from kdn.session.session import LOOKUP_S
 
@@ -150,7 +151,10 @@ class Joins:
         cache = self._memory(join, room)
         delivery = _Delivery(contexts, used, known, repairing, room, cache)
         left_s = until_s - clock() - self.looks.recompute_s(share, count)
-        got, loaded, read = await delivery.run(replace(options, deadline_s=max(LEAST_S, left_s)))
+        quality = None if options.quality is None else quality_in_join(options.quality)
+        got, loaded, read = await delivery.run(
+            replace(options, quality=quality, deadline_s=max(LEAST_S, left_s))
+        )
         rest = np.zeros(count - used.num_tokens, bool)
         loaded, read = (np.concatenate([some, rest]) for some in (loaded, read))
         context = await self._filled(join, cache, loaded | read, room)

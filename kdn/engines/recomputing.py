@@ -24,7 +24,7 @@ from kdn.engines.own_attention import check_attention, no_mask, own_attention
 from kdn.engines.reading import forward
 from kdn.errors import MismatchError
 
-PASS_TOKENS = {"cpu": 512, "cuda": 8192}
+PASS_TOKENS = {"cpu": 1024, "cuda": 4096}
 """Computed in one pass: memory for more is not needed, and what comes later needs what was before
 it only."""
 QUERY_TOKENS = {"cpu": 64, "cuda": 512}
@@ -62,15 +62,15 @@ class _Scattered:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        heads, group, length, channels = query.shape
+        heads, group, length, _ = query.shape
+        # The queries of a group see the same keys: they are repeated by strides, not in memory.
+        key, value = (t[:, None].expand(-1, group, -1, -1) for t in (key, value))
         out = query.new_empty((heads, group, length, value.shape[-1]))
         for start, stop, end, mask in self.blocks:
-            some = query[:, :, start:stop].reshape(1, heads, -1, channels)
-            attended = scaled_dot_product_attention(
-                some, key[None, :, :end], value[None, :, :end],
-                attn_mask=mask.repeat(group, 1)[None, None], scale=scale,
+            out[:, :, start:stop] = scaled_dot_product_attention(
+                query[:, :, start:stop], key[:, :, :end], value[:, :, :end],
+                attn_mask=mask[None, None], scale=scale,
             )  # fmt: skip
-            out[:, :, start:stop] = attended.view(heads, group, stop - start, -1)
         return out
 
 
@@ -114,7 +114,7 @@ def recompute(
     if len(places) and not (places[0] >= 0 and places[-1] < held and (places.diff() > 0).all()):
         raise MismatchError(f"expected rising positions of [0, {held}) to recompute")
     positions = torch.cat([places, torch.arange(held, len(ids))])
-    size = PASS_TOKENS.get(model.device.type, 8192)
+    size = PASS_TOKENS.get(model.device.type, 4096)
     bounds = [*range(0, len(positions), size), len(positions)]
     for start, stop in pairwise(bounds):
         logits = _pass(model, past, ids, positions[start:stop], held)

@@ -38,6 +38,13 @@ def enough_kld(quality: Quality) -> float:
 
 
 def enough_join_kld(quality: Quality) -> float:
-    """The same of a join. 0: all is read."""
+    """The KLD that joining may cost. 0: all is read. Of a number, a part is left to the codec."""
     enough = enough_kld(quality)
-    return JOIN_QUALITIES[quality] if isinstance(quality, str) else enough
+    if isinstance(quality, str):
+        return JOIN_QUALITIES[quality]
+    return max(0.0, enough - QUALITIES["default"])
+
+
+def quality_in_join(quality: Quality) -> Quality:
+    """How well the pieces of a join are loaded: `enough_join_kld` has taken the rest."""
+    return quality if isinstance(quality, str) else min(quality, QUALITIES["default"])

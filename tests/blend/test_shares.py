@@ -11,7 +11,7 @@ from kdn.blend.shares import (
     share_in_time,
     wanted_share,
 )
-from kdn.session.quality import enough_join_kld
+from kdn.session.quality import enough_join_kld, quality_in_join
 
 SEAMS = {0.3: (0.01, 0.015), 0.0: (0.04, 0.07), 0.15: (0.02, 0.033), 0.05: (0.03, 0.045)}
 
@@ -32,7 +32,9 @@ def test_without_seams() -> None:
     words = ("draft", "default", "high", "exact")
     shares = [wanted_share(UNMEASURED, enough_join_kld(word)) for word in words]
     assert shares == [0.15, 0.3, WHOLE, WHOLE]
-    assert enough_join_kld(0.07) == 0.07
+    assert enough_join_kld(0.07) == 0.0665  # the codec takes the rest
+    assert enough_join_kld(0.001) == 0.0
+    assert [quality_in_join(one) for one in ("draft", 0.07, 0.001)] == ["draft", 0.0035, 0.001]
 
 
 def test_time_counts() -> None:
