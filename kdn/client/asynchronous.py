@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
 from kdn.blend.seams import Seams
-from kdn.cache.keys import Tokens, cut
+from kdn.cache.keys import Tokens
 from kdn.cache.tensors import KVCache
 from kdn.checked import (
     MAX_WAIT_S,
@@ -30,14 +30,13 @@ from kdn.checked import (
     checked_number,
     checked_text,
     checked_texts,
-    checked_tokens,
-    shown,
 )
+from kdn.client import by_hand
 from kdn.client.answers import Answer, Joined, Learned, Loaded, Metrics, Stats
 from kdn.client.audit import Audit
 from kdn.client.contexts import Contexts, Options
 from kdn.client.conversation import Conversation
-from kdn.client.engine import Context, Engine, ModelSource, check_source, load_pair, values_of_cache
+from kdn.client.engine import Context, Engine, ModelSource, check_source, load_pair
 from kdn.client.fitting import Asked, fit_and_share
 from kdn.client.joining import Joins, Names, checked_names, checked_pieces
 from kdn.client.learning import FLUSH_S, Learning, OnRead
@@ -51,9 +50,6 @@ from kdn.engines.device import (
     DType,
     check_device,
     check_dtype,
-    follow_caller,
-    model_stream,
-    wait_for_model,
 )
 from kdn.engines.generating import Sampling, TextPieces
 from kdn.engines.growing import Rooms
@@ -63,7 +59,6 @@ from kdn.engines.seam_fitting import OnProgress as OnFitting
 from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import spec_of
 from kdn.engines.unchanged import Unchanged
-from kdn.errors import KdnError, UnsupportedError
 from kdn.places.places import Where, checked_places
 from kdn.session.opened import Opened
 from kdn.session.quality import Quality, enough_join_kld, enough_kld
@@ -182,16 +177,7 @@ class AsyncClient(Opened):
     ) -> Loaded:
         """The cache of the longest beginning of these tokens that is known."""
         options = Options(quality, deadline_s, on_progress=on_progress)
-        checked_tokens("tokens", tokens, self.engine.spec.vocab_size)
-        await self.engine.names()
-        known, options = await self.contexts.know(tokens, options)
-        if not known.chunks:
-            return Loaded(None, 0, None, self.engine.config)
-        got, cache = await self.contexts.deliver(known.chunks, options, known)
-        if not got.num_ready or (got.num_ready < len(got.chunks) and not cache.is_complete):
-            return Loaded(None, 0, got, self.engine.config)
-        end = got.ready_until
-        return Loaded(cache.slice(0, end), end, got, self.engine.config)
+        return await by_hand.load(self.contexts, tokens, options)
 
     async def join(
         self,
@@ -346,21 +332,7 @@ class AsyncClient(Opened):
         `after` is what it went on from, if that was loaded: what was computed on top of losses is
         not published. Returns how many chunks are on their way; `flush` waits for them.
         """
-        checked_tokens("tokens", tokens, self.engine.spec.vocab_size)
-        if after is not None and not isinstance(after, Loaded):
-            raise UnsupportedError(f"after: expected what was loaded, found {shown(after)}")
-        follow_caller(self.engine.device)
-        with model_stream(self.engine.device):
-            values = values_of_cache(cache, self.engine.spec)
-        known, exact_until = 0, None
-        if after is not None:
-            known, exact_until = after.num_tokens, after.exact_until
-        chunks = [c for c in cut(tokens, await self.engine.names()) if c.end > known]
-        with suppress(KdnError, OSError):  # a place that is away is published to all the same
-            chunks = chunks[len((await self.session.know_home(chunks)).chunks) :]
-        queued = self.contexts.publish_given(chunks, values, exact_until)
-        await asyncio.to_thread(wait_for_model, self.engine.device)  # the caller's cache is copied
-        return queued
+        return await by_hand.publish(self.contexts, tokens, cache, after)
 
     async def flush(self, deadline_s: float = FLUSH_S) -> bool:
         """Wait until every published chunk is at its place, or safe in the spool on disk, from

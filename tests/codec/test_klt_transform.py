@@ -119,3 +119,24 @@ def sample_latent(profile: Profile, ids: npt.NDArray[np.int64] | None = None) ->
     ids = np.arange(16) if ids is None else ids
     namespace = Namespace(bytes.fromhex(profile.meta["model"]), profile.profile_id)
     return Predictor(profile)(cut(ids, namespace)[0])
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 288), (1, 40, 2), (1, 257, 1), (7, 40, 1), (5, 1, 9)])
+def test_products_of_single_rows_and_columns(sizes: tuple[int, int, int]) -> None:
+    """Their strides may be anything: torch takes some for another matrix."""
+    rows, inner, columns = sizes
+    rng = torch.Generator().manual_seed(0)
+    left = torch.randint(-128, 128, (rows, inner), generator=rng).to(torch.int8)
+    right = torch.randint(-128, 128, (inner, columns), generator=rng).to(torch.int8)
+    expected = (left.double() @ right.double()).to(torch.int32)
+    lefts, rights = ([one, one.T.clone().T, odd(one)] for one in (left, right))
+    for a in lefts:
+        for b in rights:
+            assert torch.equal(int8_product(a, b), expected), (a.stride(), b.stride())
+
+
+def odd(matrix: torch.Tensor) -> torch.Tensor:
+    """The same with strides of 1 where a size is 1."""
+    flat = matrix.contiguous().flatten()
+    strides = (1 if matrix.shape[0] == 1 else matrix.shape[1], 1)
+    return flat.as_strided(matrix.shape, strides)

@@ -68,7 +68,7 @@ class Case:
         self.codec = KltCodec(spec, Profile.build(meta | {"finest_step": step}, tensors))
         rng = np.random.default_rng(num_tokens)
         names = Namespace(spec.fingerprint, self.codec.profile_id)
-        self.chunks = cut(rng.integers(0, spec.vocab_size, num_tokens), names)
+        self.chunks = cut(rng.integers(0, spec.vocab_size, num_tokens), names, whole=True)
         shape = (spec.num_layers, num_tokens, spec.num_kv_heads, spec.head_dim)
         keys, values = (torch.from_numpy(rng.normal(size=shape)).float() for _ in range(2))
         self.cache = KVCache(keys, values)

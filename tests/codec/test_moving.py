@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,7 @@ from tests.codec.rotations import MIXED
 AT = 5000
 
 
-@pytest.fixture(params=["exact", "klt"])
+@pytest.fixture(scope="module", params=["exact", "klt"])
 def codec(request: pytest.FixtureRequest) -> Codec:
     if request.param == "exact":
         return ExactCodec(MIXED)
@@ -142,3 +144,35 @@ def test_the_same_chunk_to_several_places_of_an_engine(codec: Codec) -> None:
     assert torch.equal(keys[:, 23:38], there.keys[:, 4:])
     assert not keys[:, 19:23].any()
     assert not keys[:, 38:].any()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 15, 17, 31, 33, 127, 253, 255])
+@pytest.mark.parametrize("index", [0, 1])
+def test_chunks_of_any_length(codec: Codec, index: int, num_tokens: int) -> None:
+    """A piece ends where it ends."""
+    chunk = chunk_of(codec, index, num_tokens)
+    assert chunk.num_tokens == num_tokens
+    cache = cache_of(chunk)
+    stream = Bitstream.parse(codec.encode(chunk, cache))
+    found = codec.decode(stream, chunk)
+    assert stream.info.num_tokens == num_tokens
+    if codec.is_lossless:
+        assert torch.equal(found.keys, cache.keys)
+        assert torch.equal(found.values, cache.values)
+        return
+    # The last level rounds to whole steps: 0.01 and, of the first tokens, 0.02.
+    for a, b in ((found.keys, cache.keys), (found.values, cache.values)):
+        assert float((a - b).abs().max()) < 0.03
+    for levels in range(1, codec.num_levels):
+        coarse = codec.decode(stream, chunk, levels=levels)
+        assert coarse.num_tokens == num_tokens
+        assert bool(torch.isfinite(coarse.keys).all())
+
+
+def test_a_stream_is_of_one_length(codec: Codec) -> None:
+    chunk, other = chunk_of(codec, 1, 17), chunk_of(codec, 1, 18)
+    stream = coded(codec, chunk)
+    with pytest.raises(MismatchError):
+        codec.decode(stream, other)
+    with pytest.raises(MismatchError, match="num_tokens"):
+        codec.decode(stream, replace(other, key=chunk.key))

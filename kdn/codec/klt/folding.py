@@ -9,8 +9,8 @@ components @ basis`. A repair adds `x @ down @ up + b`, which is linear in every
 So a profile with other rows decodes the same streams to repaired values, on cores and on GPUs, by
 the same steps. Basis rows are those of weighted values: the weight is taken off before and put on
 again after. Rows are rounded as the profile's own are, to 8 bits or 16, which makes values err by
-1 to 1.5 % of their deviation (SmolLM2; the repair changes them by 22 %). Sinks are no sums of these rows:
-they are repaired when they are decoded. What the last level corrects is none either: see
+1 to 1.5 % of their deviation (SmolLM2; the repair changes them by 22 %). Sinks are no sums of these
+rows: they are repaired when they are decoded. What the last level corrects is none either: see
 `repaired.py`.
 """
 

@@ -171,9 +171,17 @@ def _sum_bytes(rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
 def int8_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The exact product of int8 matrices, as int32."""
     if hasattr(torch, "_int_mm"):
-        return torch._int_mm(left, right)
+        return torch._int_mm(_plain(left), _plain(right))
     # Exact as well: float64 holds every sum.
     return (left.double() @ right.double()).to(torch.int32)
+
+
+def _plain(matrix: torch.Tensor) -> torch.Tensor:
+    """A single row or column may have any strides, and torch multiplies some of them wrongly (a row
+    of strides (1, 1), seen in 2.13): such a one is copied."""
+    if min(matrix.shape) > 1:
+        return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)
 
 
 @njit(nogil=True, cache=True)

@@ -1,0 +1,50 @@
+"""For those who let their model read themselves: caches loaded, and published."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from kdn.cache.keys import Tokens, cut
+from kdn.checked import checked_tokens, shown
+from kdn.client.answers import Loaded
+from kdn.client.contexts import Contexts, Options
+from kdn.client.engine import values_of_cache
+from kdn.engines.device import follow_caller, model_stream, wait_for_model
+from kdn.errors import KdnError, UnsupportedError
+
+
+async def load(contexts: Contexts, tokens: Tokens, options: Options) -> Loaded:
+    """See `AsyncClient.load`."""
+    engine = contexts.engine
+    checked_tokens("tokens", tokens, engine.spec.vocab_size)
+    await engine.names()
+    known, options = await contexts.know(tokens, options)
+    if not known.chunks:
+        return Loaded(None, 0, None, engine.config)
+    got, cache = await contexts.deliver(known.chunks, options, known)
+    if not got.num_ready or (got.num_ready < len(got.chunks) and not cache.is_complete):
+        return Loaded(None, 0, got, engine.config)
+    end = got.ready_until
+    return Loaded(cache.slice(0, end), end, got, engine.config)
+
+
+async def publish(contexts: Contexts, tokens: Tokens, cache: Any, after: Loaded | None) -> int:
+    """See `AsyncClient.publish`."""
+    engine, session = contexts.engine, contexts.session
+    checked_tokens("tokens", tokens, engine.spec.vocab_size)
+    if after is not None and not isinstance(after, Loaded):
+        raise UnsupportedError(f"after: expected what was loaded, found {shown(after)}")
+    follow_caller(engine.device)
+    with model_stream(engine.device):
+        values = values_of_cache(cache, engine.spec)
+    known, exact_until = 0, None
+    if after is not None:
+        known, exact_until = after.num_tokens, after.exact_until
+    chunks = [chunk for chunk in cut(tokens, await engine.names()) if chunk.end > known]
+    with suppress(KdnError, OSError):  # a place that is away is published to all the same
+        chunks = chunks[len((await session.know_home(chunks)).chunks) :]
+    queued = contexts.publish_given(chunks, values, exact_until)
+    await asyncio.to_thread(wait_for_model, engine.device)  # the caller's cache is copied
+    return queued
