@@ -34,9 +34,11 @@ def integers(codec: KltCodec, stream: Bitstream, chunk: Chunk, group: int, level
     return values
 
 
-def decode(codec: KltCodec, stream: Bitstream, chunk: Chunk, levels: int) -> KVCache:
-    """The first levels. At the last, components are bytes as writer and reader round them: that is
-    part of the format."""
+def decode(
+    codec: KltCodec, stream: Bitstream, chunk: Chunk, levels: int, at: int | None = None
+) -> KVCache:
+    """The first levels, turned for positions from `at` on (None: where it was learned). At the
+    last, components are bytes as writer and reader round them: that is part of the format."""
     spec, profile = codec.spec, codec.profile
     t = profile.tensors
     classes = codec.coder.decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
@@ -61,7 +63,7 @@ def decode(codec: KltCodec, stream: Bitstream, chunk: Chunk, levels: int) -> KVC
         for side, part in ((out.keys, values[:, :width]), (out.values, values[:, width:])):
             rows = part.reshape(chunk.num_tokens, last - first, *shape[2:]).swapaxes(0, 1)
             side[first:last] = torch.from_numpy(np.ascontiguousarray(rows))
-    keys = turn(codec, out.keys, chunk.start)
+    keys = turn(codec, out.keys, chunk.start if at is None else at)
     return KVCache(keys, out.values, 0)
 
 

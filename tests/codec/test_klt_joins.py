@@ -33,6 +33,7 @@ from tests.codec.test_klt_triton_encoding import check_as_good, encoded
 pytestmark = test_klt_triton.pytestmark
 ROPES = (SMALL, None) if INTERPRETED else MIXED
 LENGTHS = [13] if INTERPRETED else [1, 13, 37, 63, 255, 256 + 1, 2 * 256 + 129]
+LEVELS = 1 if INTERPRETED else 3
 HEAD = 5
 """More than there are sinks."""
 
@@ -80,14 +81,14 @@ def by_kernels(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def check_rows(rows: TokenRows, slots: np.ndarray, expected: KVCache, bound: float) -> None:
-    """What is there of a chunk, by slots, is what is expected."""
-    own = slots >= 0
-    at = torch.from_numpy(slots[own]).to(DEVICE)
-    sides = [torch.stack(list(side))[:, at] for side in (rows.keys, rows.values)]
-    tokens = torch.from_numpy(np.flatnonzero(own))
-    wanted = [side[:, tokens].double() for side in (expected.keys, expected.values)]
-    assert error(KVCache(*sides), KVCache(*wanted)) < bound
+def check_rows(rows: TokenRows, one: Coded, codec: KltCodec) -> None:
+    """That a chunk's wanted tokens are in their slots, turned for where they stand."""
+    own = one.slots >= 0
+    slots, tokens = torch.from_numpy(one.slots[own]).to(DEVICE), torch.from_numpy(own)
+    found = [torch.stack(list(side))[:, slots] for side in (rows.keys, rows.values)]
+    expected = klt_reference.decode(codec, one.stream, one.chunk, one.levels, one.at)
+    wanted = [side[:, tokens] for side in (expected.keys, expected.values)]
+    assert error(KVCache(*found), KVCache(*wanted)) < BOUND
 
 
 def test_a_chunk_at_many_places_is_one_slab(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,16 +98,16 @@ def test_a_chunk_at_many_places_is_one_slab(monkeypatch: pytest.MonkeyPatch) -> 
     stream, chunk, count = case.streams[0], case.chunks[0], case.chunks[0].num_tokens
     rows, sizes = rows_for(case, 5 * count), by_kernels(case.codec, monkeypatch)
     first = np.arange(count)
-    batch = [Coded(stream, chunk, 2, first)]
+    batch = [Coded(stream, chunk, LEVELS, first)]
     for number, at in enumerate((300, 40_000, 77), 1):
         slots = np.where(first < HEAD, -1, first + number * count)
-        batch.append(Coded(stream, chunk, 2, slots, at))
+        batch.append(Coded(stream, chunk, LEVELS, slots, at))
     assert case.codec.decode_rows(batch, rows) == [None] * 4
     assert sum(sizes) >= 4
     assert len(sizes) == 1
     monkeypatch.undo()
     for one in batch:
-        check_rows(rows, one.slots, case.codec.decode(stream, chunk, levels=2, at=one.at), BOUND)
+        check_rows(rows, one, case.codec)
     used = {int(slot) for one in batch for slot in one.slots}
     for slot in set(range(5 * count)) - used:
         assert all(torch.all(one[slot] == 7) for one in (*rows.keys, *rows.values))
@@ -130,16 +131,18 @@ def test_a_repaired_codec_has_tables_of_its_own(monkeypatch: pytest.MonkeyPatch)
     rows, slots = rows_for(case, 300), np.arange(300)
     slots[:HEAD] = -1
     batch = [
-        Coded(stream, chunk, 3, slots[chunk.start : chunk.end], 900 + chunk.start)
+        Coded(stream, chunk, LEVELS, slots[chunk.start : chunk.end], 900 + chunk.start)
         for stream, chunk in zip(case.streams, case.chunks, strict=True)
     ]
     assert codec.decode_rows(batch, rows) == [None] * len(batch)
-    for one in batch:
-        there = klt_reference.decode(codec, one.stream, one.chunk, 3)
-        assert error(there, klt_reference.decode(case.codec, one.stream, one.chunk, 3)) > 0.1
     monkeypatch.undo()
     for one in batch:
-        check_rows(rows, one.slots, codec.decode(one.stream, one.chunk, levels=3, at=one.at), 0.01)
+        check_rows(rows, one, codec)
+        plain, repaired = (
+            klt_reference.decode(which, one.stream, one.chunk, LEVELS)
+            for which in (case.codec, codec)
+        )
+        assert error(plain, repaired) > 0.1
 
 
 def test_repaired_sinks_are_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +153,9 @@ def test_repaired_sinks_are_the_references(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(codec._gpu, "suits", lambda *_: True)
     stream, chunk = case.streams[0], case.chunks[0]
     rows, slots = rows_for(case, 16), np.arange(chunk.num_tokens)
-    assert codec.decode_rows([Coded(stream, chunk, 3, slots)], rows) == [None]
+    assert codec.decode_rows([Coded(stream, chunk, LEVELS, slots)], rows) == [None]
     monkeypatch.undo()
-    expected = codec.decode(stream, chunk, levels=3)
+    expected = codec.decode(stream, chunk, levels=LEVELS)
     assert torch.equal(torch.stack(list(rows.keys)).cpu()[:, : chunk.num_tokens], expected.keys)
 
 
@@ -162,6 +165,7 @@ def test_recorded_launches_turn_keys_for_where_they_are_now() -> None:
     case = Case(spec_of((PLAIN,) * 4), 2 * 256 + 129)
     rows = rows_for(case, 1000)
     plain, repaired = case.codec, case.codec.repaired(seams_of(case))
+    assert isinstance(repaired, KltCodec)
     for time in range(10):
         codec = repaired if time % 2 else plain
         shift = 0 if time == 4 else 1000 * time
@@ -172,8 +176,7 @@ def test_recorded_launches_turn_keys_for_where_they_are_now() -> None:
             batch.append(Coded(stream, chunk, 2, slots, chunk.start + shift))
         assert codec.decode_rows(batch, rows) == [None] * 3
         for one in batch:
-            expected = codec.decode(one.stream, one.chunk, levels=2, at=one.at)
-            check_rows(rows, one.slots, expected, 0.01)
+            check_rows(rows, one, codec)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -10,8 +10,8 @@ So a profile with other rows decodes the same streams to repaired values, on cor
 the same steps. Basis rows are those of weighted values: the weight is taken off before and put on
 again after. Rows are rounded as the profile's own are, to 8 bits or 16, which makes values err by
 1 to 1.5 % of their deviation (SmolLM2; the repair changes them by 22 %). Sinks are no sums of these
-rows: they are repaired when they are decoded. What the last level corrects is none either: see
-`repaired.py`.
+rows: they are repaired when they are decoded. Nor is what the last level corrects: it is added as
+it is, and what the repair would make of it is left out.
 """
 
 from __future__ import annotations
@@ -26,41 +26,48 @@ import torch
 
 from kdn.codec.klt.profile import Group, Profile
 from kdn.codec.repair import LayerMap, Repair
+from kdn.codec.threads import parallel_map
 from kdn.errors import MismatchError, UnsupportedError
 
 Array = npt.NDArray[Any]
+MAX_RATIO = 30_000
+"""Of fine rows' entries over others' scales: on a GPU both are 16-bit floats in units of these."""
 
 
 @dataclass(frozen=True)
 class GroupMap:
-    """The maps of a group's layers, each with the columns that it changes."""
+    """The maps of a group's layers, each with where keys and values of these layers are among the
+    group's columns."""
 
-    maps: Sequence[tuple[torch.Tensor, LayerMap]]
+    maps: Sequence[tuple[tuple[slice, slice], LayerMap]]
 
-    def rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [n, columns] that others are sums of."""
-        return self._mapped(rows, 0.0)
+    def add_to_rows(self, rows: torch.Tensor) -> None:
+        """In place, to rows [n, columns] that others are sums of."""
+        self._add(rows, constant=False)
 
-    def values(self, values: torch.Tensor) -> torch.Tensor:
-        """Values [tokens, columns]."""
-        return self._mapped(values, 1.0)
+    def add_to_values(self, values: torch.Tensor) -> None:
+        """In place, to values [tokens, columns]."""
+        self._add(values, constant=True)
 
-    def _mapped(self, rows: torch.Tensor, constant: float) -> torch.Tensor:
-        found = rows.float().clone()
+    def _add(self, rows: torch.Tensor, *, constant: bool) -> None:
         for columns, one in self.maps:
-            own = found[:, columns]
-            found[:, columns] = own + own @ one.down @ one.up + constant * one.bias
-        return found
+            sides = [rows[:, own] for own in columns]
+            half = len(one.down) // 2
+            small = torch.addmm(sides[0] @ one.down[:half], sides[1], one.down[half:])
+            for side, own in zip(sides, (slice(0, half), slice(half, None)), strict=True):
+                side.addmm_(small, one.up[:, own])
+                if constant:
+                    side += one.bias[own]
 
 
 def group_maps(profile: Profile, repair: Repair) -> list[GroupMap]:
     """What a repair does to each group; UnsupportedError where a map reaches beyond one."""
     width = int(profile.meta["num_kv_heads"]) * int(profile.meta["head_dim"])
-    found: list[list[tuple[torch.Tensor, LayerMap]]] = [[] for _ in profile.groups]
+    found: list[list[tuple[tuple[slice, slice], LayerMap]]] = [[] for _ in profile.groups]
     for one in repair.blocks:
         index, group = _group_of(profile, one.layers)
         columns = _columns(group, one.layers, width)
-        _check_map(one, len(columns))
+        _check_map(one, 2 * (one.layers[1] - one.layers[0]) * width)
         found[index].append((columns, one))
     return [GroupMap(maps) for maps in found]
 
@@ -68,10 +75,10 @@ def group_maps(profile: Profile, repair: Repair) -> list[GroupMap]:
 def folded(profile: Profile, maps: Sequence[GroupMap]) -> Profile:
     """The profile under whose id streams were encoded, with other rows."""
     tensors = dict(profile.tensors)
-    predicted = []
-    for index, (group, own) in enumerate(zip(profile.groups, maps, strict=True)):
-        tensors |= {f"g{index}.{name}": t for name, t in _basis(group, own).items()}
-        predicted.append(_prediction(profile, group, own))
+    jobs = list(zip(profile.groups, maps, strict=True))
+    for index, basis in enumerate(parallel_map(lambda job: _basis(*job), jobs)):
+        tensors |= {f"g{index}.{name}": t for name, t in basis.items()}
+    predicted = [_prediction(profile, *job) for job in jobs]
     for name in predicted[0]:
         tensors[name] = np.concatenate([part[name] for part in predicted], axis=-1)
     for name, tensor in tensors.items():
@@ -92,11 +99,11 @@ def _group_of(profile: Profile, layers: tuple[int, int]) -> tuple[int, Group]:
     )
 
 
-def _columns(group: Group, layers: tuple[int, int], width: int) -> torch.Tensor:
-    """Where keys, then values, of some layers are among a group's columns."""
+def _columns(group: Group, layers: tuple[int, int], width: int) -> tuple[slice, slice]:
+    """Where keys, and values, of some layers are among a group's columns."""
     begin, height = group.layers[0], (group.layers[1] - group.layers[0]) * width
-    own = torch.arange((layers[0] - begin) * width, (layers[1] - begin) * width)
-    return torch.cat([own, own + height])
+    first, last = ((layer - begin) * width for layer in layers)
+    return slice(first, last), slice(height + first, height + last)
 
 
 def _check_map(one: LayerMap, count: int) -> None:
@@ -112,15 +119,18 @@ def _basis(group: Group, own: GroupMap) -> dict[str, Array]:
     that suits their rounding: entries of all columns are about as large, and 8 bits cost a column
     less than a hundredth of what these rows tell of it. The encoder's weight follows what matters
     to the model, and it alone can make up for what rounding takes."""
-    coarse = torch.from_numpy(group.basis).float()
-    coarse *= torch.from_numpy(group.basis_scale)[:, None]
-    rows = torch.cat([torch.from_numpy(group.fine).float(), coarse])
-    rows = own.rows(rows / torch.from_numpy(group.weight))
-    weight = _even_weight(rows[len(group.fine) :], group.scale[len(group.fine) :])
+    num_fine = len(group.fine)
+    rows = torch.from_numpy(np.concatenate([group.fine.astype(np.float32), group.basis]))
+    rows[num_fine:] *= torch.from_numpy(group.basis_scale)[:, None]
+    rows /= torch.from_numpy(group.weight)
+    own.add_to_rows(rows)
+    weight = _even_weight(rows[num_fine:], group.scale[num_fine:])
     rows *= weight
-    codes, scale = _rounded(rows[len(group.fine) :], 1)
+    codes, scale = _rounded(rows[num_fine:], 1)
+    if len(scale) and not float(rows[:num_fine].abs().max()) < MAX_RATIO * float(np.median(scale)):
+        raise UnsupportedError(f"a repair too large for the basis of layers {group.layers}")
     return {
-        "fine": _halves(rows[: len(group.fine)]), "basis": codes, "basis_scale": scale,
+        "fine": _halves(rows[:num_fine]), "basis": codes, "basis_scale": scale,
         "weight": weight.numpy(),
     }  # fmt: skip
 
@@ -129,7 +139,7 @@ def _even_weight(rows: torch.Tensor, scales: npt.NDArray[np.uint8]) -> torch.Ten
     """One over the size that components of these rows give each column, so that rows of any
     length keep about the length they have."""
     sizes = torch.from_numpy(np.exp2(scales.astype(np.float32) / 4))  # classes: quarter octaves
-    of_column = ((rows * sizes[:, None]).square().sum(0) / sizes.square().sum()).sqrt()
+    of_column = (sizes.square() @ rows.square() / sizes.square().sum()).sqrt()
     most = float(of_column.max()) if len(rows) else 0.0
     if not 0 < most < float("inf"):
         return torch.ones(rows.shape[1])
@@ -137,16 +147,21 @@ def _even_weight(rows: torch.Tensor, scales: npt.NDArray[np.uint8]) -> torch.Ten
 
 
 def _prediction(profile: Profile, group: Group, own: GroupMap) -> dict[str, Array]:
-    fine, out, scale, bias = (
-        torch.from_numpy(profile.tensors[f"predict.{name}"][..., group.columns]).float()
-        for name in ("fine", "out", "out_scale", "bias")
-    )
-    codes, scales = _rounded(own.rows(out * scale), 0)
+    def own_columns(name: str) -> torch.Tensor:
+        whole = np.atleast_2d(profile.tensors[f"predict.{name}"])
+        return torch.from_numpy(whole[:, group.columns].astype(np.float32))
+
+    fine, out, scale, bias = map(own_columns, ("fine", "out", "out_scale", "bias"))
+    out *= scale
+    for rows in (fine, out):
+        own.add_to_rows(rows)
+    own.add_to_values(bias)
+    codes, scales = _rounded(out, 0)
     return {
-        "predict.fine": _halves(own.rows(fine)),
+        "predict.fine": _halves(fine),
         "predict.out": codes,
         "predict.out_scale": scales,
-        "predict.bias": own.values(bias[None])[0].numpy(),
+        "predict.bias": bias[0].numpy(),
     }
 
 
