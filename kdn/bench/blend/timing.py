@@ -78,13 +78,13 @@ async def time_joins(
         folder = Path(name)
         names = await _learn(folder, model, tokenizer, items, seams, num_tokens)
         for link, settings in _links(mbits):
-            read_s = 0.0
-            for method in methods:
-                with start_kdn(folder, settings) as node:
+            with start_kdn(folder, settings) as node:
+                read_s = 0.0
+                for method in methods:
                     async with _client(node.url, model, tokenizer, method) as client:
                         count, times = await _times(client, method, names)
-                read_s = read_s or median(one.seconds for one in times)
-                yield _row(method, link, count, times, read_s)
+                    read_s = read_s or median(one.seconds for one in times)
+                    yield _row(method, link, count, times, read_s)
 
 
 def _links(mbits: Sequence[float]) -> Iterator[tuple[str, dict[str, object]]]:
