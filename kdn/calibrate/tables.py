@@ -217,15 +217,13 @@ def _centroids(
 
 def flat_tables(num_levels: int, num_components: list[list[int]]) -> dict[str, npt.NDArray[Any]]:
     """Tables that say nothing: for a draft profile."""
-    tensors: dict[str, npt.NDArray[Any]] = {
-        "token.freqs": normalise(np.ones((1, NUM_CLASSES), int))
-    }
+    tensors: dict[str, npt.NDArray[Any]] = {"token.freqs": _flat((1, NUM_CLASSES))}
     for level in range(num_levels):
         tensors[f"level{level}.centroids"] = np.zeros((symbols.NUM_SCALES, 3), np.float32)
         is_refined = 0 < level < num_levels - 1
         parts = {f"level{level}": False} | ({f"level{level}.digits": True} if is_refined else {})
         for key, digits in parts.items():
-            tensors[f"{key}.freqs"] = normalise(np.ones(_table_shape(digits), int))
+            tensors[f"{key}.freqs"] = _flat(_table_shape(digits))
             for group, coded in enumerate(num_components[level]):
                 before = num_components[level - 1][group] if is_refined else 0
                 blocks = -(-(before if digits else coded - before) // symbols.BLOCK)
@@ -271,6 +269,11 @@ def correction_scales(samples: Sequence[Quantised]) -> npt.NDArray[np.uint8]:
         for s in samples
     ]
     return scale_class(torch.from_numpy(np.mean(squares, axis=0)).sqrt(), 1.0)
+
+
+def _flat(shape: tuple[int, ...]) -> npt.NDArray[np.uint16]:
+    """All rows are alike."""
+    return np.tile(normalise(np.ones(shape[-1], int)), (*shape[:-1], 1))
 
 
 def draft_profile(meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]]) -> Profile:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, Tokens, cut
+from kdn.blend.pieces import Piece
+from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, Tokens, cut, token_ids
 from kdn.checked import checked_function, checked_name, checked_text, checked_tokens
 from kdn.client.answers import Learned
 from kdn.client.contexts import Contexts
@@ -19,6 +20,7 @@ from kdn.client.naming import give_name
 from kdn.delivery.known import Known
 from kdn.engines.prompts import Knowledge
 from kdn.errors import ReadOnlyError, StoreError
+from kdn.session.anchors import share_anchors
 
 FLUSH_S = 600.0
 
@@ -65,6 +67,10 @@ class Learning:
         await give_name(session, name, tokens, style, chunks, num_head)
         new = len(chunks) - len(known.chunks)
         seconds = contexts.clock() - began_s
+        if num_head is not None:
+            whole = cut(tokens, session.namespace, whole=True)
+            piece = Piece(token_ids(tokens), num_head, tuple(whole), name)
+            await share_anchors(session, piece, saved_s=seconds)
         return Learned(name, len(tokens), len(known.chunks), new, computed, seconds)
 
     async def _read_all(

@@ -27,7 +27,7 @@ SlotsAt = Callable[[int, int], Slots]
 """A slot for each position [start, end) of a join."""
 
 
-class _Spot(NamedTuple):
+class Spot(NamedTuple):
     """A chunk at one of its places: positions [at, end), of which those from `start` on count."""
 
     place: Place
@@ -40,8 +40,8 @@ class _Spot(NamedTuple):
         return self.at + self.place.skipped
 
 
-class _Placing:
-    """What both sinks do with the chunks of a join."""
+class Placing:
+    """What all sinks do with the chunks of a join."""
 
     def __init__(
         self, codec: Codec, repaired: Codec | None, join: Join, seams: Seams | None
@@ -49,16 +49,16 @@ class _Placing:
         self._codec, self._repaired = codec, repaired
         self._join, self._seams = join, seams
 
-    def _spots(self, chunk: Chunk) -> Iterator[_Spot]:
+    def spots(self, chunk: Chunk) -> Iterator[Spot]:
         for place in self._join.places[chunk.key]:
             at = place.start(chunk)
             codec = self._codec if place.piece == 0 else self._repaired or self._codec
-            yield _Spot(place, codec, at, at + chunk.num_tokens)
+            yield Spot(place, codec, at, at + chunk.num_tokens)
 
     def write(self, chunk: Chunk, values: KVCache) -> None:
         """Values of a chunk as it was learned, at its positions there."""
         given = values.slice(chunk.start, chunk.end)
-        for spot in self._spots(chunk):
+        for spot in self.spots(chunk):
             self.write_at(self._moved(given, spot.place).slice(spot.start, spot.end))
 
     def write_at(self, values: KVCache) -> None:
@@ -80,7 +80,7 @@ class _Placing:
         return KVCache(keys.to(learned.dtype), learned.values, at)
 
 
-class JoinSink(_Placing):
+class JoinSink(Placing):
     """Tensors in main memory that hold a join from its first token on."""
 
     def __init__(
@@ -114,7 +114,7 @@ class JoinSink(_Placing):
         apart: list[KVCache] = []
         try:
             _check_whole(one)
-            for spot in self._spots(one.chunk):
+            for spot in self.spots(one.chunk):
                 if one.improves or spot.place.skipped:
                     apart.append(self._decoded(one, spot, None).slice(spot.start, spot.end))
                 else:
@@ -125,7 +125,7 @@ class JoinSink(_Placing):
             self.write_at(values)
         return None
 
-    def _decoded(self, one: Arrival, spot: _Spot, out: KVCache | None) -> KVCache:
+    def _decoded(self, one: Arrival, spot: Spot, out: KVCache | None) -> KVCache:
         return spot.codec.decode(
             one.stream, one.chunk, levels=one.levels, out=out, dtype=self._cache.dtype, at=spot.at
         )
@@ -136,7 +136,7 @@ class JoinSink(_Placing):
         place.values.copy_(values.values)
 
 
-class JoinRowsSink(_Placing):
+class JoinRowsSink(Placing):
     """An engine's memory, on a GPU or not: each token into the slot that the engine names."""
 
     def __init__(
@@ -164,9 +164,9 @@ class JoinRowsSink(_Placing):
         """All at once that one codec decodes. A chunk of several places may fail at one of them:
         then it counts as not there."""
         errors: list[KdnError | None] = [None] * len(batch)
-        lots: dict[int, list[tuple[int, _Spot]]] = {}
+        lots: dict[int, list[tuple[int, Spot]]] = {}
         for number, one in enumerate(batch):
-            for spot in self._spots(one.chunk):
+            for spot in self.spots(one.chunk):
                 lots.setdefault(id(spot.codec), []).append((number, spot))
         for lot in lots.values():
             coded = [self._coded(batch[number], spot) for number, spot in lot]
@@ -175,7 +175,7 @@ class JoinRowsSink(_Placing):
                 errors[number] = errors[number] or error
         return errors
 
-    def _coded(self, one: Arrival, spot: _Spot) -> Coded:
+    def _coded(self, one: Arrival, spot: Spot) -> Coded:
         slots = np.full(one.chunk.num_tokens, NOWHERE, dtype=np.int64)
         slots[spot.place.skipped :] = self._slots_at(spot.start, spot.end)
         return Coded(one.stream, one.chunk, one.levels, slots, spot.at)

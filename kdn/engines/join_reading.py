@@ -1,7 +1,7 @@
 """Joins read twice with a model, to see what joining does to values and to answers.
 
 Once piece by piece, each behind the head alone, and put together: as a join has them. Once in full.
-Values are compared without rotation: `Readings` holds both, token beside token.
+Values are compared without rotation (`columns_of`), token by token.
 """
 
 from __future__ import annotations

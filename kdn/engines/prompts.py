@@ -32,9 +32,11 @@ Knowledge = str | Tokens | Sequence[Message]
 class Prompts:
     """The prompts of one tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+    def __init__(self, tokenizer: Any, **template: Any) -> None:
+        """`template`: what else its chat template is told, such as another `chat_template`."""
+        self._tokenizer, self._template = tokenizer, template
+        own = getattr(tokenizer, "chat_template", None)
+        self.has_template = bool(template.get("chat_template") or own)
 
     def learn(self, what: Knowledge, system: str | None = None) -> tuple[list[int], str]:
         """Token ids of a text, a conversation, or given ones; and how to ask about them. A text
@@ -94,12 +96,27 @@ class Prompts:
             raise UnsupportedError("the chat template drops answers: no follow-up is possible")
         return self._ids(between + question + tail)
 
+    def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+        """Of a whole one, what stands before its first question, and all from that on: what was
+        learned belongs between them."""
+        if not self.has_template:
+            raise UnsupportedError("this tokenizer has no chat template")
+        first = next((n for n, one in enumerate(messages) if one["role"] == "user"), None)
+        if first is None:
+            raise UnsupportedError("expected a message of a user")
+        marked = [dict(one) for one in messages]
+        marked[first]["content"] = QUESTION_MARK + marked[first]["content"]
+        head, rest = self._cut(marked)
+        return self._ids(head), self._ids(rest)
+
     def _around(self, before: Sequence[Message], content: str) -> tuple[str, str]:
         """The conversation with one more user message, cut at the question's mark."""
-        messages = [*(dict(one) for one in before), {"role": "user", "content": content}]
+        return self._cut([*(dict(one) for one in before), {"role": "user", "content": content}])
+
+    def _cut(self, messages: Sequence[Message]) -> tuple[str, str]:
         try:
             shown = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=True, **self._template
             )
         except TemplateError as error:  # as of roles that it does not know
             raise UnsupportedError(f"the chat template refuses these messages: {error}") from error

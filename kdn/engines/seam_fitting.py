@@ -59,7 +59,8 @@ class SeamOptions:
     rank: int = 64
     block_layers: int = 1
     ridges: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)
-    shares: tuple[float, ...] = (0.0, 0.05, 0.15, 0.3)
+    shares: tuple[float, ...] = (0.05, 0.15, 0.3)
+    """Of tokens to recompute, beside none."""
     seed: int = 0
 
 
@@ -180,20 +181,22 @@ class _Fitting:
     # fitting
 
     def _fit(self) -> Iterator[Block]:
-        fitted, checked = self._read_joins()
-        weight = [self._weight(one) for one in fitted]
-        for index, sums in enumerate(fitted):
-            part, rank = checked[index], self.options.rank
-            best = self.options.ridges[0]
-            if part.count:
-                rest = sums.without(part).centred()
-                best = min(
-                    self.options.ridges,
-                    key=lambda ridge: left_over(
-                        fit_block(rest, weight[index], ridge, rank), part, weight[index]
-                    ),
-                )
-            yield fit_block(sums.centred(), weight[index], best, rank)
+        for sums, checked in zip(*self._read_joins(), strict=True):
+            every = sums.centred()
+            weight = 1 / every.deviation  # all columns count alike, whatever their size
+            yield fit_block(every, weight, self._ridge(sums, checked, weight), self.options.rank)
+
+    def _ridge(self, sums: Moments, checked: Moments, weight: torch.Tensor) -> float:
+        """The one that predicts best what is checked, fitted on the others."""
+        if not checked.count:
+            return self.options.ridges[-1]
+        rest = sums.without(checked).centred()
+        return min(
+            self.options.ridges,
+            key=lambda one: left_over(
+                fit_block(rest, weight, one, self.options.rank), checked, weight
+            ),
+        )
 
     def _read_joins(self) -> tuple[list[Moments], list[Moments]]:
         """Sums of all joins by block, and of those that the ridge is chosen on."""
@@ -227,11 +230,6 @@ class _Fitting:
         joined = columns_of(read_join(self.model, self.spec, drawn), self.spec)
         return joined, columns_of(read_in_full(self.model, drawn.tokens), self.spec)
 
-    def _weight(self, sums: Moments) -> torch.Tensor:
-        """Of each column: all count alike, whatever their size."""
-        variance = sums.gram.diagonal() / sums.count - (sums.inputs / sums.count).square()
-        return variance.clamp(min=1e-12).rsqrt()
-
     # measuring
 
     def _measured(self, seams: Seams) -> Seams:
@@ -243,15 +241,23 @@ class _Fitting:
             self.progress.step("reading joins")
             for question in questions:
                 probe = AnswerProbe(self.model, full, question)
-                some = probe.measure_recomputed(
-                    repaired, drawn.tokens, drawn.moved_from, self.options.shares
-                )
-                found.append([probe.measure(joined), *some])
+                own = [probe.measure(joined), probe.measure(repaired)]
+                found.append([*own, *self._recomputed(probe, repaired, drawn)])
                 self.progress.step("measuring")
         joined_klds, *klds = [_mean(column) for column in zip(*found, strict=True)]
-        return replace(
-            seams, expected=dict(zip(self.options.shares, klds, strict=True)), joined=joined_klds
-        )
+        shares = [0.0, *self.options.shares]  # without the latter, if it cannot be recomputed
+        return replace(seams, expected=dict(zip(shares, klds, strict=False)), joined=joined_klds)
+
+    def _recomputed(
+        self, probe: AnswerProbe, repaired: KVCache, drawn: Drawn
+    ) -> list[AnswerQuality]:
+        """For each share; none if this model's attention cannot be looked into."""
+        try:
+            return probe.measure_recomputed(
+                repaired, drawn.tokens, drawn.moved_from, self.options.shares
+            )
+        except UnsupportedError:
+            return []
 
     def _joins_to_measure(self) -> Iterator[tuple[Drawn, list[list[int]]]]:
         """Joins of what was kept apart, with questions about each."""
@@ -287,6 +293,5 @@ def repaired_join(seams: Seams, spec: ModelSpec, joined: KVCache, moved_from: in
 
 
 def _mean(answers: Sequence[AnswerQuality]) -> tuple[float, float]:
-    return float(np.mean([one.first for one in answers])), float(
-        np.mean([one.mean for one in answers])
-    )
+    both = np.mean([(one.first, one.mean) for one in answers], axis=0)
+    return float(both[0]), float(both[1])

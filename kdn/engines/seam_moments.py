@@ -82,15 +82,20 @@ class Centred:
     gram: torch.Tensor
     cross: torch.Tensor
 
+    @property
+    def deviation(self) -> torch.Tensor:
+        """Of each input column. One that never changes has nothing but rounding to go by: it counts
+        as one that changes a little."""
+        variance = self.gram.diagonal()
+        return variance.clamp(min=max(1e-12, 1e-6 * float(variance.mean()))).sqrt()
+
 
 def fit_block(sums: Centred, weight: torch.Tensor, ridge: float, rank: int) -> Block:
     """The map of that rank that predicts best where each output column counts by its `weight`.
 
     `ridge` is relative to each column's own variance: columns of all sizes are shrunk alike.
     """
-    variance = sums.gram.diagonal()
-    # a column that never changes has nothing but rounding to go by
-    scale = variance.clamp(min=max(1e-12, 1e-6 * float(variance.mean()))).sqrt()
+    scale = sums.deviation
     gram = sums.gram / scale[:, None] / scale
     gram.diagonal().add_(ridge)
     root = torch.linalg.cholesky(gram)

@@ -42,6 +42,7 @@ from kdn.store.tls import client_tls
 
 MEMORY_BYTES = 256 << 20
 DISK_BYTES = 50 << 30
+COLLECTIONS = ("chunks", "profiles", "objects")
 
 Place = str | Path
 Where = Place | Sequence[Place]
@@ -59,6 +60,8 @@ class Places:
     """Profiles by profile id; the first is where new ones go."""
     names: Names
     """Of the place that takes what is new; what it does not have, exports may."""
+    objects: Store | None = None
+    """Whatever else is kept at the place that takes what is new; None at an export."""
 
 
 @asynccontextmanager
@@ -98,7 +101,7 @@ async def open_places(
         profiles = tuple(one.profiles for one in opened)
         below = [one.names for one in opened[1:] if one.endpoint.store.read_only]
         names = LayeredNames(first.names, below) if below else first.names
-        yield Places(endpoints, first.endpoint, profiles, names)
+        yield Places(endpoints, first.endpoint, profiles, names, first.objects)
 
 
 def checked_places(where: Where) -> list[Place]:
@@ -135,6 +138,7 @@ class _Opened:
     endpoint: Endpoint
     profiles: Store
     names: Names
+    objects: Store | None = None
 
 
 def _rank(place: _Opened) -> tuple[bool, bool]:
@@ -153,8 +157,8 @@ def _open_node(stack: AsyncExitStack, url: str, node: NodeClient | ManyNodes) ->
     """Nothing is asked of the node yet: one that is away now may be there later. Several nodes that
     answer alike are one endpoint: who of them is asked is their store's affair."""
     stack.push_async_callback(node.close)
-    chunks, profiles = (node_store(node, collection) for collection in ("chunks", "profiles"))
-    return _Opened(Endpoint(chunks, name=url), profiles, NodeNames(node))
+    chunks, profiles, objects = (node_store(node, collection) for collection in COLLECTIONS)
+    return _Opened(Endpoint(chunks, name=url), profiles, NodeNames(node), objects)
 
 
 async def _open_folder(
@@ -177,8 +181,8 @@ async def _open_store(stack: AsyncExitStack, url: str, own: Credentials) -> _Ope
 
 def _open_depot(depot: Depot, name: str, *, is_local: bool) -> _Opened:
     [tenant] = depot.tenants
-    chunks, profiles = (
-        DepotPart(depot, tenant.store_key(collection, b"")) for collection in ("chunks", "profiles")
+    chunks, profiles, objects = (
+        DepotPart(depot, tenant.store_key(collection, b"")) for collection in COLLECTIONS
     )
     endpoint = Endpoint(chunks, name=name, local=is_local)
-    return _Opened(endpoint, profiles, FolderNames(depot, tenant))
+    return _Opened(endpoint, profiles, FolderNames(depot, tenant), objects)

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import takewhile
 from random import Random
 
@@ -173,18 +174,19 @@ class Session(Opened):
         time, places are not asked.
         """
 
-        def takes(info: StreamInfo) -> bool:
-            complete = not (whole and any(info.absences))
-            return complete and self.codec.decodes_to(info, self.dtype)
-
         async with self._asking:
             until_s = self._clock() + limit_s
             with self._looking(enough_kld) as is_held:
                 wish = Wish(
-                    token_ids(tokens), namespace or self.namespace, block_tokens, takes, is_held,
+                    token_ids(tokens), namespace or self.namespace, block_tokens,
+                    partial(self._takes, whole=whole), is_held,
                     reads_tails=self.device.type == "cuda",
                 )  # fmt: skip
                 return await longest_known(wish, self._question(()), self.places.endpoints, until_s)
+
+    def _takes(self, info: StreamInfo, *, whole: bool) -> bool:
+        complete = not (whole and any(info.absences))
+        return complete and self.codec.decodes_to(info, self.dtype)
 
     def _looking(self, enough_kld: float) -> AbstractContextManager[Callable[[Chunk], bool]]:
         """Says of chunks whether this host holds them well enough."""
@@ -198,12 +200,7 @@ class Session(Opened):
         joins, whose pieces do not build on each other. What this host holds comes first."""
 
         def takes(stream: Stream | None) -> bool:
-            info = None if stream is None else stream.assembly.header.info
-            return (
-                info is not None
-                and not any(info.absences)
-                and self.codec.decodes_to(info, self.dtype)
-            )
+            return stream is not None and self._takes(stream.assembly.header.info, whole=True)
 
         async with self._asking:
             until_s = self._clock() + limit_s

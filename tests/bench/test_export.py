@@ -8,6 +8,7 @@ import torch
 
 from kdn.bench.export import Document, Goal, compare, measure
 from kdn.cache.tensors import KVCache
+from tests.delivery.checked import LATE_S
 from tests.delivery.world import make_world, run
 from tests.places.exports import needs_nginx
 
@@ -24,10 +25,9 @@ def test_nginx_delivers_as_a_node_does(tmp_path: Path) -> None:
     rows = run(measure(tmp_path, document, [mbit], [Goal(0.9, 0.0), Goal(None, 0.0)], 1), 60.0)
     assert not any(row.troubles for row in rows)
     partial, whole = compare(rows)
-    assert partial.node_s < 1.2
-    assert partial.nginx_s < 1.2
+    assert max(partial.node_s, partial.nginx_s) < 0.9 + LATE_S
     assert abs(partial.nginx_level - partial.node_level) <= 0.5
     assert 0 < partial.nginx_level < world.codec.num_levels
     assert whole.same_levels
     assert whole.nginx_level == world.codec.num_levels
-    assert 0.85 < whole.ratio < 1.15
+    assert 0.6 < whole.ratio < 1.6

@@ -79,7 +79,7 @@ def test_proxy_holds_its_rate_over_all_connections() -> None:
             connection.close()
         assert proxy.up_bytes == 6
     assert proxy.down_bytes == 2 * size
-    assert 0.18 < took_s < 3.0  # 8 Mbit at 40 Mbit/s, on a machine that may be busy
+    assert 0.18 < took_s < 10.0  # 8 Mbit at 40 Mbit/s, on a machine that may be busy
 
 
 def test_proxy_without_limit_is_fast() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,14 @@ def windows(count: int, length: int = OPTIONS.window, seed: int = 0) -> list[np.
     """Text-like: common tokens are common, and phrases come back."""
     rng = np.random.default_rng(seed)
     return [np.minimum(rng.geometric(0.05, length), 127) for _ in range(count)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _hasty() -> Iterator[None]:
+    """Tiny models need no fit to the last digit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kdn.calibrate.importance.STEPS", 150)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -145,8 +145,9 @@ def test_cancellation_closes_everything(world: World) -> None:
     async def test() -> None:
         store = Flaky(await world.store(), Random(1), rate=20_000)
         task = asyncio.create_task(deliver(world.request(), [store], policy=level_major))
-        await asyncio.sleep(0.3)
-        assert store.open_requests
+        while not store.open_requests:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -54,7 +54,7 @@ def test_the_model_reads_from_the_front_while_the_rest_loads(world: World) -> No
 
 
 def test_over_a_dead_link_the_model_reads_everything(world: World) -> None:
-    """Never slower than recomputing: here 6 chunks of 0.05 s."""
+    """Never slower than recomputing: here 6 chunks of 0.05 s, where the deadline is far away."""
 
     async def compute(first: int, end: int) -> KVCache:
         await asyncio.sleep(0.05 * sum(one.num_tokens for one in world.chunks[first:end]) / 256)
@@ -65,10 +65,10 @@ def test_over_a_dead_link_the_model_reads_everything(world: World) -> None:
 
     result = deliver_from(
         world, places, compute=compute, policy=default, enough_kld=0.01,
-        speeds=Steady(tokens_per_s=256 / 0.05, level_s=1e-3), deadline_s=2.0,
+        speeds=Steady(tokens_per_s=256 / 0.05, level_s=1e-3), deadline_s=20.0,
     )  # fmt: skip
     assert result.computed == (True,) * 6
-    assert result.done_s < 1.9
+    assert result.done_s < 10.0
 
 
 class Mute(Proxy):
@@ -81,14 +81,15 @@ class Mute(Proxy):
         return await super().lookup(keys, head_bytes=head_bytes)
 
 
-@pytest.mark.parametrize("wait_s", [30.0, 0.2])
-def test_a_model_does_not_wait_for_a_lookup(world: World, wait_s: float) -> None:
+@pytest.mark.parametrize(("wait_s", "chunk_s"), [(60.0, 0.05), (0.2, 3.0)])
+def test_a_model_does_not_wait_for_a_lookup(world: World, wait_s: float, chunk_s: float) -> None:
     """It reads everything; a lookup that is late, but not too late, ends that."""
     stopped: list[int] = []
 
     async def compute(first: int, end: int) -> KVCache:
         try:
-            await asyncio.sleep(0.1 * sum(one.num_tokens for one in world.chunks[first:end]) / 256)
+            num_tokens = sum(one.num_tokens for one in world.chunks[first:end])
+            await asyncio.sleep(chunk_s * num_tokens / 256)
         except asyncio.CancelledError:
             stopped.append(end)
             raise
@@ -101,7 +102,7 @@ def test_a_model_does_not_wait_for_a_lookup(world: World, wait_s: float) -> None
 
     result = deliver_from(
         world, places, compute=compute, policy=default, enough_kld=0.01,
-        speeds=Steady(tokens_per_s=256 / 0.1, level_s=1e-3),
+        speeds=Steady(tokens_per_s=256 / chunk_s, level_s=1e-3), deadline_s=15.0,
     )  # fmt: skip
     if wait_s > 1:
         assert result.computed == (True,) * 6
@@ -111,7 +112,7 @@ def test_a_model_does_not_wait_for_a_lookup(world: World, wait_s: float) -> None
         assert result.computed == (False,) * 6
         assert min(result.levels) >= 2
         assert stopped == [6]
-    assert result.done_s < 1.5
+    assert result.done_s < 8.0
 
 
 def test_a_model_that_is_not_done_is_cancelled(world: World) -> None:

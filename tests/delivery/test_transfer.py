@@ -110,11 +110,11 @@ def test_a_dead_endpoint_rests_between_attempts() -> None:
             replace(Limits(), requests=2), time.monotonic() + 60,
         )  # fmt: skip
         until_s = time.monotonic() + 0.5
-        while time.monotonic() < until_s:
+        while time.monotonic() < until_s or dead.attempts < 3:
             transfer.pump([Fetch(0, 1)])
             await asyncio.sleep(0.002)
         await transfer.close()
-        assert 3 <= dead.attempts <= 10
+        assert dead.attempts <= 10
         assert transfer.failures == dead.attempts
         assert transfer.troubles
 

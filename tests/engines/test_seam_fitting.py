@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from kdn.blend.seams import Block, Seams
 from kdn.engines.join_quality import AnswerProbe
 from kdn.engines.join_reading import Drawn, cache_of, columns_of, read_in_full, read_join
 from kdn.engines.prompts import Prompts
-from kdn.engines.seam_fitting import SeamOptions, fit_seams, repaired_join
+from kdn.engines.seam_fitting import Example, SeamOptions, _Fitting, fit_seams, repaired_join
 from kdn.engines.seam_moments import Moments, block_columns, fit_block, left_over
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
@@ -126,6 +127,26 @@ def test_recomputing_everything_is_the_full_reading(model: Any) -> None:
 def test_too_little_text_is_refused_with_what_is_needed(model: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"at least 1,024 tokens .* found \d+ in 4"):
         fit_seams(model, Prompts(Letters()), spec_of(model), pieces(4), options=SMALL)
+
+
+def test_a_model_that_cannot_be_looked_into_promises_what_it_can(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.config, "attn_logit_softcapping", 5.0, raising=False)
+    options = replace(SMALL, joins=4, measured_joins=1, questions=1)
+    seams = fit_seams(model, Prompts(Letters()), spec_of(model), pieces(), options=options)
+    assert list(seams.expected) == [0.0]
+
+
+def test_examples_that_are_asked_are_not_fitted_on(model: Any) -> None:
+    every = [piece[:40] for piece in pieces(60)]
+    examples = [Example("?", every[at : at + 5]) for at in range(0, 60, 5)]
+    work = _Fitting(model, Prompts(Letters()), spec_of(model), [1], SMALL)
+    work.take(examples[0].pieces, examples)
+    assert len(work.asked) == SMALL.measured_joins
+    asked = {tuple(piece) for one in work.asked for piece in one.pieces}
+    assert not asked & {tuple(piece) for piece in work.fitted_on}
+    assert len(asked) + len(work.fitted_on) == 60
 
 
 def test_windows_are_refused(tiny_model: Any) -> None:

@@ -294,7 +294,7 @@ class TestPublisher:
         go, seen = threading.Event(), []
 
         def encode(batch: int) -> bytes:
-            go.wait(5)
+            go.wait(20)
             seen.append(batch)
             return b""
 
@@ -302,7 +302,7 @@ class TestPublisher:
         began_s = time.monotonic()
         for number in range(100):
             publisher.publish(number)
-        assert time.monotonic() - began_s < 1
+        assert time.monotonic() - began_s < 10
         go.set()
         publisher.close()
         assert seen[-2:] == [98, 99]

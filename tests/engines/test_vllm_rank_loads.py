@@ -106,7 +106,7 @@ def test_a_first_rank_that_never_begins_is_a_miss(shared: SharedSession, tmp_pat
         ranks[1].begin(order(0, 576, deadline_s=0.3))
         failed, _ = ended(ranks[1:])
         assert failed == set(range(18))
-        assert 0.3 < time.monotonic() - began_s < 3.0
+        assert 0.3 < time.monotonic() - began_s < 10.0
     assert not reads.keys
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kdn.cache.keys import cut
 from kdn.engines.vllm.messages import LoadReport
 from tests.engines.vllm_scheduling import SPACE, World, request
@@ -215,3 +217,24 @@ def test_drafts_are_never_published() -> None:
     [save] = world.step(cached=[(asked, [], 5)]).saves
     assert [chunk.end for chunk in save.chunks] == [512]
     assert save.chunks[0].key == cut(answer[:512], SPACE)[-1].key
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "learn", "ends"),
+    [
+        (300, False, [256, 288]),
+        (300, True, [256, 288, 300]),  # as others look for it, and as it is
+        (304, True, [256, 304]),
+        (256, True, [256]),
+        (10, False, []),
+        (10, True, [10]),
+    ],
+)
+def test_a_piece_is_published_to_its_last_token(
+    num_tokens: int, learn: bool, ends: list[int]
+) -> None:
+    world = World()
+    asked = request("r", num_tokens, kv_transfer_params={"kdn": {"learn": learn}})
+    world.arrive(asked)
+    saves = world.step(new=[(asked, [0, 1, 2], 0, num_tokens)]).saves
+    assert [chunk.end for save in saves for chunk in save.chunks] == ends

@@ -9,6 +9,7 @@ from typing import Any
 from kdn.cache.keys import Namespace, cut
 from kdn.delivery.known import Known
 from kdn.engines.vllm.identity import Identity
+from kdn.engines.vllm.join_lookup import Wanted
 from kdn.engines.vllm.scheduler import SchedulerSide
 from kdn.engines.vllm.settings import Settings
 
@@ -23,10 +24,16 @@ class World:
         self.now_s = 100.0
         self.lookups: list[Future[Known]] = []
         self.limits_s: list[float] = []
+        self.wanted: list[Wanted] = []
         self.side = SchedulerSide(
             Settings.parse({"url": "x", **settings}), Identity(SPACE), self.look_up, BLOCK,
-            clock=lambda: self.now_s,
+            clock=lambda: self.now_s, look_up_join=self.look_up_join,
         )  # fmt: skip
+
+    def look_up_join(self, tokens: Any, namespace: Namespace, wanted: Wanted) -> Future[Known]:
+        self.wanted.append(wanted)
+        self.lookups.append(Future())
+        return self.lookups[-1]
 
     def look_up(
         self, tokens: Any, namespace: Namespace, quality: float, limit_s: float

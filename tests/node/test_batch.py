@@ -284,7 +284,7 @@ def test_lookups_that_nobody_reads_take_bounded_memory(tmp_path: Path) -> None:
             begin_s = time.monotonic()
             few = {"keys": [key_of(1).hex()] * 64, "head_bytes": 65536}
             assert (await post(node, "/v1/lookup", few, token="b"))[0] == 200
-            assert time.monotonic() - begin_s < 1
+            assert time.monotonic() - begin_s < 4  # the others' lookups wait for 5
             _, peak_bytes = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -297,12 +297,16 @@ def test_lookups_that_nobody_reads_take_bounded_memory(tmp_path: Path) -> None:
 
 
 def test_json_of_nothing_but_lists_is_refused(tmp_path: Path) -> None:
-    """It would take 25 times its size, and a second."""
+    """It would take 25 times its size."""
 
     async def test(node: Running) -> None:
         body = b'{"keys":[' + b"[]," * 600_000 + b"[]]}"
-        begin_s = time.monotonic()
-        assert (await post(node, "/v1/lookup", body))[0] == 400
-        assert time.monotonic() - begin_s < 0.5
+        tracemalloc.start()
+        try:
+            assert (await post(node, "/v1/lookup", body))[0] == 400
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak_bytes < 8 * len(body)
 
     with_node(tmp_path, test)

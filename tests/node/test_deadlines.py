@@ -93,13 +93,9 @@ def test_a_reader_that_does_not_drain_is_cut(tmp_path: Path) -> None:
             )
             writer.write(request("/v1/read", f"Content-Length: {len(body)}", method="POST") + body)
             readers.append((reader, writer))
-        begin_s = time.monotonic()
-        while node.node.num_requests or not begin_s:
-            await asyncio.sleep(0.05)
-            assert time.monotonic() - begin_s < 10
-        await asyncio.sleep(0.3)
-        while node.node.num_requests:
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(20):
+            while node.node.stats.cut_readers._value.get() < 5 or node.node.num_requests:
+                await asyncio.sleep(0.05)
         text = node.node.stats.expose(await node.node.depot.store.stats()).decode()
         assert "kdn_cut_readers_total 5.0" in text
         for reader, writer in readers:
@@ -145,7 +141,7 @@ def test_an_egress_limit_is_kept_and_shared(tmp_path: Path) -> None:
             return time.monotonic() - begin_s
 
         took_s = await asyncio.gather(ask("one"), ask("two"))
-        assert 0.9 < max(took_s) < 2.5
+        assert 0.9 < max(took_s) < 8
         assert min(took_s) > 0.75 * max(took_s)
 
     with_node(tmp_path, test, egress_bits_per_s=8_000_000)
@@ -229,7 +225,7 @@ def test_memory_for_bodies_is_shared(tmp_path: Path) -> None:
         while not node.node.num_requests:
             await asyncio.sleep(0.01)
         refused = asyncio.create_task(put(node, "01", 500))
-        for _ in range(10):  # just fast enough
+        for _ in range(15):  # just fast enough
             holder[1].write(b"x")
             await asyncio.sleep(0.1)
         assert await refused == 503
@@ -241,7 +237,7 @@ def test_memory_for_bodies_is_shared(tmp_path: Path) -> None:
         assert await waiting == 201
         holder[1].close()
 
-    settings = {"max_bodies_bytes": 1000, "body_window_s": 0.5, "min_body_bytes_per_s": 0}
+    settings = {"max_bodies_bytes": 1000, "body_window_s": 1.0, "min_body_bytes_per_s": 0}
     with_node(tmp_path, test, **settings)
 
 
@@ -255,31 +251,29 @@ def test_silent_bodies_are_cut_whatever_size_they_announced(tmp_path: Path) -> N
             writer.write(announce(f"0{number}", 64 * MIB) + b"x" * 200_000)
         while node.node.num_requests < 2:
             await asyncio.sleep(0.01)
-        begin_s = time.monotonic()
         body = json.dumps({"keys": [key_of(1).hex()]}).encode()
         assert (await node.ask("POST", "/v1/lookup", body))[0] == 200
         assert (await node.ask("PUT", "/v1/names/n", b"{}"))[0] == 201
-        assert time.monotonic() - begin_s < 0.4
+        assert node.node.num_requests == 2  # so nobody waited for the sockets to go
         for reader, writer in peers:
-            assert (await closed(reader, 5)).startswith(b"HTTP/1.1 408")
+            assert (await closed(reader, 8)).startswith(b"HTTP/1.1 408")
             writer.close()
-        assert time.monotonic() - begin_s < 3
         assert await put(node, "02", 1000) == 201
 
-    with_node(tmp_path, test, max_bodies_bytes=128 * MIB, body_window_s=0.5)
+    with_node(tmp_path, test, max_bodies_bytes=128 * MIB, body_window_s=1.0)
 
 
 def test_a_slow_body_that_keeps_the_pace_is_taken(tmp_path: Path) -> None:
     async def test(node: Running) -> None:
         reader, writer = await connect(node)
-        writer.write(announce("00", 6000))
-        for _ in range(6):
+        writer.write(announce("00", 12_000))
+        for _ in range(12):
             writer.write(b"x" * 1000)
             await asyncio.sleep(0.15)
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 201")
         writer.close()
 
-    with_node(tmp_path, test, body_window_s=0.4, min_body_bytes_per_s=2000)
+    with_node(tmp_path, test, body_window_s=0.8, min_body_bytes_per_s=2000)
 
 
 def test_one_tenants_uploads_leave_room_for_anothers(tmp_path: Path) -> None:
@@ -291,7 +285,7 @@ def test_one_tenants_uploads_leave_room_for_anothers(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         begin_s = time.monotonic()
         assert await put(node, "aa", MIB, "b") == 201
-        assert time.monotonic() - begin_s < 1
+        assert time.monotonic() - begin_s < 4  # silent bodies are waited for longer
         for _, writer in peers:
             writer.close()
 

@@ -21,7 +21,7 @@ import pytest
 from tests.node.harness import Running, checksum, config_for, key_of, run, running, tenant
 
 CASES = int(os.environ.get("KDN_FUZZ_CASES", "600"))
-AT_ONCE = 60
+AT_ONCE = 200
 KEYS = [key_of(number).hex() for number in range(1, 6)]
 NAMES = ["handbook", "n", "a.b"]
 ALLOWED = {100, *range(200, 431), 503, 507}

@@ -110,11 +110,11 @@ def test_shutdown_finishes_responses_in_flight(tmp_path: Path) -> None:
         got = bytearray()
         while len(got) < size_bytes and (part := await loop.sock_recv(peer, 65536)):
             got += part
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.002)
         return bytes(got)
 
     async def work() -> None:
-        async with running(config_for(tmp_path)) as node:
+        async with running(config_for(tmp_path, shutdown_timeout_s=25.0)) as node:
             stream = await node.put_chunk(1, 8 * MIB)
             idle = await connect(node)
             peer = socket.socket()
@@ -127,7 +127,7 @@ def test_shutdown_finishes_responses_in_flight(tmp_path: Path) -> None:
             reading = asyncio.create_task(read_slowly(peer, len(stream) + 200))
             port = node.listening.port
             begin_s = time.monotonic()
-        assert time.monotonic() - begin_s < 4  # the idle connection was not waited for
+        assert time.monotonic() - begin_s < 20  # the idle connection was not waited for
         assert (await reading).endswith(stream)
         assert await closed(idle[0], 1) == b""
         with pytest.raises(ConnectionError):
@@ -140,13 +140,13 @@ def test_shutdown_finishes_responses_in_flight(tmp_path: Path) -> None:
 
 def test_shutdown_waits_for_what_a_transport_still_holds(tmp_path: Path) -> None:
     async def work() -> None:
-        async with running(config_for(tmp_path)) as node:
+        async with running(config_for(tmp_path, shutdown_timeout_s=20.0)) as node:
             connections = node.listening.connections
             last: Any = object()  # its handler is done, its last bytes are not sent
             connections.add(last, Wire(closing=True))  # type: ignore[arg-type]
             asyncio.get_running_loop().call_later(0.4, connections.remove, last)
             begin_s = time.monotonic()
-        assert 0.4 <= time.monotonic() - begin_s < 3
+        assert 0.4 <= time.monotonic() - begin_s < 10
 
     run(work())
 
@@ -159,7 +159,7 @@ def test_shutdown_does_not_wait_for_ever(tmp_path: Path) -> None:
             writer.write(request(f"/v1/chunks/{key_of(1).hex()}"))
             await asyncio.sleep(0.1)
             begin_s = time.monotonic()
-        assert time.monotonic() - begin_s < 5
+        assert time.monotonic() - begin_s < 15
         writer.close()
 
     run(work())

@@ -111,7 +111,7 @@ def test_force_latest_and_what_a_cut_does(tmp_path: Path) -> None:
                 began_s = time.monotonic()
                 with pytest.raises(CentreAwayError):
                     await read(here, "news", latest=True)
-                assert time.monotonic() - began_s < 2.0
+                assert time.monotonic() - began_s < 8.0
                 found = await here.get("news", latest=True, stale_ok=True)
                 assert found is not None
                 assert found.manifest["value"] == 9

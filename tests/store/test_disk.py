@@ -124,6 +124,14 @@ class SlowFiles(Files):
         super().sync(fd)
 
 
+async def read_in_time(store: Store, key: bytes) -> bytes | None:
+    """None: it is not there, or a busy machine took too long."""
+    try:
+        return await read(store, key)
+    except StoreError:
+        return None
+
+
 def test_a_slow_disk_meets_the_deadline_with_an_error_and_the_put_still_ends(
     tmp_path: Path,
 ) -> None:
@@ -131,8 +139,9 @@ def test_a_slow_disk_meets_the_deadline_with_an_error_and_the_put_still_ends(
         store = await opened(tmp_path, files=SlowFiles(), deadline_s=0.1)
         with pytest.raises(StoreError, match=r"within 0\.1 s"):
             await put(store, b"0", b"data")
-        await asyncio.sleep(0.6)
-        assert await read(store, b"0") == b"data"
+        async with asyncio.timeout(20):
+            while await read_in_time(store, b"0") != b"data":
+                await asyncio.sleep(0.05)
         await store.close()
 
     asyncio.run(work())
@@ -161,12 +170,11 @@ def test_the_event_loop_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     async def work() -> None:
         async with closing(await opened(tmp_path, files=SlowFiles())) as store:
             writing = asyncio.create_task(put(store, b"0", b"data"))
-            longest_s, last_s = 0.0, time.perf_counter()
+            rounds = 0
             while not writing.done():
                 await asyncio.sleep(0.005)
-                now_s = time.perf_counter()
-                longest_s, last_s = max(longest_s, now_s - last_s), now_s
-            assert longest_s < SlowFiles.delay_s / 2
+                rounds += 1
+            assert rounds > 10  # a loop that waits has one or two for each call to the disk
 
     asyncio.run(work())
 
@@ -206,19 +214,16 @@ def test_held_objects_stay_and_newcomers_are_refused(tmp_path: Path) -> None:
 # scale
 
 
-def test_opens_a_hundred_thousand_objects_quickly(tmp_path: Path) -> None:
+def test_opens_forty_thousand_objects_quickly(tmp_path: Path) -> None:
     """Healing included, without opening a single file. The files are links to one: only their
-    names are looked at. Alone on two cores it takes 0.6 to 0.9 s; a busy machine gets more."""
-    count = 100_000
+    names are looked at. It takes 0.3 s of a processor."""
+    count = 40_000  # fewer than the links that a file may have
     fill(tmp_path, [b"template"], 100)
     [template] = objects(tmp_path).values()
     keys = [content(b"%d" % i, 16) for i in range(count)]
     etag = bytes(16)
-    for i, key in enumerate(keys):
-        if i % 50_000 == 0:  # as many links as a file may have
-            source = tmp_path / f"source {i}"
-            source.write_bytes(template.read_bytes())
-        os.link(source, tmp_path / "objects" / f"{key.hex()}-{etag.hex()}")
+    for key in keys:
+        os.link(template, tmp_path / "objects" / f"{key.hex()}-{etag.hex()}")
     with closing_now(sqlite3.connect(tmp_path / "index.sqlite")) as index, index:
         index.executemany(
             "INSERT INTO objects VALUES (?, ?, 65536, ?, 0.5, ?)",
@@ -226,13 +231,12 @@ def test_opens_a_hundred_thousand_objects_quickly(tmp_path: Path) -> None:
         )
 
     async def work() -> None:
-        start_s = time.perf_counter()
+        start_s = time.process_time()
         store = await opened(tmp_path, 1 << 40)
-        took_s = time.perf_counter() - start_s
+        took_s = time.process_time() - start_s
         assert (await store.stats()).objects == count + 1
         await store.close()
-        print(f"\nopened {count} objects in {took_s:.2f} s")  # noqa: T201
-        assert took_s < 3.0
+        assert took_s < 1.5
 
     asyncio.run(work())
 

@@ -304,7 +304,7 @@ def test_a_node_that_does_not_answer_costs_its_deadline() -> None:
                 *(store.get(b"%d" % i) for i in range(6)), return_exceptions=True
             )
             assert [type(result) for result in results] == [UnavailableError] * 6
-            assert asyncio.get_running_loop().time() - started_s < 2.0
+            assert asyncio.get_running_loop().time() - started_s < 4.5  # it is silent for 5
 
     run(test())
 

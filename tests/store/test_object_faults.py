@@ -312,7 +312,7 @@ def test_a_server_that_falls_silent_is_an_error_at_the_deadline(
                 began_s = time.monotonic()
                 with pytest.raises(StoreError, match="no answer within"):
                     await work
-                assert time.monotonic() - began_s < 3
+                assert time.monotonic() - began_s < 8  # seconds are for a busy machine
         finally:
             rclone_s3.resume()
         store.bucket.deadline_s = 10

@@ -212,13 +212,16 @@ def test_it_says_that_it_closes() -> None:
 def test_a_read_that_is_cancelled_leaves_no_connection() -> None:
     async def test() -> None:
         node = Node(answer()[:500], answer())
-        async with node.store() as store:
+        async with node.store() as store, asyncio.timeout(20):
             task = asyncio.create_task(read(store))
+            while not node.connections:
+                await asyncio.sleep(0.01)
             await asyncio.sleep(0.05)
             task.cancel()
             await asyncio.wait([task])
             assert task.cancelled()
-            await asyncio.sleep(0.05)
+            while not node.closed:
+                await asyncio.sleep(0.01)
             assert (node.connections, node.closed) == (1, 1)
             assert await read(store) == [DATA, DATA[5:9]]
 

@@ -44,6 +44,64 @@ class Server:
             "took_s": time.monotonic() - began_s,
         }
 
+    def generate_each(self, asked: list[dict[str, Any]], max_tokens: int = 16) -> dict[str, Any]:
+        """Many at once, each with its own `prompt`, and `kdn` and `salt` if it has them."""
+        from vllm import SamplingParams
+
+        def sampling(one: dict[str, Any]) -> Any:
+            extra = {"kv_transfer_params": {"kdn": one["kdn"]}} if one.get("kdn") else None
+            return SamplingParams(
+                temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra,
+                detokenize=False,
+            )  # fmt: skip
+
+        prompts = [
+            {"prompt_token_ids": one["prompt"],
+             **({"cache_salt": one["salt"]} if one.get("salt") else {})}
+            for one in asked
+        ]  # fmt: skip
+        outputs = self.llm.generate(prompts, [sampling(one) for one in asked], use_tqdm=False)
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+            "reasons": [output.outputs[0].finish_reason for output in outputs],
+        }
+
+    def expected_next(self, asked: dict[str, Any]) -> list[float]:
+        """How probable the model finds each token behind a prompt, as logarithms."""
+        model = self.core.model_executor.driver_worker.worker.model_runner.model
+        seen, original = [], model.compute_logits
+
+        def compute_logits(hidden: Any, *rest: Any) -> Any:
+            seen.append(original(hidden, *rest))
+            return seen[-1]
+
+        model.compute_logits = compute_logits
+        try:
+            self.generate_each([asked], 1)
+        finally:
+            model.compute_logits = original
+        found: list[float] = seen[-1][-1].float().log_softmax(-1).tolist()
+        return found
+
+    def loaded_values(self, asked: dict[str, Any], path: str) -> int:
+        """Has a prompt loaded, and writes what its blocks hold then to a file; how many tokens
+        that are."""
+        import torch
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker, orders = get_kv_transfer_group()._worker, []
+        begin = worker.loader.begin
+        worker.loader.begin = lambda order: (orders.append(order), begin(order))
+        try:
+            self.generate_each([asked], 1)
+        finally:
+            worker.loader.begin = begin
+        [order] = orders
+        values = worker._paged.read(0, order.end, order.block_ids)
+        torch.save((values.keys, values.values), path)
+        return int(order.end)
+
     @staticmethod
     def _of_prompt(output: Any) -> list[float]:
         """How probable the model finds each token of the prompt but the first."""

@@ -5,7 +5,7 @@
         "kv_connector_extra_config": {"url": "http://127.0.0.1:8470"}}'
 
 `docs/vllm.md` tells what it does. One idea per file; vLLM itself is seen by `connector.py`,
-`stats.py`, `checks.py` and `event_messages.py` only:
+`stats.py`, `checks.py`, `event_messages.py` and `opened_references.py` only:
 
 - `connector.py`: vLLM's interface, handed on to the two sides; `stats.py`: counters for vLLM's log
   and metrics; `checks.py`: what is refused when vLLM starts.
@@ -19,8 +19,13 @@
 - `ranks.py`: several ranks, which meet in a folder (`rank_folder.py`): `one_fetch.py` loads for all
   of a host, with `rank_streams.py`; `gathering.py` publishes for all, with `rank_parts.py` and
   `rank_copies.py`.
+- Joins: `piece_ranges.py` says where a prompt's pieces are, `join_lookup.py` what is known of them;
+  `joins.py` keeps their blocks from others, `joined_load.py` writes them, `seam_source.py` has the
+  seams that repair them.
 - `events.py`: what routers are told, as `telling.py` finds it out; `event_messages.py`: in vLLM's
   words; `event_publisher.py`: by kdn itself.
+- Prompts by reference: `middleware.py` stands around vLLM's server; `referring.py` makes prompts of
+  requests, `references.py` resolves names, `opened_references.py` opens both from vLLM's settings.
 - `messages.py`: what the sides tell each other; `shared.py`: the session that they share.
 - `identity.py`: which model, and whose keys; `settings.py`.
 """

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
+from kdn.blend.pieces import check_joinable
+from kdn.cache.spec import ModelSpec
 from kdn.engines.vllm.layout import Layout, PagedCache, views
+from kdn.engines.vllm.piece_ranges import MAX_SEPARATOR_TOKENS
 from kdn.engines.vllm.settings import Settings
 from kdn.engines.vllm.weights import Weights, models_of
 from kdn.errors import UnsupportedError
@@ -41,6 +44,31 @@ def check_config(config: Any, settings: Settings) -> None:
     for what, is_so in reasons.items():
         if is_so:
             raise UnsupportedError(f"kdn does not support {what}")
+
+
+def check_joins(settings: Settings, spec: ModelSpec) -> None:
+    """That pieces of this model can be joined, if they are to be."""
+    if settings.blend != "off":
+        check_joinable(spec)
+
+
+def separator_of(config: Any, settings: Settings) -> tuple[int, ...]:
+    """The tokens that end a piece, also where the operator gave them as a text."""
+    given = settings.separator
+    if not isinstance(given, str):
+        return given
+    from transformers import AutoTokenizer
+
+    model = config.model_config
+    tokenizer = AutoTokenizer.from_pretrained(
+        model.tokenizer, revision=getattr(model, "tokenizer_revision", None), local_files_only=True
+    )
+    tokens = tuple(tokenizer.encode(given, add_special_tokens=False))
+    if not 1 <= len(tokens) <= MAX_SEPARATOR_TOKENS:
+        raise UnsupportedError(
+            f"separator: expected a text of 1 to {MAX_SEPARATOR_TOKENS} tokens, found {len(tokens)}"
+        )
+    return tokens
 
 
 def check_weights(config: Any) -> None:

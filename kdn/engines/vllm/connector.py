@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,20 +19,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kdn.cache.keys import Namespace, seal_key
+from kdn.codec.base import Codec
 from kdn.delivery.known import Known
 from kdn.engines.vllm.checks import (
     cache_dtype,
     check_blocks,
     check_config,
     check_cpu_layout,
+    check_joins,
     check_weights,
     device_of,
     holds_bytes,
     is_fp8,
     live_weights,
+    separator_of,
 )
 from kdn.engines.vllm.event_messages import Messages, are_wanted
 from kdn.engines.vllm.identity import Identity, spec_of_model
+from kdn.engines.vllm.join_lookup import Wanted, know_join, with_join
 from kdn.engines.vllm.layout import Heads, Layout, PagedCache
 from kdn.engines.vllm.messages import LoadReport, Step
 from kdn.engines.vllm.ranks import Ranks, open_ranks
@@ -47,6 +52,10 @@ from kdn.engines.vllm.weights import Weights
 from kdn.engines.vllm.worker import WorkerSide
 
 logger = logging.getLogger("vllm.kdn")
+
+SEAMS_S = 15.0
+"""For seams to be found and folded into the codec, while vLLM starts. Later they are found when
+they are needed."""
 
 
 @dataclass
@@ -80,9 +89,13 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # A cache that is away must not fail requests. vLLM reads this after making its connector.
         transfer.kv_load_failure_policy = settings.load_failure
         self._spec = spec = spec_of_model(vllm_config.model_config, vllm_config.load_config)
+        check_joins(settings, spec)
+        if role == KVConnectorRole.SCHEDULER and settings.blend == "separator":
+            settings = replace(settings, separator=separator_of(vllm_config, settings))
         self._shared = SharedSession.acquire(
             settings.session, spec, cache_dtype(vllm_config), device_of(vllm_config)
         )
+        self._shared.seams.tag = settings.seams or ""
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._taken = Taken(OF_EACH_RANK if rank else MEANINGS)
         self._ranks: Ranks | None = None
@@ -100,6 +113,7 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler = SchedulerSide(
                 settings, identity, self._look_up, self._block_tokens, ranks=ranks,
                 events=self._messages.events if self._messages else None,
+                look_up_join=None if settings.blend == "off" else self._look_up_join,
             )  # fmt: skip
         else:
             engine = str(transfer.engine_id)
@@ -116,6 +130,22 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 block_tokens=self._block_tokens, whole=True, limit_s=limit_s,
             )  # fmt: skip
             return known.packed()  # requests may wait for vLLM by the thousand
+
+        return self._shared.submit(ask)
+
+    def _look_up_join(self, tokens: Any, namespace: Namespace, wanted: Wanted) -> Future[Known]:
+        """Both at once."""
+        session, source = self._shared.session, self._shared.seams
+
+        async def ask() -> Known:
+            plain, join = await asyncio.gather(
+                session.know(
+                    tokens, namespace=namespace, enough_kld=wanted.enough_kld,
+                    block_tokens=self._block_tokens, whole=True, limit_s=wanted.limit_s,
+                ),
+                know_join(session, source, tokens, namespace, wanted),
+            )  # fmt: skip
+            return with_join(plain, join)
 
         return self._shared.submit(ask)
 
@@ -217,9 +247,10 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> Callable[[Counter[str]], Saver] | None:
         """On a GPU, if it is one that kdn decodes and encodes on."""
         if paged.rows is None or paged.device.type != "cuda":
+            self._prepared_seams()
             return None
-        session = self._shared.session
-        warm_up_gpu(session.codec, paged.rows, paged.dtype)
+        codec = self._shared.session.codec
+        warm_up_gpu(codec, paged.rows, paged.dtype, self._prepared_seams())
         ranks = self._ranks
         if not self._settings.publish or (ranks is not None and not ranks.has_part):
             return None
@@ -230,6 +261,17 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )  # fmt: skip
         hand_over = None if ranks is None else ranks.offer
         return lambda counts: Saver(self._shared, paged, staging, weights.look, counts, hand_over)
+
+    def _prepared_seams(self) -> Codec | None:
+        """The codec that repairs joins, made ready while vLLM starts."""
+        if self._settings.blend == "off" or self._settings.seams is None:
+            return None
+        source = self._shared.seams
+        try:
+            return self._shared.submit(lambda: source.prepare(SEAMS_S)).result(2 * SEAMS_S)
+        except Exception as error:
+            logger.warning("kdn: seams are not ready: %r", error)
+            return None
 
     @property
     def _staging_bytes(self) -> int:

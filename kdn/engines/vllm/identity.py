@@ -80,13 +80,17 @@ class Identity:
     def of(self, request: Any) -> Namespace:
         """UnsupportedError where kdn has no name for what changes the values. Cheap but for the
         first request with an adapter: what is named so may change while a request lives."""
+        return self.under(request, request.cache_salt)
+
+    def under(self, request: Any, salt: str | None) -> Namespace:
+        """The same, whatever its cache salt is by now."""
         if request.mm_features:
             raise UnsupportedError("a prompt with images or other media")
         if request.prompt_embeds is not None or request.prompt_token_ids is None:
             raise UnsupportedError("a prompt given as embeddings")
         namespace = self._namespace
-        if request.cache_salt:
-            namespace = namespace.with_salt(request.cache_salt.encode())
+        if salt:
+            namespace = namespace.with_salt(salt.encode())
         if request.lora_request is not None:
             namespace = namespace.with_lora(self._adapter(request.lora_request))
         return namespace

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,8 @@ from functools import partial
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.delivery.known import Known
+from kdn.delivery.sink import Sink
+from kdn.engines.vllm.joined_load import good_until, join_of, join_sink_of, needed
 from kdn.engines.vllm.layout import PagedCache
 from kdn.engines.vllm.messages import LoadOrder
 from kdn.engines.vllm.paged_sink import GivenUpError, LoadJob, PagedSink, sink_of
@@ -122,7 +124,7 @@ class Loader:
         try:
             if await self._has_turn(job):
                 try:
-                    ended = self._usable(order, await self._deliver(job))
+                    ended = await (self._bring(job) if order.join is None else self._join(job))
                 finally:
                     self._turn.release()
         except GivenUpError:
@@ -142,25 +144,49 @@ class Loader:
             self._counts["crowded"] += 1
             return False
 
-    async def _deliver(self, job: LoadJob) -> Delivered:
-        order, session, began_s = job.order, self._session, self._clock()
+    async def _bring(self, job: LoadJob) -> EndedLoad:
+        """The beginning of a prompt."""
+        order, session = job.order, self._session
         # Of some heads only, values are of no use to others.
         max_kept = 0 if session.host is None or self._ranks is not None else MAX_CHUNKS
         sink = sink_of(session.codec, self._paged, job, max_kept)
+        got = await self._deliver(job, order.chunks, sink, order.end)
+        if isinstance(sink, PagedSink):
+            self._keep(got, sink.decoded)
+        return self._usable(order, got)
+
+    async def _join(self, job: LoadJob) -> EndedLoad:
+        """Pieces, each to its place. Nothing of it is exact, and nothing is kept for others."""
+        order, codec = job.order, self._session.codec
+        assert order.join is not None
+        join = join_of(order)
+        repaired, seams = None, None
+        if order.join.seams:
+            limit_s = job.until_s - self._clock()
+            repaired, seams = await self._shared.seams.repairing(order.join.seams, limit_s)
+        sink = join_sink_of(codec, repaired, seams, self._paged, job, join)
+        got = await self._deliver(job, needed(order, join), sink, None)
+        good = self._in_blocks(order, good_until(order, join, got))
+        self._counts["joined_tokens"] += good - order.start
+        return EndedLoad(order, good, order.start)
+
+    async def _deliver(
+        self, job: LoadJob, chunks: Sequence[Chunk], sink: Sink, end: int | None
+    ) -> Delivered:
+        order, session, began_s = job.order, self._session, self._clock()
+        heads = dict(zip((chunk.key for chunk in order.chunks), order.heads, strict=True))
         deliver = session.deliver
         if self._ranks is not None:
             deliver = partial(self._ranks.deliver, order.number)
         got = await deliver(
-            order.chunks,
+            chunks,
             sink,
-            known=Known.of_heads(order.chunks, order.heads, session.codec),
-            end=order.end,
+            known=Known.of_heads(chunks, [heads[c.key] for c in chunks], session.codec),
+            end=end,
             enough_kld=order.enough_kld,
             deadline_s=0.0 if began_s < self._away_until_s else job.until_s - began_s,
         )
         self._note(order, got, self._clock() - began_s)
-        if isinstance(sink, PagedSink):
-            self._keep(got, sink.decoded)
         return got
 
     def _note(self, order: LoadOrder, got: Delivered, took_s: float) -> None:
@@ -179,14 +205,17 @@ class Loader:
     def _usable(self, order: LoadOrder, got: Delivered) -> EndedLoad:
         """Up to where the load is good, in whole blocks, and up to where it is exact."""
         good = got.good_until(order.end, order.enough_kld) if order.strict else got.ready_until
-        size = self._paged.block_tokens
-        good = max(order.start, min(good, order.end) // size * size)
+        good = self._in_blocks(order, good)
         if got.held:
             self._counts["host_tokens"] += (
                 min(got.chunks[len(got.held) - 1].end, good) - order.start
             )
         exact = good if got.exact_until is None else min(got.exact_until, good)
         return EndedLoad(order, good, exact)
+
+    def _in_blocks(self, order: LoadOrder, good: int) -> int:
+        size = self._paged.block_tokens
+        return max(order.start, min(good, order.end) // size * size)
 
     # for others
 

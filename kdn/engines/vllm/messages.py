@@ -10,12 +10,25 @@ from kdn.session.changes import Change
 
 
 @dataclass(frozen=True)
+class JoinOrder:
+    """How the chunks of a load are joined."""
+
+    head: int
+    """Tokens that all pieces share."""
+    pieces: tuple[tuple[int, ...], ...]
+    """The chunks of each, by their numbers in the order."""
+    seams: bytes = b""
+    """Which repair all but the first; none if it is empty."""
+
+
+@dataclass(frozen=True)
 class LoadOrder:
     """Tokens [start, end) of a request, both multiples of vLLM's block size."""
 
     request_id: str
     chunks: tuple[Chunk, ...]
-    """Consecutive, covering these tokens and perhaps some around them."""
+    """Consecutive, covering these tokens and perhaps some around them; of a join, all of it, each
+    once."""
     heads: tuple[bytes, ...]
     """Of their streams, as they were looked up: the worker asks nobody again. Empty where this host
     held the chunk itself."""
@@ -29,6 +42,8 @@ class LoadOrder:
     """Whether what is coarser than that is not used, even if nothing better came in time."""
     number: int = 0
     """By which the ranks of an engine know the load: each has another."""
+    join: JoinOrder | None = None
+    """None: chunks stand where they were learned."""
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kdn.cache.keys import Namespace
 from kdn.delivery.known import Known
+from kdn.engines.vllm.piece_ranges import Range
 from kdn.engines.vllm.settings import Settings
 
 
@@ -18,6 +19,12 @@ class RequestState:
     settings: Settings
     namespace: Namespace | None
     """None: no cache is used for it."""
+    pieces: tuple[Range, ...] | None = ()
+    """Where they are, if they are to be joined; None: that is to be found out."""
+    is_join: bool = False
+    """Its blocks are a join's: they serve nobody else, and nothing of it is published."""
+    salt: str | None = None
+    """The cache salt that it came with: a join has another."""
     lookup: Future[Known] | None = None
     known: Known | None = None
     """What came of the lookup; None: nothing yet."""
@@ -54,6 +61,11 @@ class RequestState:
         """Tokens before this one need not be published."""
         end = self.known.end if self.known is not None else 0
         return end if self.failed_from is None else min(end, self.failed_from)
+
+    def begin_join(self) -> None:
+        """For good."""
+        self.is_join = True
+        self.settings = replace(self.settings, publish=False)
 
     def forget_lookup(self) -> None:
         self.lookup = self.known = None

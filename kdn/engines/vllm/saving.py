@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
-from kdn.cache.keys import CHUNK_TOKENS, TAIL_MULTIPLE, Chunk, cut
+from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
 from kdn.engines.vllm.messages import SaveOrder
 from kdn.engines.vllm.request_state import RequestState
 from kdn.session.delivered import may_be_published
@@ -30,9 +30,7 @@ class Saving:
         chunks = cut(request.all_token_ids[:end], namespace) if end > start else []
         if _ends_prompt(state, covered):
             state.tail_saved = True
-            tail_end = request.num_prompt_tokens // TAIL_MULTIPLE * TAIL_MULTIPLE
-            if tail_end % CHUNK_TOKENS:
-                chunks += cut(request.all_token_ids[:tail_end], namespace)[-1:]
+            chunks += _tails(state, namespace)
         state.saved_until, state.unsaved = end, 0
         wanted = [chunk for chunk in chunks if chunk.start >= start and self._is_new(state, chunk)]
         if not wanted:
@@ -66,6 +64,17 @@ class Saving:
         if len(self._saved_keys) > MAX_REMEMBERED:
             self._saved_keys.popitem(last=False)
         return is_new
+
+
+def _tails(state: RequestState, namespace: Namespace) -> list[Chunk]:
+    """The end of its prompt, as others look for it who read on; of a piece, also all of it, for
+    those who know where it ends."""
+    prompt = state.request.all_token_ids[: state.request.num_prompt_tokens]
+    ends = [cut(prompt, namespace)[-1:]]
+    if state.settings.learn:
+        ends.append(cut(prompt, namespace, whole=True)[-1:])
+    tails = {one.key: one for end in ends for one in end if one.num_tokens < CHUNK_TOKENS}
+    return list(tails.values())
 
 
 def _full(num_tokens: int) -> int:

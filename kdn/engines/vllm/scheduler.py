@@ -21,6 +21,8 @@ from kdn.cache.keys import Namespace
 from kdn.delivery.known import Known
 from kdn.engines.vllm.events import Events
 from kdn.engines.vllm.identity import Identity
+from kdn.engines.vllm.join_lookup import KnownJoin, Wanted
+from kdn.engines.vllm.joins import Joins
 from kdn.engines.vllm.lossy_blocks import LossyBlocks
 from kdn.engines.vllm.messages import LoadOrder, LoadReport, SaveOrder, Step
 from kdn.engines.vllm.request_state import RequestState, must_compute, turn
@@ -44,6 +46,8 @@ asked again costs a step, and vLLM sleeps for a millisecond then."""
 LookUp = Callable[[Sequence[int], Namespace, float, float], "Future[Known]"]
 """Tokens, whose, the divergence that is good enough, and the seconds for places to answer; with
 none, they are not asked, and only what this host holds is known."""
+LookUpJoin = Callable[[Sequence[int], Namespace, Wanted], "Future[Known]"]
+"""The same for a prompt with pieces: it is looked up as it is, and as their join."""
 
 
 class SchedulerSide:
@@ -56,8 +60,10 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
         ranks: int = 1,
         events: Events | None = None,
+        look_up_join: LookUpJoin | None = None,
     ) -> None:
-        """`ranks`: so many workers report each load, not all at once. `events`: for routers."""
+        """`ranks`: so many workers report each load, not all at once. `events`: for routers.
+        `look_up_join`: None if nothing is ever joined."""
         self._settings, self._identity, self._look_up = settings, identity, look_up
         self._block_tokens, self._clock = block_tokens, clock
         self.counts = dict.fromkeys(
@@ -70,9 +76,13 @@ class SchedulerSide:
                 "lossy",
                 "stopped",
                 "unpublished_chunks",
+                "joins",
+                "refused_joins",
             ),
             0,
         )
+        self._look_up_join = look_up_join
+        self._joins = Joins(self.counts)
         self.states: dict[str, RequestState] = {}
         self.loading: dict[str, LoadOrder] = {}
         self.lossy = LossyBlocks(block_tokens)
@@ -107,8 +117,9 @@ class SchedulerSide:
         except Exception as error:  # whatever a request is like, the engine goes on
             self._refuse(request, error)
             settings, namespace = self._settings, None
-        state = RequestState(request, settings, namespace)
+        state = RequestState(request, settings, namespace, salt=request.cache_salt)
         self.states[request.request_id] = state
+        self._joins.arrived(state)
         self._begin_lookup(state)
         return state
 
@@ -130,7 +141,8 @@ class SchedulerSide:
         if state.namespace is None:
             return False
         try:
-            if self._identity.of(state.request) == state.namespace:
+            salt = state.salt if state.is_join else state.request.cache_salt
+            if self._identity.under(state.request, salt) == state.namespace:
                 return True
             self._refuse(state.request, "its salt or its adapter has changed")
         except Exception as error:
@@ -157,7 +169,11 @@ class SchedulerSide:
             self._telling.asking(state, asks_places=limit_s > 0)
         self.counts["asked"] += 1
         state.until_s = math.inf
-        state.lookup = self._look_up(tokens, state.namespace, settings.quality, limit_s)
+        if state.pieces == () or self._look_up_join is None:
+            state.lookup = self._look_up(tokens, state.namespace, settings.quality, limit_s)
+        else:
+            wanted = Wanted.of(state.pieces, settings, limit_s)
+            state.lookup = self._look_up_join(tokens, state.namespace, wanted)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after the local ones can be loaded; None: ask again."""
@@ -176,10 +192,24 @@ class SchedulerSide:
         state.until_s = min(state.until_s, now_s + PATIENCE * state.settings.lookup_s)
         if self._still_waits(state) and now_s < state.until_s:
             return None, False
-        end = self._in_blocks(min(self._settled(state).end, request.num_tokens - 1))
+        end, join = self._reach(state)
         if end <= local_tokens or not self._is_named(state):
             return 0, False
+        if join is not None and not state.is_join:
+            if self._joins.isolate(state, join):
+                return None, False  # vLLM has other blocks for it now: it looks again
+            return self.matched(request, local_tokens)
         return end - local_tokens, True
+
+    def _reach(self, state: RequestState) -> tuple[int, KnownJoin | None]:
+        """Up to where a request can be loaded, and the join if it takes one for that."""
+        known, most = self._settled(state), state.request.num_tokens - 1
+        end = self._in_blocks(min(known.end, most))
+        if isinstance(known, KnownJoin) and known.join is not None and state.pieces != ():
+            join_end = self._in_blocks(min(known.join.num_tokens, most))
+            if join_end > end:
+                return join_end, known
+        return end, None
 
     def _in_blocks(self, num_tokens: int) -> int:
         return num_tokens // self._block_tokens * self._block_tokens
@@ -198,8 +228,10 @@ class SchedulerSide:
     def _settled(self, state: RequestState) -> Known:
         """What came of its lookup, which is given up if it has not ended."""
         if state.known is None:
-            state.known = Known() if state.lookup is None else self._outcome(state.lookup)
-            if self._telling is not None and state.lookup is not None:
+            state.known = known = Known() if state.lookup is None else self._outcome(state.lookup)
+            if isinstance(known, KnownJoin) and known.refusal:
+                self._joins.refuse(state, known.refusal)
+            if self._telling is not None and state.lookup is not None and not state.is_join:
                 is_usual = state.settings.quality >= self._settings.quality
                 self._telling.found(state, is_usual=is_usual)
         return state.known
@@ -228,10 +260,17 @@ class SchedulerSide:
         start, end = state.local_tokens, state.local_tokens + num_tokens
         known, settings = self._settled(state), state.settings
         self._num_loads += 1
-        chunks = tuple(c for c in known.chunks if c.start < end and c.end > start)
+        _, join = self._reach(state)
+        if join is not None:
+            chunks, heads = join.parts.chunks, join.parts.heads(join.parts.chunks)
+            self.counts["joins"] += 1
+        else:
+            chunks = tuple(c for c in known.chunks if c.start < end and c.end > start)
+            heads = known.heads(chunks)
         order = LoadOrder(
-            request.request_id, chunks, known.heads(chunks), start, end, tuple(block_ids),
+            request.request_id, chunks, heads, start, end, tuple(block_ids),
             settings.deadline_s, settings.quality, self._is_strict(state), self._num_loads,
+            None if join is None else join.order(),
         )  # fmt: skip
         state.tried = request.num_preemptions
         self._orders.append(order)
@@ -242,7 +281,7 @@ class SchedulerSide:
     def host_tokens(self, request_id: str) -> int:
         """How many tokens of a load that is under way this host held when it was looked up."""
         order = self.loading.get(request_id)
-        if order is None:
+        if order is None or order.join is not None:
             return 0
         held = [c for c, head in zip(order.chunks, order.heads, strict=True) if not head]
         return sum(min(c.end, order.end) - max(c.start, order.start) for c in held)
@@ -250,7 +289,7 @@ class SchedulerSide:
     def _is_strict(self, state: RequestState) -> bool:
         """The operator's deadline may cost quality. A shorter one of a request's own may not, or
         its coarse blocks would serve others from vLLM's prefix cache."""
-        is_alone = self._settings.allow_coarser and state.request.cache_salt
+        is_alone = self._settings.allow_coarser and state.salt
         return not is_alone and state.settings.deadline_s < self._settings.deadline_s
 
     def loaded(self, report: LoadReport) -> None:
@@ -267,8 +306,8 @@ class SchedulerSide:
             order = self.loading.pop(request_id, None)
             if order is None:
                 continue
-            self.lossy.loaded(order, exact_until)
-            if request_id in report.failed_from:
+            self.lossy.loaded(order, order.start if order.join is not None else exact_until)
+            if request_id in report.failed_from and order.join is None:
                 self._failed(order, report.failed_from[request_id])
 
     def _failed(self, order: LoadOrder, start: int) -> None:

@@ -27,15 +27,22 @@ from kdn.config import find_credentials
 from kdn.credentials import Credentials
 from kdn.defaults import ENGINE_QUALITY
 from kdn.engines.vllm.event_publisher import checked_endpoint
+from kdn.engines.vllm.piece_ranges import MAX_SEPARATOR_TOKENS
 from kdn.errors import UnsupportedError
 from kdn.places.places import Place, checked_places, is_read_only
-from kdn.session.quality import QUALITIES, enough_kld
+from kdn.session.quality import MAX_KLD, QUALITIES, enough_kld
 from kdn.session.settings import SessionSettings
 
 logger = logging.getLogger(__name__)
 
 REQUEST_KEY = "kdn"
 """Under which `kv_transfer_params` holds the settings of one request."""
+PIECES_KEY = "pieces"
+"""Among those: where its pieces are. They are checked apart (`piece_ranges.py`), and if they are
+wrong the request is only not joined."""
+BLEND = ("off", "ranges", "separator", "auto")
+"""Who says where the pieces of a prompt are: nobody, its request, the operator, kdn."""
+MAX_JOIN_KLD = 0.15
 MAX_BYTES = 1 << 50
 MIN_RESOLVE_S = 0.1
 STAGING_BYTES = 5 << 28
@@ -65,6 +72,18 @@ class Settings:
     publishes any."""
     events_topic: str = ""
     """Empty: kv@HOST@MODEL."""
+    blend: str = "off"
+    """Whether pieces that were learned apart are joined, and who says where they are: see `BLEND`.
+    With all but "off", a request may name them itself."""
+    separator: tuple[int, ...] | str = ()
+    """What ends a head and each piece: tokens, or a text that stands for some."""
+    seams: str | None = ""
+    """The tag of the seams that repair joins; None: joins are not repaired."""
+    join_kld: float = MAX_JOIN_KLD
+    """Mean divergence over some tokens that seams may leave, as their report expects it: with worse
+    ones, or with none, nothing is joined."""
+    learn: bool = False
+    """Only of a request: its prompt is a piece, whose last tokens are published too."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Settings:
@@ -77,6 +96,8 @@ class Settings:
         for name in ("deadline_s", "lookup_s"):
             if name in given and given[name] == 0:
                 raise UnsupportedError(f'{name}: expected more than 0; "load": false loads nothing')
+        if given.get("blend") == "separator" and not given.get("separator"):
+            raise UnsupportedError('"blend": "separator" needs a "separator": tokens or a text')
         session = SessionSettings(
             _places(given["url"]), _credentials(given), **_checked(given, _OF_SESSION)
         )
@@ -108,14 +129,16 @@ class Settings:
         own = (params or {}).get(REQUEST_KEY)
         if not own:
             return self
-        if not isinstance(own, Mapping) or set(own) - set(_OF_REQUEST):
-            raise UnsupportedError(f"a request may set {', '.join(_OF_REQUEST)}: found {own!r}")
-        wanted = replace(self, **_checked(own, _OF_REQUEST))
+        may_set = (*_OF_REQUEST, *_ONLY_OF_REQUEST, PIECES_KEY)
+        if not isinstance(own, Mapping) or set(own) - set(may_set):
+            raise UnsupportedError(f"a request may set {', '.join(may_set)}: found {own!r}")
+        wanted = replace(self, **_checked(own, {**_OF_REQUEST, **_ONLY_OF_REQUEST}))
         may_be_coarser = self.allow_coarser and has_salt
         return replace(
             wanted,
             quality=wanted.quality if may_be_coarser else min(wanted.quality, self.quality),
             deadline_s=min(wanted.deadline_s, self.deadline_s),
+            join_kld=min(wanted.join_kld, self.join_kld),
             load=self.load and wanted.load,
             publish=self.publish and wanted.publish,
         )
@@ -142,6 +165,22 @@ def _quality(name: str, value: Any) -> float:
         raise UnsupportedError(f"{name}: {error}") from None
 
 
+def _separator(name: str, value: Any) -> tuple[int, ...] | str:
+    if isinstance(value, str):
+        return checked_text(name, value, empty=True)
+    is_row = isinstance(value, list | tuple) and len(value) <= MAX_SEPARATOR_TOKENS
+    if not is_row or any(type(one) is not int or not 0 <= one < 1 << 32 for one in value):
+        raise UnsupportedError(
+            f"{name}: expected a text, or up to {MAX_SEPARATOR_TOKENS} token ids, "
+            f"found {shown(value)}"
+        )
+    return tuple(value)
+
+
+def _tag(name: str, value: Any) -> str | None:
+    return None if value is None else checked_text(name, value, empty=True)
+
+
 _seconds = partial(checked_number, least=0, most=MAX_WAIT_S)
 _bytes = partial(checked_count, least=0, most=MAX_BYTES)
 
@@ -162,7 +201,9 @@ _OF_REQUEST: Mapping[str, Check] = {
     "deadline_s": _seconds,
     "load": _flag,
     "publish": _flag,
+    "join_kld": partial(checked_number, least=0, most=MAX_KLD),
 }
+_ONLY_OF_REQUEST: Mapping[str, Check] = {"learn": _flag}
 _OWN: Mapping[str, Check] = {
     **_OF_REQUEST,
     "lookup_s": _seconds,
@@ -170,6 +211,9 @@ _OWN: Mapping[str, Check] = {
     "staging_bytes": _bytes,
     "events_endpoint": lambda name, value: checked_endpoint(name, value),
     "events_topic": checked_text,
+    "blend": partial(checked_choice, known=BLEND),
+    "separator": _separator,
+    "seams": _tag,
     "load_failure": partial(checked_choice, known=("recompute", "fail")),
 }
 

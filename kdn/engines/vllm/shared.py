@@ -22,6 +22,7 @@ from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.delivery.publish import Admission, Lent, Source, Values
+from kdn.engines.vllm.seam_source import SeamSource
 from kdn.engines.vllm.warming import warm_up
 from kdn.errors import KdnError, StoreError
 from kdn.session.loop import LoopThread
@@ -60,6 +61,7 @@ class SharedSession:
         self.session = Session(settings, spec, dtype, device=device)
         self.changed = threading.Event()
         """Set when a lookup or a load has ended."""
+        self.seams = SeamSource(self.session)
         self._users = 0
         self._under_way: set[asyncio.Task[Any]] = set()  # the loop's own
         self._offering: set[asyncio.Task[Any]] = set()  # the loop's own
@@ -119,7 +121,7 @@ class SharedSession:
         """Nobody waits for lookups and loads any more; what was computed is still published."""
         for task in (tasks := list(self._under_way)):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, self.seams.close(), return_exceptions=True)
         if self._offering:
             await asyncio.wait(self._offering, timeout=GRACE_S)
         await self.session.publisher.close(CLOSE_S)

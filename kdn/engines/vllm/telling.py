@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kdn.cache.keys import CHUNK_TOKENS, Chunk, cut
+from kdn.cache.keys import CHUNK_TOKENS, TAIL_MULTIPLE, Chunk, cut
 from kdn.engines.vllm.events import Events
 from kdn.engines.vllm.request_state import RequestState
 from kdn.session.changes import Change, Medium
@@ -27,9 +27,11 @@ class Telling:
         known, request, namespace = state.known, state.request, state.namespace
         if known is None or namespace is None:
             return
-        self.events.follow(request, known.chunks)
+        # The whole tail of a piece is found only by those who know where it ends.
+        chunks = [one for one in known.chunks if one.num_tokens % TAIL_MULTIPLE == 0]
+        self.events.follow(request, chunks)
         changes: list[Change] = []
-        for chunk, head in zip(known.chunks, known.heads(known.chunks), strict=True):
+        for chunk, head in zip(chunks, known.heads(chunks), strict=True):
             changes.append(Change(chunk.key, Medium.PLACE if head else Medium.HOST, True))
             if head and is_usual:
                 changes.append(Change(chunk.key, Medium.HOST, False))

@@ -47,10 +47,12 @@ def warm_up(codec: Codec) -> None:
     codec.decode(Bitstream.parse(codec.encode(chunk, _values(codec, chunk))), chunk)
 
 
-def warm_up_gpu(codec: Codec, rows: TokenRows, dtype: torch.dtype) -> None:
+def warm_up_gpu(
+    codec: Codec, rows: TokenRows, dtype: torch.dtype, repaired: Codec | None = None
+) -> None:
     """What decodes into this memory, at every number of levels, and what encodes values of `dtype`
     on its device, if the codec does that there. Nothing is written. What does not work says so when
-    it is needed, too."""
+    it is needed, too. `repaired`: what decodes joins of the same streams."""
     if not codec.decodes_on(rows.device):
         return
     began_s = time.monotonic()
@@ -66,7 +68,8 @@ def warm_up_gpu(codec: Codec, rows: TokenRows, dtype: torch.dtype) -> None:
             for levels in range(1, codec.num_levels + 1):
                 one = Coded(Bitstream.parse(data), chunk, levels, nowhere)
                 for batch in ([one], [one] * GPU_BATCH_CHUNKS):
-                    codec.decode_rows(batch, rows)
+                    for decoder in filter(None, (codec, repaired)):
+                        decoder.decode_rows(batch, rows)
     except (KdnError, RuntimeError) as error:
         logger.warning("kdn: the codec %s did not warm up: %r", codec.name, error)
     logger.info("kdn: compiled for %s in %.1f s", rows.device, time.monotonic() - began_s)
