@@ -139,10 +139,7 @@ class Joins:
         )
         if known.is_late:
             stats.troubles += ("no place said in time what it knows of these pieces",)
-        share, count = 0.0, join.num_tokens
-        if len(join.pieces) > 1:
-            expected = repairing.seams.expected if repairing else None
-            share = self.looks.share(count, expected, options, until_s - clock())
+        share = self._share(join, repairing, options, until_s - clock())
         used = join
         if share == WHOLE:  # the first piece is right there, and the rest is read
             used = Join(join.pieces[:1])
@@ -150,12 +147,9 @@ class Joins:
         room = contexts.engine.room_for(join.num_tokens)
         cache = self._memory(join, room)
         delivery = _Delivery(contexts, used, known, repairing, room, cache)
-        left_s = until_s - clock() - self.looks.recompute_s(share, count)
-        quality = None if options.quality is None else quality_in_join(options.quality)
-        got, loaded, read = await delivery.run(
-            replace(options, quality=quality, deadline_s=max(LEAST_S, left_s))
-        )
-        rest = np.zeros(count - used.num_tokens, bool)
+        left_s = until_s - clock() - self.looks.recompute_s(share, join.num_tokens)
+        got, loaded, read = await delivery.run(self._wish(options, left_s))
+        rest = np.zeros(join.num_tokens - used.num_tokens, bool)
         loaded, read = (np.concatenate([some, rest]) for some in (loaded, read))
         context = await self._filled(join, cache, loaded | read, room)
         context.delivered, context.joined = got, join
@@ -163,6 +157,20 @@ class Joins:
             context.looking = self._looking(join, loaded, share, until_s)
         _count(stats, join, got, loaded, repairing is not None)
         return context
+
+    def _share(
+        self, join: Join, repairing: Repairing | None, options: Options, left_s: float
+    ) -> float:
+        """How much of it to compute anew."""
+        if len(join.pieces) == 1:
+            return 0.0
+        expected = repairing.seams.expected if repairing else None
+        return self.looks.share(join.num_tokens, expected, options, left_s)
+
+    def _wish(self, options: Options, left_s: float) -> Options:
+        """Of the delivery."""
+        quality = self._contexts.quality if options.quality is None else options.quality
+        return replace(options, quality=quality_in_join(quality), deadline_s=max(LEAST_S, left_s))
 
     def _looking(self, join: Join, loaded: Flags, share: float, until_s: float) -> Looking | None:
         moved = loaded.copy()

@@ -84,6 +84,10 @@ class Looks:
             return
         began_s, held = self.contexts.clock(), context.num_tokens
         share = share_in_time(looking.share, looking.reading_s, looking.until_s - began_s)
+        if share < looking.share:
+            stats.troubles += (
+                f"{share:.1%} of the join are computed anew, not {looking.share:.1%}: no time left",
+            )
         if not share:
             return
         engine = self.contexts.engine
