@@ -49,9 +49,10 @@ class SeamOptions:
     """What may be traded: quality against time and size."""
 
     joins: int = 16
-    measured_joins: int = 16
-    questions: int = 2
-    """Made up about each join that is measured, where there are no examples."""
+    questions: int = 24
+    """To measure with. They differ by as much as their mean: with fewer, chance decides."""
+    made_up: int = 3
+    """About each join that is measured, where there are no examples."""
     pieces: int = 16
     """In a join, at most."""
     join_tokens: int = 2048
@@ -139,7 +140,7 @@ class _Fitting:
     def take(self, pieces: Sequence[Sequence[int]], examples: Sequence[Example]) -> None:
         """Decide what is fitted on and what is kept apart; UnsupportedError if there is little."""
         shuffled = [examples[index] for index in self.random.permutation(len(examples))]
-        apart = min(self.options.measured_joins, round(ASKED * len(shuffled)))
+        apart = min(self.options.questions, round(ASKED * len(shuffled)))
         asked = [replace(one, pieces=self._parts(one.pieces)) for one in shuffled[:apart]]
         self.asked = [one for one in asked if len(one.pieces) > 1]
         others = [piece for one in shuffled[apart:] for piece in one.pieces]
@@ -165,10 +166,8 @@ class _Fitting:
         return list(unique.values())
 
     def run(self, on_progress: OnProgress) -> Seams:
-        options = self.options
-        asked = len(self.asked) or options.measured_joins * options.questions
-        measured = (len(self.asked) or options.measured_joins) + asked
-        self.progress = _Progress(on_progress, options.joins + 1 + measured)
+        asked = 2 * len(self.asked) or self._made_up_joins * (1 + self.options.made_up)
+        self.progress = _Progress(on_progress, self.options.joins + 1 + asked)
         try:
             blocks = tuple(self._fit())
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
@@ -259,14 +258,18 @@ class _Fitting:
         except UnsupportedError:
             return []
 
+    @property
+    def _made_up_joins(self) -> int:
+        return -(-self.options.questions // self.options.made_up)
+
     def _joins_to_measure(self) -> Iterator[tuple[Drawn, list[list[int]]]]:
         """Joins of what was kept apart, with questions about each."""
         style = CHAT if self.prompts.has_template else PLAIN
         for one in self.asked:
             yield self._drawn_as_it_is(one), [self.prompts.ask(one.question, style)]
-        for _ in range(0 if self.asked else self.options.measured_joins):
+        for _ in range(0 if self.asked else self._made_up_joins):
             drawn = self._draw(self.kept_apart)
-            topics = [self._topic(drawn) for _ in range(self.options.questions)]
+            topics = [self._topic(drawn) for _ in range(self.options.made_up)]
             yield drawn, [self.prompts.ask(f"What is said about {one}?", style) for one in topics]
 
     def _drawn_as_it_is(self, example: Example) -> Drawn:

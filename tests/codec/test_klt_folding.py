@@ -151,6 +151,11 @@ def test_nothing_is_encoded(klt: KltCodec) -> None:
         klt.repaired(seams()).encode_batch([(chunks[0], own)])
 
 
+def test_nothing_is_repaired_twice(klt: KltCodec) -> None:
+    with pytest.raises(UnsupportedError, match="already"):
+        klt.repaired(seams()).repaired(seams())
+
+
 def test_a_folded_profile_is_a_sound_one(klt: KltCodec) -> None:
     """Of the same shapes and dtypes, so that every decoder reads it."""
     found = folded(klt.profile, group_maps(klt.profile, seams()))

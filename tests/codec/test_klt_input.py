@@ -140,6 +140,46 @@ def test_tokens_know_their_ids_slots_and_positions(context: Context) -> None:
     assert torch.all(slab.classes == 2)
 
 
+def without_head(context: Context, number: int, at: int, head: int) -> Job:
+    """A chunk that comes to stand at `at`, of which the first `head` tokens go nowhere."""
+    chunk = context.chunks[number]
+    slots = slots_of(chunk)
+    slots[:head] = -1
+    return context.maker.job(context.streams[number], chunk, 2, slots, at)
+
+
+def test_a_chunk_may_come_to_stand_elsewhere(context: Context) -> None:
+    jobs = [without_head(context, 2, at, 0) for at in (0, 9000)]
+    slab, _ = slab_of(context, [*jobs, *context.jobs((2,), 2)], 2)
+    found = slab.positions.view(3, CHUNK_TOKENS)[:, :48].tolist()
+    assert found == [list(range(first, first + 48)) for first in (0, 9000, 512)]
+
+
+def test_sinks_that_go_nowhere_are_passed_over(context: Context) -> None:
+    """Chunks with other sections than their neighbours, in any place of a slab."""
+    count = context.codec.profile.num_sinks
+    dropped, partly = (without_head(context, 0, 700, n) for n in (count, count - 1))
+    assert dropped.sinks == partly.sinks == count
+    assert not dropped.wants_sinks
+    assert partly.wants_sinks
+    assert not context.jobs((1,), 2)[0].wants_sinks
+    slab, failed = slab_of(context, [*context.jobs((1,), 2), dropped, dropped], 2)
+    assert (failed, slab.num_sinks) == ([], 0)
+    assert slab.skipped.tolist() == [0, count, count]
+    assert not slab.sink_places.any()
+    for c, number in enumerate((1, 0, 0)):
+        stream = context.streams[number]
+        assert words_at(slab, slab.class_places[c]) == stream.section(0, 0, KIND_TOKENS)
+        for p, part in enumerate(context.parts):
+            for g in range(2):
+                if part.level < 2 and part.sizes[g]:
+                    section = stream.section(part.level, g, part.kind)
+                    assert words_at(slab, slab.places[p, c, g]) == section
+    assert split_slabs([partly, dropped, *context.jobs((1, 0), 2)], 8, 1 << 30) == [
+        range(3), range(3, 4),
+    ]  # fmt: skip
+
+
 def rewritten(context: Context, number: int, change) -> Bitstream:  # type: ignore[no-untyped-def]
     """A sealed stream of other sections than the profile's."""
     stream = context.streams[number]

@@ -19,7 +19,7 @@ from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
 from tests.client.letters import Letters
 
-SMALL = SeamOptions(joins=8, measured_joins=2, questions=2, pieces=5, join_tokens=256, rank=16)
+SMALL = SeamOptions(joins=8, questions=4, made_up=2, pieces=5, join_tokens=256, rank=16)
 
 
 def pieces(count: int = 24, seed: int = 0) -> list[list[int]]:
@@ -133,7 +133,7 @@ def test_a_model_that_cannot_be_looked_into_promises_what_it_can(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model.config, "attn_logit_softcapping", 5.0, raising=False)
-    options = replace(SMALL, joins=4, measured_joins=1, questions=1)
+    options = replace(SMALL, joins=4, questions=1)
     seams = fit_seams(model, Prompts(Letters()), spec_of(model), pieces(), options=options)
     assert list(seams.expected) == [0.0]
 
@@ -143,7 +143,7 @@ def test_examples_that_are_asked_are_not_fitted_on(model: Any) -> None:
     examples = [Example("?", every[at : at + 5]) for at in range(0, 60, 5)]
     work = _Fitting(model, Prompts(Letters()), spec_of(model), [1], SMALL)
     work.take(examples[0].pieces, examples)
-    assert len(work.asked) == SMALL.measured_joins
+    assert len(work.asked) == SMALL.questions
     asked = {tuple(piece) for one in work.asked for piece in one.pieces}
     assert not asked & {tuple(piece) for piece in work.fitted_on}
     assert len(asked) + len(work.fitted_on) == 60

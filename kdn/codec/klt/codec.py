@@ -65,10 +65,10 @@ class KltCodec(Codec):
         profile: Profile,
         duals: Path | None = None,
         *,
-        repairs_sinks: bool = False,
+        unrepaired: KltCodec | None = None,
     ) -> None:
         """`duals`: a file that spares later processes what the first encoding works out.
-        `repairs_sinks`: sinks take a step that kernels do not know."""
+        `unrepaired`: the codec into whose rows a repair was folded, to make this one's."""
         profile.check_for(spec)
         self.spec = spec
         self.profile = profile
@@ -83,7 +83,9 @@ class KltCodec(Codec):
             spec, self.coder, self._predict, self._transforms, self._sinks, self._duals
         )
         self._restorer = Restorer(spec, profile, self._predict, self._transforms)
-        self._gpu = GpuDecoding(spec, profile, decodes_sinks=not repairs_sinks)
+        self._gpu: GpuDecoding = GpuDecoding(
+            spec, profile, unrepaired=None if unrepaired is None else unrepaired._gpu
+        )
         self._gpu_encoding = GpuEncoding(spec, profile)
 
     @property

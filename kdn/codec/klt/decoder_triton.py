@@ -101,7 +101,9 @@ class GpuDecoder(Launcher):
         device: torch.device,
         heads: range | None = None,
         scratch_bytes: int = SCRATCH_BYTES,
+        beside: GpuDecoder | None = None,
     ) -> None:
+        """`beside`: a decoder of a profile of the same shape, whose turns and memory it shares."""
         self.spec, self.profile = spec, profile
         self.heads = range(spec.num_kv_heads) if heads is None else heads
         self.coding = Coding.of(profile, device)
@@ -128,7 +130,10 @@ class GpuDecoder(Launcher):
             spec.vocab_size, self._spare_words,
         )  # fmt: skip
         self.recorded_levels = profile.num_levels - 1  # the last one's errors are large
-        super().__init__(device, maker, CudaStreams(device, max(profile.num_levels, 2)))
+        streams = (
+            CudaStreams(device, max(profile.num_levels, 2)) if beside is None else beside._streams
+        )
+        super().__init__(device, maker, streams, beside)
 
     @property
     def _spare_words(self) -> int:

@@ -91,12 +91,15 @@ class GpuDecoding:
         profile: Profile,
         clock: Callable[[], float] = time.monotonic,
         *,
-        decodes_sinks: bool = True,
+        unrepaired: GpuDecoding | None = None,
     ) -> None:
-        """Without `decodes_sinks` chunks whose sinks are wanted are left to the reference."""
-        self._spec, self._profile, self._decodes_sinks = spec, profile, decodes_sinks
-        self._refusals = Refusals(clock)
-        self._lock = threading.Lock()  # guards what follows, and who may launch with a decoder
+        """`unrepaired`: what decodes the same streams with rows that nothing is folded into. Both
+        take turns, and share memory. No kernel repairs sinks: chunks whose sinks are wanted are
+        left to the reference then."""
+        self._spec, self._profile, self._unrepaired = spec, profile, unrepaired
+        self._refusals: Refusals = Refusals(clock) if unrepaired is None else unrepaired._refusals
+        # Guards what follows, and who may launch with a decoder.
+        self._lock: threading.Lock = threading.Lock() if unrepaired is None else unrepaired._lock
         self._decoders: dict[tuple[torch.device, range], GpuDecoder] = {}
 
     def memory_bytes(self) -> tuple[int, int]:
@@ -185,7 +188,7 @@ class GpuDecoding:
 
     def _can(self, chunk: Chunk, slots: npt.NDArray[np.int64]) -> bool:
         count = self._profile.num_sinks_of(chunk)
-        if not self._decodes_sinks and bool((slots[:count] != NOWHERE).any()):
+        if self._unrepaired is not None and bool((slots[:count] != NOWHERE).any()):
             return False
         return self._profile.num_sinks <= MAX_SINKS and chunk.num_tokens <= CHUNK_TOKENS
 
@@ -194,8 +197,11 @@ class GpuDecoding:
 
         key = (device, heads)
         if key not in self._decoders:
+            other = None if self._unrepaired is None else self._unrepaired._decoder(device, heads)
             with own_stream(device):  # its tables: no stream of an engine waits for them
-                self._decoders[key] = GpuDecoder(self._spec, self._profile, device, heads)
+                self._decoders[key] = GpuDecoder(
+                    self._spec, self._profile, device, heads, beside=other
+                )
         return self._decoders[key]
 
     @staticmethod

@@ -143,7 +143,8 @@ def _even_weight(rows: torch.Tensor, scales: npt.NDArray[np.uint8]) -> torch.Ten
     most = float(of_column.max()) if len(rows) else 0.0
     if not 0 < most < float("inf"):
         return torch.ones(rows.shape[1])
-    return 1 / (of_column.clamp(min=most * 1e-4) * rows.shape[1] ** 0.5)
+    weight: torch.Tensor = 1 / (of_column.clamp(min=most * 1e-4) * rows.shape[1] ** 0.5)
+    return weight
 
 
 def _prediction(profile: Profile, group: Group, own: GroupMap) -> dict[str, Array]:

@@ -79,12 +79,22 @@ class Launcher(ABC):
     recorded_levels = 0
     """Decoding up to so many takes no memory of its own, and may be recorded."""
 
-    def __init__(self, device: torch.device, maker: SlabMaker, streams: CudaStreams) -> None:
-        """Decoding waits for what is in the current stream by now: the decoder's tables."""
+    def __init__(
+        self,
+        device: torch.device,
+        maker: SlabMaker,
+        streams: CudaStreams,
+        beside: Launcher | None = None,
+    ) -> None:
+        """Decoding waits for what is in the current stream by now: the decoder's tables. It takes
+        turns with a decoder `beside` it, for chunks of the same shape, in that one's streams and
+        memory."""
         with streams.main(streams.mark()):
             pass
         self.device, self._maker, self._streams = device, maker, streams
-        self._scratch, self._ring = Scratch(device), InputRing(device)
+        self._owns_memory = beside is None
+        self._scratch: Scratch = Scratch(device) if beside is None else beside._scratch
+        self._ring: InputRing = InputRing(device) if beside is None else beside._ring
         self._targets: dict[tuple[object, ...], Target] = {}
         self._replays = Replays(device)
         self._recorded_in = 0  # where scratch was then: `times_moved`
@@ -112,6 +122,8 @@ class Launcher(ABC):
         """What it takes by now: scratch and buffers are taken when they are first needed."""
         own = {"_scratch", "_ring", "_replays"}
         tables = [value for name, value in vars(self).items() if name not in own]
+        if not self._owns_memory:
+            return DecoderMemory(size_of(*tables), 0, 0, 0)
         return DecoderMemory(size_of(*tables), self._scratch.size_bytes, *self._ring.memory_bytes())
 
     def target(self, rows: TokenRows) -> Target:

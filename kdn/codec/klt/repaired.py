@@ -14,26 +14,31 @@ import torch
 
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
+from kdn.codec.base import Codec
 from kdn.codec.format import Bitstream
 from kdn.codec.klt.codec import KltCodec
 from kdn.codec.klt.folding import folded, group_maps
 from kdn.codec.repair import Repair, refuse_to_encode
-from kdn.errors import KdnError
+from kdn.errors import KdnError, UnsupportedError
 
 
 class RepairedKlt(KltCodec):
-    """Decodes what another codec encoded. Its tables are its own, on GPUs too."""
+    """Decodes what another codec encoded. Its tables are its own, on GPUs too; memory that decoding
+    takes there it shares with that codec."""
 
     def __init__(self, codec: KltCodec, repair: Repair) -> None:
         repair.check_for(codec.spec)
         self._maps = group_maps(codec.profile, repair)
-        super().__init__(codec.spec, folded(codec.profile, self._maps), repairs_sinks=True)
+        super().__init__(codec.spec, folded(codec.profile, self._maps), unrepaired=codec)
 
     def _decode_sinks(self, stream: Bitstream, count: int) -> list[torch.Tensor]:
         found = super()._decode_sinks(stream, count)
         for own, sinks in zip(self._maps, found, strict=True):
             own.add_to_values(sinks)
         return found
+
+    def repaired(self, repair: Repair) -> Codec:
+        raise UnsupportedError("these values are repaired already")
 
     def encode(self, chunk: Chunk, cache: KVCache) -> bytes:
         refuse_to_encode()
