@@ -21,6 +21,8 @@ _COLOURS = {
     "seams+question": "#17becf",
 }  # fmt: skip
 _MARKS = {"exact": "o", "klt": "s"}
+WIDTH = 150
+"""Of the widest table."""
 LEAST_KLD = 1e-4
 """Drawn for less."""
 
@@ -30,6 +32,8 @@ def document(rows: Iterable[BlendRow], extra: Mapping[str, Any]) -> dict[str, An
 
 
 def print_report(console: Console, rows: Sequence[BlendRow], extra: Mapping[str, Any]) -> None:
+    if not console.is_terminal and console.width < WIDTH:
+        console = Console(width=WIDTH)
     print_rows(console, rows, extra["seams"])
     print_expected(console, rows, extra["seams"])
     print_consistency(console, extra["consistency"])
