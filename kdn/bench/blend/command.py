@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from kdn.bench import options
-from kdn.bench.blend.consistency import choices_of, summary
+from kdn.bench.blend.consistency import Choices, choices_of, summary
 from kdn.bench.blend.fitting import fitted_on
 from kdn.bench.blend.items import Item, Story, load_items, load_stories, set_name
 from kdn.bench.blend.learned import FolderJoiner, Reader, session_of
@@ -31,6 +31,7 @@ from kdn.bench.blend.pieces import Prompt
 from kdn.bench.blend.progress import Progress
 from kdn.bench.blend.report import document, plot, print_report
 from kdn.bench.blend.rows import BlendRow, Outcome, rows_of
+from kdn.bench.blend.scoring import ANSWER_TOKENS
 from kdn.bench.blend.timing import time_joins
 from kdn.bench.options import JsonFile, PlotFile
 from kdn.bench.report import hardware, report_console, write_json
@@ -43,7 +44,7 @@ from kdn.errors import UnsupportedError
 CODECS = ("exact", "klt")
 FIT_ITEMS = 30
 """Questions whose passages seams are fitted on, whatever is measured."""
-QUESTIONS_OF_STORY, ORDERS = 6, 3
+STORIES, QUESTIONS_OF_STORY, ORDERS = 8, 4, 3
 QUICK_ITEMS, QUICK_QUESTIONS, QUICK_TTFT_TOKENS = 3, 2, 1024
 
 
@@ -90,8 +91,11 @@ class Found:
         }  # fmt: skip
 
     def save(self) -> None:
+        """Whoever reads it sees one state or the next."""
         if self.path is not None:
-            write_json(self.path, document(self.rows, self.extra()), allow_nan=False)
+            aside = self.path.with_name(f".{self.path.name}.partial")
+            write_json(aside, document(self.rows, self.extra()), allow_nan=False)
+            aside.replace(self.path)
 
 
 def run(
@@ -127,8 +131,9 @@ def run(
     )  # fmt: skip
     plan = plan.quick() if quick else plan
     sets = _sets(data or [], seams_from or [], plan)
-    stories = load_stories(choices, plan.questions) if choices else []
+    stories = load_stories(choices, STORIES) if choices else []
     loaded, tokenizer = _loaded(model, device)
+    _check(sets, stories, loaded, tokenizer)
     settings = {"model": model, "device": device, "items": plan.items, "quality": quality}
     found = Found(json_file, settings | {"hardware": hardware(device)})
     asyncio.run(_Work(loaded, tokenizer, plan, found).run(sets, stories))
@@ -143,6 +148,23 @@ def _loaded(model: str, device: str) -> tuple[Any, Any]:
     loaded, tokenizer = load_model(model, device=options.device(device))
     use_grouped_attention(loaded)
     return loaded, tokenizer
+
+
+def _check(sets: Sequence[QuestionSet], stories: Sequence[Story], model: Any, tok: Any) -> None:
+    """What would fail after an hour fails before."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for one in sets:
+        for item in one.items:
+            prompt = Prompt.of(item, tok)
+            count = len(prompt.tokens) + len(prompt.question) + ANSWER_TOKENS
+            if limit is not None and count > limit:
+                raise UnsupportedError(
+                    f"{one.name}, {item.name}: {count:,} tokens, this model reads {limit:,}: "
+                    "take fewer --pieces"
+                )
+    for story in stories:
+        for question in story.questions:
+            Choices.of(question, tok)
 
 
 @dataclass(frozen=True)
@@ -204,6 +226,7 @@ class _Work:
         what = f"fitting seams on {one.fitted_name}"
         with self._found.timings.of("fitting seams"), self._told.of(what, 1) as step:
             seams = fitted_on(one.fitted_on, self._model, self._tokenizer, self._spec, step.part)
+            step.done(f"{len(one.fitted_on)} questions")
         expected = {f"{share:g}": list(klds) for share, klds in seams.expected.items()}
         self._found.seams[one.name] = {"from": one.fitted_name, "expected": expected}
         return seams

@@ -24,6 +24,8 @@ from kdn.errors import FormatError
 NUM_PIECES = 8
 PIECE_TOKENS = 192
 MAX_OPTIONS = 8
+SHARES = (0.0, 0.15)
+"""Of tokens computed anew, in the methods that are asked."""
 _OPTION = re.compile(r"^\s*\(([A-H])\)", re.MULTILINE)
 ASKED = "{question}\n\nAnswer with the letter of the right option."
 
@@ -90,6 +92,7 @@ async def choices_of(
     for number, order in enumerate(orders_of(len(prompt.pieces), num_orders)):
         with bench.timings.of("consistency"):
             found += await _in_order(bench, joiner, prompt.reordered(order), asked, story, number)
+    await joiner.forget(prompt)
     return found
 
 
@@ -105,7 +108,7 @@ async def _in_order(
     desk.read_all()
     read = chosen(FULL)
     found = {FULL: read}
-    methods = [one for one in bench.methods if one.delivered not in (NOTHING, FIRST, HEADLESS)]
+    methods = [one for one in bench.methods if _is_asked(one)]
     for kind in dict.fromkeys(one.delivered for one in methods):
         await joiner.deliver(prompt, kind, desk.given)
         found |= {one: chosen(one) for one in methods if one.delivered == kind}
@@ -114,6 +117,10 @@ async def _in_order(
         for method, choices in found.items()
         for number, one in enumerate(choices)
     ]
+
+
+def _is_asked(method: Method) -> bool:
+    return method.delivered not in (NOTHING, FIRST, HEADLESS) and method.share in SHARES
 
 
 def summary(choices: Sequence[Choice]) -> list[dict[str, Any]]:

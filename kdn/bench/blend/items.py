@@ -121,7 +121,10 @@ def _piece(chunk: object) -> str:
 
 
 def _story(line: Mapping[str, Any], name: str) -> Story:
-    return Story(name, _text(line.get("context"), "'context'"), tuple(_questions(line)))
+    text, questions = _text(line.get("context"), "'context'"), tuple(_questions(line))
+    if not questions:
+        raise FormatError("expected at least one question")
+    return Story(name, text, questions)
 
 
 def _questions(line: Mapping[str, Any]) -> Iterator[str]:

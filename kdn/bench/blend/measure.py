@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
-from kdn.bench.blend.desk import Desk
+from kdn.bench.blend.answering import Together
+from kdn.bench.blend.desk import Asked, Desk
 from kdn.bench.blend.methods import FULL, NOTHING, Method
 from kdn.bench.blend.pieces import Prompt
 from kdn.bench.blend.rows import Outcome
-from kdn.bench.blend.scoring import Reading, f1, score, until_end
+from kdn.bench.blend.scoring import ANSWER_TOKENS, Reading, Score, f1, score, until_end
 from kdn.blend.pieces import Join
 from kdn.cache.spec import ModelSpec
 from kdn.engines.growing import Room
@@ -66,6 +67,15 @@ class Truth(NamedTuple):
     gold: Sequence[str]
 
 
+class _Found(NamedTuple):
+    """Of one method."""
+
+    method: Method
+    delivery: Delivery
+    asked: Asked
+    scored: Score
+
+
 class Bench:
     def __init__(
         self,
@@ -117,7 +127,11 @@ class Bench:
     async def _joined(
         self, joiner: Joiner, desk: Desk, prompt: Prompt, truth: Truth
     ) -> list[Outcome]:
-        outcomes = []
+        together = Together(
+            self.model, self.spec, len(self.methods),
+            len(prompt.tokens) + len(prompt.question) + ANSWER_TOKENS, ANSWER_TOKENS,
+        )  # fmt: skip
+        found: list[_Found] = []
         for kind in dict.fromkeys(method.delivered for method in self.methods):
             if kind == NOTHING:
                 continue
@@ -125,23 +139,24 @@ class Bench:
                 delivery = await joiner.deliver(prompt, kind, desk.given)
             for method in (one for one in self.methods if one.delivered == kind):
                 with self.timings.of(method.label):
-                    outcomes.append(self._one(method, joiner.codec, desk, prompt, truth, delivery))
-        return outcomes
+                    asked = desk.ask(method, prompt.question)
+                with self.timings.of("scoring"):
+                    scored = score(self.model, truth.reading, asked.logits, asked.past)
+                    row = together.add(asked.past, scored.begun)
+                assert row == len(found)
+                found.append(_Found(method, delivery, asked, scored))
+        with self.timings.of("answering"):
+            answers = together.finish()
+        return [
+            self._outcome(one, joiner.codec, truth, answer)
+            for one, answer in zip(found, answers, strict=True)
+        ]
 
-    def _one(
-        self,
-        method: Method,
-        codec: str,
-        desk: Desk,
-        prompt: Prompt,
-        truth: Truth,
-        delivery: Delivery,
-    ) -> Outcome:
-        asked = desk.ask(method, prompt.question)
-        found = score(self.model, truth.reading, asked.logits, asked.past)
-        text = self._text(found.answer)
+    def _outcome(self, found: _Found, codec: str, truth: Truth, answer: Sequence[int]) -> Outcome:
+        method, delivery, asked, scored = found
+        text = self._text(until_end(self.model, answer))
         return Outcome(
-            method, codec, found.kld_first, found.kld, found.same_first,
+            method, codec, scored.kld_first, scored.kld, scored.same_first,
             f1(text, [truth.said]), f1(text, truth.gold), delivery.seconds + asked.seconds,
             asked.computed_tokens, delivery.size_bytes,
         )  # fmt: skip

@@ -12,8 +12,8 @@ from kdn.bench.blend.rows import BlendRow
 from kdn.bench.report import drawing, table_of
 
 HEADINGS = (
-    "method", "codec", "KLD first", "median (quartiles)", "of join", "KLD 16", "median (quartiles)",
-    "of join", "same 1st", "F1 full", "F1 gold", "TTFT s", "computed", "MB",
+    "method", "codec", "first", "quartiles", "/join", "16", "quartiles", "/join", "same", "F1",
+    "gold", "TTFT s", "tokens", "MB",
 )  # fmt: skip
 _COLOURS = {
     "full": "#444444", "prefix": "#8c8c8c", "join-no-head": "#b0b0b0", "join": "#1f77b4",
@@ -21,6 +21,8 @@ _COLOURS = {
     "seams+question": "#17becf",
 }  # fmt: skip
 _MARKS = {"exact": "o", "klt": "s"}
+WIDTH = 150
+"""Of the widest table."""
 LEAST_KLD = 1e-4
 """Drawn for less."""
 
@@ -30,6 +32,8 @@ def document(rows: Iterable[BlendRow], extra: Mapping[str, Any]) -> dict[str, An
 
 
 def print_report(console: Console, rows: Sequence[BlendRow], extra: Mapping[str, Any]) -> None:
+    if not console.is_terminal and console.width < WIDTH:
+        console = Console(width=WIDTH)
     print_rows(console, rows, extra["seams"])
     print_expected(console, rows, extra["seams"])
     print_consistency(console, extra["consistency"])
@@ -67,8 +71,8 @@ def _cells(row: BlendRow, join: BlendRow | None) -> list[str]:
 
 
 def _spread(quartiles: Sequence[float]) -> str:
-    low, middle, high = quartiles
-    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
+    """As ".01 .04 .12"."""
+    return " ".join(f"{one:.2f}".removeprefix("0") for one in quartiles)
 
 
 def _part(value: float, whole: float | None) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -54,8 +54,9 @@ class Score:
     klds: Floats
     """KL(full || this) in nats at each token of the full reading's answer."""
     same_first: bool
-    answer: tuple[int, ...]
-    """Greedy, up to ANSWER_TOKENS, or to its end."""
+    begun: tuple[int, ...]
+    """Its own greedy answer, up to where it is not the full reading's any more: all before is the
+    same in both."""
 
     @property
     def kld_first(self) -> float:
@@ -67,18 +68,15 @@ class Score:
 
 
 def score(model: Any, reading: Reading, logits: torch.Tensor, past: Any) -> Score:
-    """`logits` follow the question, which `past` holds. It is used up."""
+    """`logits` follow the question, which `past` holds. That is left with what the answer begins
+    with, as far as it is the full reading's: all but the last token of `Score.begun`."""
     length = past.get_seq_length()
     found = _log_probs(model, logits, past, reading.answer)
     best = found.argmax(-1).tolist()
     agreed = _agreed(best, reading.answer)
-    answer = until_end(model, reading.answer[:agreed])
-    if agreed == len(answer) < ANSWER_TOKENS:
-        # It goes on from where it first says something else: all before is the same in both.
-        crop(past, length + agreed)
-        left, stops = ANSWER_TOKENS - agreed, stop_tokens(model)
-        answer += until_end(model, greedy(model, found[agreed], past, left, stops))
-    return Score(kld(reading.log_probs, found), best[0] == reading.answer[0], tuple(answer))
+    begun = (*reading.answer[:agreed], *best[agreed : agreed + 1])
+    crop(past, length + len(begun) - 1)
+    return Score(kld(reading.log_probs, found), best[0] == reading.answer[0], begun)
 
 
 def until_end(model: Any, answer: Sequence[int]) -> list[int]:
@@ -87,16 +85,10 @@ def until_end(model: Any, answer: Sequence[int]) -> list[int]:
     return list(takewhile(lambda token: token not in stops, answer))
 
 
-def greedy(
-    model: Any,
-    logits: torch.Tensor,
-    past: Any,
-    count: int = ANSWER_TOKENS,
-    stops: Container[int] = (),
-) -> list[int]:
-    """The most likely tokens, so many or up to one of `stops`. `past` grows by all but the last."""
+def greedy(model: Any, logits: torch.Tensor, past: Any, count: int = ANSWER_TOKENS) -> list[int]:
+    """The most likely tokens. `past` grows by all but the last."""
     answer = [int(logits.argmax())]
-    while len(answer) < count and answer[-1] not in stops:
+    while len(answer) < count:
         answer.append(int(forward(model, answer[-1:], past).argmax()))
     return answer
 

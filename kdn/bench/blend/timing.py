@@ -34,6 +34,8 @@ REPEATS = 3
 QUESTION = "Which of these texts is about a person, and who is it?"
 LOOPBACK = "loopback"
 CODEC = "klt"
+TAG = "bench-blend"
+"""Of its seams: those of the user stay as they are."""
 TIMED = (
     FULL,
     Method("join", JOINED),
@@ -78,13 +80,13 @@ async def time_joins(
         folder = Path(name)
         names = await _learn(folder, model, tokenizer, items, seams, num_tokens)
         for link, settings in _links(mbits):
-            read_s = 0.0
-            for method in methods:
-                with start_kdn(folder, settings) as node:
+            with start_kdn(folder, settings) as node:
+                read_s = 0.0
+                for method in methods:
                     async with _client(node.url, model, tokenizer, method) as client:
                         count, times = await _times(client, method, names)
-                read_s = read_s or median(one.seconds for one in times)
-                yield _row(method, link, count, times, read_s)
+                    read_s = read_s or median(one.seconds for one in times)
+                    yield _row(method, link, count, times, read_s)
 
 
 def _links(mbits: Sequence[float]) -> Iterator[tuple[str, dict[str, object]]]:
@@ -94,7 +96,7 @@ def _links(mbits: Sequence[float]) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def _client(url: str, model: Any, tokenizer: Any, method: Method) -> AsyncClient:
-    tag = "" if method.needs_seams else None
+    tag = TAG if method.needs_seams else None
     return AsyncClient(url, model=(model, tokenizer), codec=CODEC, seams=tag, client="bench")
 
 
@@ -114,7 +116,7 @@ async def _learn(
             for name, text in zip(names, texts, strict=True):
                 await client.learn(name, text)
             if seams is not None:
-                await share_seams(client.session, seams)
+                await share_seams(client.session, seams, TAG)
     return names
 
 

@@ -14,7 +14,7 @@ from kdn.bench.blend import command, fitting
 from kdn.bench.blend.methods import METHODS
 from kdn.cli.main import spread
 from kdn.engines.seam_fitting import SeamOptions
-from kdn.errors import UnsupportedError
+from kdn.errors import FormatError, UnsupportedError
 from tests.client.letters import Letters
 
 FIELDS = {
@@ -150,3 +150,18 @@ def test_files_may_follow_each_other() -> None:
     assert spread(given)[2:] == [
         "--data", "a", "--data", "b", "--seams-from", "b", "--seams-from", "a", "--quick"
     ]  # fmt: skip
+
+
+def test_too_long_a_question_or_one_without_options_is_refused_first(
+    bench: Run, tmp_path: Path
+) -> None:
+    one = write_set(tmp_path / "one.jsonl", 1)
+    long = tmp_path / "long.jsonl"
+    chunks = [{"text": words(i, 1500)} for i in range(2)]
+    long.write_text(json.dumps({"question": "?", "answers": ["x"], "chunks": chunks}))
+    with pytest.raises(UnsupportedError, match="this model reads 2,048"):
+        bench(data=[one, long])
+    stories = tmp_path / "stories.jsonl"
+    stories.write_text(json.dumps({"context": "x", "questions": [{"question": "Why?"}]}))
+    with pytest.raises(FormatError, match="options"):
+        bench(data=[one], choices=stories)
