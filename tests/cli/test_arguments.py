@@ -33,6 +33,11 @@ SAMPLES = {
 CLOSED = "closed for this test"
 
 
+make = typer.main.get_command
+TREE = make(cli.app)
+"""typer makes it anew whenever it is called, which takes far longer than to refuse a value."""
+
+
 class ClosedError(KdnError):
     """Here something heavy would begin."""
 
@@ -46,7 +51,7 @@ def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
         for name in command.list_commands(context):
             yield from walk(command.resolve_command(context, [name])[1], (*path, name))
 
-    return walk(typer.main.get_command(cli.app), ())
+    return walk(TREE, ())
 
 
 def kind_of(parameter: Any) -> str:
@@ -97,6 +102,9 @@ def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
     for name in [name for name in os.environ if name.startswith("KDN_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setattr(
+        typer.main, "get_command", lambda app: TREE if app is cli.app else make(app)
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("KDN_CLIENT_URL", "http://127.0.0.1:9")

@@ -16,7 +16,7 @@ from kdn.store.base import Store
 from tests.delivery.world import World, level_major, run
 
 QUICK = Limits(hedge_s=0.05, silence_s=0.2)
-LATE_S = 1.5
+LATE_S = 3.0
 """What a busy machine may add to a deadline."""
 REQUEST_OPTIONS = {"enough_kld", "cache", "dtype", "speeds", "compute"}
 

@@ -31,7 +31,7 @@ from tests.delivery.world import World, level_major, make_world, run
 DELIVERIES = int(os.environ.get("KDN_CHAOS_DELIVERIES", "40"))
 STALL_S = float(os.environ.get("KDN_CHAOS_STALL_S", "0.4"))
 AT_ONCE = int(os.environ.get("KDN_CHAOS_AT_ONCE", "4"))
-LATE_S = 2.0
+LATE_S = 4.0
 """What a busy machine may add to a deadline (a few tenths are usual): hangs are looked for."""
 
 
@@ -117,7 +117,7 @@ def num_threads() -> int:
 def test_deliveries_through_chaos_are_right_and_in_time(world: World, tmp_path: Path) -> None:
     threads, sockets = num_threads(), open_sockets()
     seen: Counter[str] = Counter()
-    limit_s = 20.0 + DELIVERIES * (1.5 + STALL_S) / AT_ONCE
+    limit_s = 60.0 + DELIVERIES * (1.5 + STALL_S) / AT_ONCE
     lates = run(all_deliveries(world, tmp_path, seen), limit_s)
     assert len(lates) == DELIVERIES
     assert max(lates) < LATE_S

@@ -35,7 +35,7 @@ T = TypeVar("T")
 TINY = Tiny.with_layers(4)
 
 
-def run(work: Coroutine[Any, Any, T], limit_s: float = 20.0) -> T:
+def run(work: Coroutine[Any, Any, T], limit_s: float = 60.0) -> T:
     async def bounded() -> T:
         async with asyncio.timeout(limit_s):
             return await work

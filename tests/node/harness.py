@@ -30,7 +30,7 @@ from kdn.store.evict import open_policy
 from kdn.store.memory import MemoryStore
 
 T = TypeVar("T")
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def run(work: Coroutine[Any, Any, T], deadline_s: float = DEADLINE_S) -> T:

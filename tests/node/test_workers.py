@@ -156,7 +156,7 @@ def test_limits_of_tenants_hold_across_workers(tmp_path: Path) -> None:
 
 def test_the_way_out_is_shared_fairly_across_workers(tmp_path: Path) -> None:
     """Ann has eight connections and Bob one, wherever those happen to be; each gets a half."""
-    seconds, bits_per_s = 2.5, 40_000_000
+    seconds, bits_per_s = 2.5, 12_000_000
 
     async def read_on(client: Client, name: str, counts: dict[str, int]) -> None:
         while True:
@@ -186,7 +186,7 @@ def test_the_way_out_is_shared_fairly_across_workers(tmp_path: Path) -> None:
             for task in reading:
                 task.cancel()
             total = sum(counts.values())
-            assert 0.7 < total * 8 / took_s / bits_per_s < 1.15
+            assert 0.6 < total * 8 / took_s / bits_per_s < 1.15
             assert 0.4 < counts["bob"] / total < 0.6
 
     run(work())

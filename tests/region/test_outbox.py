@@ -215,11 +215,11 @@ def test_a_put_does_not_wait_for_a_centre_that_is_silent(tmp_path: Path) -> None
     async def work() -> None:
         async with (
             centre_and_link(tmp_path / "centre") as (_, link),
-            region(tmp_path / "r", link) as node,
+            region(tmp_path / "r", link, upstream_timeout_s=20.0) as node,
             store_at(node) as store,
         ):
             link.hold()
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(10.0):
                 await put(store, 1, b"here")
             assert depot_of(node).region.outbox
             link.mend()
