@@ -121,5 +121,5 @@ def test_a_level_does_not_wait_for_others_that_do_not_come(world: World) -> None
     ends = [Header.parse(stream).level_ends for stream in world.streams]
     most_bytes = max(end[0] for end in ends) + 1
     assert most_bytes < min(end[1] for end in ends)
-    result = delivered(world, 0.0, most_bytes, deadline_s=0.4)
+    result = delivered(world, 0.0, most_bytes, deadline_s=2.0)
     assert result.levels == (1,) * len(world.chunks)
