@@ -14,6 +14,7 @@ from kdn.codec.header import Header
 from kdn.delivery import client
 from kdn.delivery.client import deliver
 from kdn.delivery.estimate import Estimator, Gauge
+from kdn.delivery.flight import Limits
 from kdn.delivery.plan import Link, Plan, Situation
 from kdn.delivery.planner import default
 from kdn.delivery.request import Request, Result
@@ -121,5 +122,6 @@ def test_a_level_does_not_wait_for_others_that_do_not_come(world: World) -> None
     ends = [Header.parse(stream).level_ends for stream in world.streams]
     most_bytes = max(end[0] for end in ends) + 1
     assert most_bytes < min(end[1] for end in ends)
-    result = delivered(world, 0.0, most_bytes, deadline_s=0.4)
+    patient = Limits(silence_s=30.0)  # nobody asks again before the deadline
+    result = delivered(world, 0.0, most_bytes, deadline_s=1.5, limits=patient)
     assert result.levels == (1,) * len(world.chunks)
