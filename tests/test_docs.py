@@ -83,7 +83,7 @@ def test_the_example_of_a_session_delivers(tmp_path: Path, monkeypatch: pytest.M
             )
             for chunk in chunks[:2]:
                 session.publish(chunk, Values(cache), exact_until=None)
-            assert await session.publisher.flush(10.0)
+            assert await session.publisher.flush(60.0)
         left = await run_example(
             code.replace(address, node.url).replace(hurry, "deadline_s=20.0"),
             spec=tiny.spec,
