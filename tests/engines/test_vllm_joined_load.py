@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,12 +24,13 @@ from kdn.cache.tensors import KVCache
 from kdn.codec import rope
 from kdn.delivery.known import Known
 from kdn.engines.vllm.join_lookup import KnownJoin, Wanted, know_join, with_join
+from kdn.engines.vllm.joined_load import good_until
 from kdn.engines.vllm.layout import Heads, PagedCache
 from kdn.engines.vllm.loader import EndedLoad, Loader
 from kdn.engines.vllm.messages import LoadOrder
 from kdn.engines.vllm.settings import Settings
 from kdn.engines.vllm.shared import SharedSession
-from kdn.session.delivered import COMPUTED
+from kdn.session.delivered import COMPUTED, Grade
 from kdn.session.seams import share_seams
 from tests.blend.test_seams import random_seams
 from tests.codec.conftest import Tiny
@@ -324,3 +326,42 @@ def test_nobody_is_asked_again_and_again_for_seams(shared: SharedSession) -> Non
     assert shared.submit(lambda: source.find(20.0)).result(30) is None
     source._again_s = 0.0
     assert shared.submit(lambda: source.find(20.0)).result(30) is not None
+
+
+def test_what_nobody_expects_costs_no_more_than_the_join(shared: SharedSession) -> None:
+    class Broken:
+        async def find(self, limit_s: float) -> None:
+            raise RuntimeError("a mistake")
+
+    session, source = shared.session, cast(Any, Broken())
+    publish(shared, pieces(session.namespace))
+    wanted = Wanted(ranges(), True, 1.0, 0.0, 20.0)
+
+    async def ask() -> KnownJoin:
+        return await know_join(session, source, prompt(), session.namespace, wanted)
+
+    found = shared.submit(ask).result(30)
+    assert found.join is None
+    assert "a mistake" in found.refusal
+
+
+def test_a_long_piece_before_a_short_one_is_not_the_end() -> None:
+    """Where coarse chunks are not used, those that are good enough for the middle are, wherever
+    they were learned."""
+    space = Namespace(b"m" * 16, b"p" * 16)
+    ids = np.random.default_rng(1).integers(0, 1000, 2000)
+    ends = [HEAD, HEAD + 700, HEAD + 700 + 300]
+    some = []
+    for start, end in itertools.pairwise(ends):
+        tokens = token_ids(np.concatenate([ids[:HEAD], ids[start:end]]))
+        some.append(Piece(tokens, HEAD, tuple(cut(tokens, space, whole=True))))
+    join = Join(tuple(some))
+    assert join.chunks[2].end > join.chunks[-1].end
+    end = join.num_tokens // BLOCK * BLOCK
+    order = LoadOrder("r", join.chunks, (), 0, end, BLOCK_IDS, 1.0, 1.0, strict=True)
+    middle, last = Grade(1.5, False, 1), Grade(0.2, False, 1)
+    grades = [*[middle] * (len(join.chunks) - 2), last, last]
+    got: Any = SimpleNamespace(chunks=join.chunks, grades=grades)
+    assert good_until(order, join, got) == end
+    got.grades = [middle] * len(join.chunks)
+    assert good_until(order, join, got) < end

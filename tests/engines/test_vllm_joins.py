@@ -214,6 +214,26 @@ def test_after_a_preemption_it_is_joined_again() -> None:
     assert asked.cache_salt == salt
 
 
+def test_another_join_after_a_preemption_has_other_names() -> None:
+    """Else whoever has the first join would find blocks of the other."""
+    one = world()
+    asked, same = with_pieces(), with_pieces("s")
+    begin(one, asked, found(asked, pieces=2))
+    one.side.matched(asked, 0)
+    load(one, asked)
+    one.side.loaded(LoadReport(exact_until={"r": 0}))
+    before, asked.num_preemptions = list(asked.block_hashes), 1
+    one.side.matched(asked, 0)
+    one.lookups[-1].set_result(found(asked))
+    assert one.side.matched(asked, 512) == (None, False)
+    assert set(asked.block_hashes).isdisjoint(before)
+    begin(one, same, found(same))
+    one.side.matched(same, 0)
+    assert same.block_hashes == asked.block_hashes
+    assert one.side.matched(asked, 0) == (896, True)
+    assert not one.side.states["r"].settings.publish
+
+
 @pytest.mark.parametrize(
     "more",
     [

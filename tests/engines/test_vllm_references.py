@@ -3,6 +3,7 @@ is not there is told so, and no more."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from kdn.cache.keys import seal_key
 from kdn.engines.prompts import CHAT, PLAIN
+from kdn.engines.vllm import opened_references as opened_file
 from kdn.engines.vllm import references as references_file
 from kdn.engines.vllm.opened_references import OpenedReferences, connector_settings, template_of
 from kdn.engines.vllm.references import References, Refusal
@@ -360,3 +362,69 @@ def test_a_server_that_cannot_resolve_names_says_so(tmp_path: Path) -> None:
         await nothing.close()
 
     run(test())
+
+
+def test_a_time_that_runs_out_within_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As anything else that fails, and unlike opening that takes long."""
+    clock_s, faults = [0.0], [TimeoutError("the hub"), None]
+
+    async def opening(_: OpenedReferences) -> Any:
+        if (fault := faults.pop(0)) is not None:
+            raise fault
+        return "opened"
+
+    async def slow(_: OpenedReferences) -> Any:
+        await asyncio.sleep(60)
+
+    async def test() -> None:
+        monkeypatch.setattr(OpenedReferences, "_open", opening)
+        one = OpenedReferences(None, lambda: clock_s[0])
+        with pytest.raises(Refusal, match="not resolved"):
+            await one.get()
+        clock_s[0] += 10.0
+        assert await one.get() == "opened"
+        monkeypatch.setattr(OpenedReferences, "_open", slow)
+        monkeypatch.setattr(opened_file, "OPEN_S", 0.01)
+        late = OpenedReferences(None, lambda: clock_s[0])
+        with pytest.raises(Refusal, match="yet"):
+            await late.get()
+        await late.close()
+
+    run(test())
+
+
+def test_what_fails_to_open_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again and again."""
+    is_open: list[str] = []
+
+    def open_places(*_: Any, **__: Any) -> Any:
+        is_open.append("places")
+        raise AssertionError("too early")
+
+    def no_template(_: Any) -> Any:
+        raise TypeError("of a vLLM that is not known")
+
+    monkeypatch.setattr(opened_file, "open_places", open_places)
+    monkeypatch.setattr(opened_file, "spec_of_model", lambda *_: None)
+    monkeypatch.setattr(opened_file, "_tokenizer_of", lambda _: None)
+    monkeypatch.setattr(opened_file, "template_of", no_template)
+    config = SimpleNamespace(
+        kv_transfer_config=transfer(url="http://a:1"), model_config=None, load_config=None
+    )
+
+    async def test() -> None:
+        with pytest.raises(Refusal, match="log"):
+            await OpenedReferences(SimpleNamespace(vllm_config=config)).get()
+
+    run(test())
+    assert not is_open
+
+
+def test_names_of_few_tokens_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(references_file, "MAX_HELD", 2)
+    server = Server()
+    for number in range(5):
+        server.names.learn(f"n{number}", entry("x"))
+        server.rewritten(COMPLETIONS, completion(f"n{number}"))
+    assert list(server.referring.references._held) == ["n3", "n4"]
+    assert server.referring.references._held_tokens == 2 * (len(HEAD) + 1)

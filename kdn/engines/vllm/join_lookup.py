@@ -9,6 +9,7 @@ from itertools import takewhile
 
 import numpy as np
 
+from kdn.background import fault
 from kdn.blend.pieces import Join, Piece
 from kdn.cache.keys import Namespace, TokenIds, Tokens, cut, token_ids
 from kdn.delivery.known import Known
@@ -71,6 +72,9 @@ async def know_join(
         return KnownJoin()
     except KdnError as error:
         return KnownJoin(refusal=str(error))
+    except Exception as error:
+        fault("looking up a join", error)
+        return KnownJoin(refusal=repr(error))
 
 
 def with_join(plain: Known, found: KnownJoin) -> Known:

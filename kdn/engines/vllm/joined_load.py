@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.threads import num_cores, parallel_map
 from kdn.delivery.join_sink import JoinRowsSink, Placing, Spot
-from kdn.delivery.request import worst_kld
+from kdn.delivery.request import BODY_KLD, TAIL_KLD, TAIL_TOKENS
 from kdn.delivery.sink import Arrival, Sink
 from kdn.engines.vllm.layout import PagedCache
 from kdn.engines.vllm.messages import LoadOrder
@@ -50,12 +51,11 @@ def needed(order: LoadOrder, join: Join) -> tuple[Chunk, ...]:
 def good_until(order: LoadOrder, join: Join, got: Delivered) -> int:
     """The first position of the load that lacks a token, or has one that is too coarse where that
     counts."""
-    end = got.chunks[-1].end
+    worst = _worst_klds(got.chunks, order.enough_kld)
     good = {
         chunk.key
-        for chunk, grade in zip(got.chunks, got.grades, strict=True)
-        if grade is not None
-        and not (order.strict and grade.kld > worst_kld(chunk, end, order.enough_kld))
+        for chunk, grade, most in zip(got.chunks, got.grades, worst, strict=True)
+        if grade is not None and not (order.strict and grade.kld > most)
     }
     lacking = [
         place.start(chunk) + place.skipped
@@ -65,6 +65,14 @@ def good_until(order: LoadOrder, join: Join, got: Delivered) -> int:
         if place.start(chunk) + chunk.num_tokens > order.start
     ]
     return min([order.end, *lacking])
+
+
+def _worst_klds(chunks: Sequence[Chunk], enough_kld: float) -> list[float]:
+    """`worst_kld` of each, as the delivery weighs them: the chunks of a join are not consecutive,
+    and one of a long piece is not at the end because the last piece is short."""
+    ends = list(accumulate(chunk.num_tokens for chunk in chunks))
+    is_tail = (end > ends[-1] - TAIL_TOKENS for end in ends)
+    return [enough_kld * (TAIL_KLD if one else BODY_KLD) for one in is_tail]
 
 
 def join_sink_of(

@@ -65,9 +65,8 @@ class Joins:
         self._counts["refused_joins"] += 1
 
     def isolate(self, state: RequestState, known: KnownJoin) -> bool:
-        """From now on its blocks are the join's alone, and nothing of it is published."""
-        if state.is_join:
-            return True
+        """From now on its blocks are the join's alone, and nothing of it is published. After a
+        preemption the join may be another."""
         try:
             is_done = renamed(state.request, self._salt(state, known))
         except Exception as error:
@@ -78,6 +77,9 @@ class Joins:
             return False
         state.begin_join()
         return True
+
+    def is_isolated(self, state: RequestState, known: KnownJoin) -> bool:
+        return state.is_join and state.request.cache_salt == self._salt(state, known)
 
     def _salt(self, state: RequestState, known: KnownJoin) -> str:
         assert known.join is not None

@@ -121,6 +121,7 @@ class _Exchange:
         except Exception:  # ours: no request may see more of it
             logger.exception("a prompt by reference")
             self._refusal = Refusal(500, "kdn failed: its log says why")
+        self._waiting.clear()  # whoever reads on must not find what was refused
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:

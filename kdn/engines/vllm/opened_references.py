@@ -47,9 +47,10 @@ class OpenedReferences:
         try:
             async with asyncio.timeout(OPEN_S):
                 return await asyncio.shield(self._opening)
-        except TimeoutError:
-            raise Refusal(503, "names cannot be looked up yet: try again") from None
         except Exception as error:
+            opening = self._opening
+            if not opening.done() or opening.exception() is None:  # it was not in time, no more
+                raise Refusal(503, "names cannot be looked up yet: try again") from None
             if self._failed_s is None:
                 self._failed_s = self._clock()
                 logger.exception("kdn resolves no names for this server")
@@ -71,6 +72,8 @@ class OpenedReferences:
             raise UnsupportedError("a folder is open in one process only, the engine: run a node")
         spec = await asyncio.to_thread(spec_of_model, model, config.load_config)
         tokenizer = await asyncio.to_thread(_tokenizer_of, model)
+        prompts, takes_chats = Prompts(tokenizer, **template_of(self._state)), takes_ids()
+        # Last: what fails is tried again, and must leave nothing open.
         opening = open_places(
             own.where, token=own.credentials.token, client=own.client, tls_ca=own.credentials.tls_ca
         )
@@ -79,8 +82,8 @@ class OpenedReferences:
             places.names, spec.fingerprint, seal_key(own.secret), spec.vocab_size
         )
         return Referring(
-            references, Prompts(tokenizer, **template_of(self._state)), int(model.max_model_len),
-            spec.vocab_size, takes_chats=takes_ids(), joins=settings.blend != "off",
+            references, prompts, int(model.max_model_len), spec.vocab_size,
+            takes_chats=takes_chats, joins=settings.blend != "off",
         )  # fmt: skip
 
 

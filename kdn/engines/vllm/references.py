@@ -34,6 +34,8 @@ HELD_S = 5.0
 """A name that was learned again is seen after so long at most."""
 MAX_HELD_TOKENS = 1 << 22
 """Of all names together: 16 MiB."""
+MAX_HELD = 1 << 12
+"""Names, which may be of few tokens."""
 
 
 class Refusal(Exception):
@@ -125,7 +127,7 @@ class References:
         _, before = self._held.pop(learned.name, (0.0, None))
         self._held_tokens += size - (0 if before is None else len(before.tokens))
         self._held[learned.name] = (self._clock() + HELD_S, learned)
-        while self._held_tokens > MAX_HELD_TOKENS:
+        while self._held_tokens > MAX_HELD_TOKENS or len(self._held) > MAX_HELD:
             _, (_, oldest) = self._held.popitem(last=False)
             self._held_tokens -= len(oldest.tokens)
 

@@ -195,7 +195,7 @@ class SchedulerSide:
         end, join = self._reach(state)
         if end <= local_tokens or not self._is_named(state):
             return 0, False
-        if join is not None and not state.is_join:
+        if join is not None and not self._joins.is_isolated(state, join):
             if self._joins.isolate(state, join):
                 return None, False  # vLLM has other blocks for it now: it looks again
             return self.matched(request, local_tokens)
