@@ -112,13 +112,12 @@ class FolderJoiner:
         got = await self._session.deliver(
             known.chunks, sink, known=known, end=join.num_tokens, enough_kld=self._enough
         )
-        took_s = time.perf_counter() - began_s
         if got.num_ready < len(join.chunks):
             raise StoreError(f"{len(join.chunks) - got.num_ready} chunks were not delivered")
         if cache is not place:
             place.keys.copy_(cache.keys)
             place.values.copy_(cache.values)
-        return Delivery(_size_bytes(got), took_s)
+        return Delivery(_size_bytes(got), time.perf_counter() - began_s)
 
 
 def _size_bytes(got: Delivered) -> int:

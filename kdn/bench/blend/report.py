@@ -107,7 +107,7 @@ def print_consistency(console: Console, found: Sequence[Mapping[str, Any]]) -> N
     headings = ("method", "codec", "same choice as read", "same choice in every order", "choices")
     table = table_of("Multiple choice, the same pieces in several orders", headings, texts=2)
     for one in found:
-        label = f"{one['method']} {one['share']:.0%}" if one["share"] else one["method"]
+        label = f"{one['method']} {one['share']:.0%}" if 0 < one["share"] < 1 else one["method"]
         table.add_row(
             label, one["codec"], f"{one['same_choice']:.0%}", f"{one['same_in_orders']:.0%}",
             str(one["choices"]),
