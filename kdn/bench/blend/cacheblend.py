@@ -1,15 +1,16 @@
 """CacheBlend's choice of tokens (arXiv 2405.16444), and EPIC's.
 
-CacheBlend computes the first layers for all tokens, and keeps on with those whose new keys and
-values differ most from the joined ones, fewer from layer to layer. Layer 0 sees nothing but tokens:
-there a joined cache is right. Its choice is made in layers 1 and 2, as the paper narrows it down:
-half again as many as wanted by the first, the wanted ones among them by the second. The share is of
-all tokens. Here layer 2 is computed for all tokens, too, which can only help the choice.
+CacheBlend computes the first layers for all tokens, and goes on with those whose new keys and
+values differ most from the joined ones: fewer from layer to layer. Layer 0 sees nothing but tokens,
+so a joined cache is right there, and the choice is made in layers 1 and 2, as the paper narrows it
+down: layer 1 names half again as many tokens as wanted, and layer 2, computed for these alone, the
+wanted ones among them. What these layers have computed stays in the cache. The share is of all
+tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,55 +21,98 @@ from kdn.blend.pieces import Join
 from kdn.cache.keys import Tokens
 from kdn.engines.reading import forward, new_cache
 
-CHECKED_LAYERS = (1, 2)
+CHECKED_LAYER = 1
 CANDIDATES = 1.5
-"""Times as many tokens as wanted, by the first of these layers."""
+"""Times as many tokens as wanted, by this layer."""
 
 Places = npt.NDArray[np.int64]
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values [heads, tokens, channels] of a layer."""
 
 
-class _EnoughError(Exception):
-    """The layers that were asked for are computed."""
+class _StopError(Exception):
+    """The layers that were asked for are computed; what the next one would have got."""
+
+    def __init__(self, hidden: torch.Tensor, named: dict[str, Any]) -> None:
+        super().__init__()
+        self.hidden, self.named = hidden, named
 
 
-def first_layers(model: Any, tokens: Tokens, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values [heads, tokens, channels] of the model's first layers, as it reads these
-    tokens; the others are not computed."""
+def first_layers(
+    model: Any, tokens: Tokens, count: int
+) -> tuple[list[Pair], Callable[[torch.Tensor], Pair] | None]:
+    """The model's first layers, as it reads these tokens; the others are not computed. And the next
+    one, of any of the tokens; None if there is none."""
 
-    def stop(*_: object) -> None:
-        raise _EnoughError
+    def stop(_: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        raise _StopError(given[0], named)
 
-    past, layers = new_cache(model), model.get_decoder().layers
-    hook = layers[count].register_forward_pre_hook(stop) if count < len(layers) else None
+    past, layers, stopped = new_cache(model), model.get_decoder().layers, None
+    hook = (
+        layers[count].register_forward_pre_hook(stop, with_kwargs=True)
+        if count < len(layers)
+        else None
+    )
     try:
         forward(model, tokens, past)
-    except _EnoughError:
-        pass
+    except _StopError as error:
+        stopped = error
     finally:
         if hook is not None:
             hook.remove()
-    return [(layer.keys[0], layer.values[0]) for layer in past.layers[:count]]
+    found = [(layer.keys[0], layer.values[0]) for layer in past.layers[:count]]
+    if stopped is None:
+        return found, None
+    hidden, named = stopped.hidden, stopped.named
+    return found, lambda chosen: _one_layer(model, count, hidden, named, chosen)
 
 
+def _one_layer(
+    model: Any, index: int, hidden: torch.Tensor, named: dict[str, Any], chosen: torch.Tensor
+) -> Pair:
+    """Of the chosen tokens. What they attend to changes neither keys nor values of this layer."""
+    past = new_cache(model)
+    turns = tuple(one[:, chosen] for one in named["position_embeddings"])
+    own = {"attention_mask": None, "past_key_values": past, "position_embeddings": turns}
+    if named.get("position_ids") is not None:
+        own["position_ids"] = named["position_ids"][:, chosen]
+    model.get_decoder().layers[index](hidden[:, chosen], **{**named, **own})
+    return past.layers[index].keys[0], past.layers[index].values[0]
+
+
+@torch.inference_mode()
 def by_deviation(model: Any, past: Any, tokens: Tokens, num_chosen: int) -> tuple[Places, float]:
     """Positions of the tokens to recompute, in order, and how many passes over all tokens choosing
-    them took."""
-    num_layers = len(past.layers)
-    checked = [layer for layer in CHECKED_LAYERS if layer < num_layers] or [0]
-    computed = first_layers(model, tokens, checked[-1] + 1)
-    most = [max(num_chosen, round(CANDIDATES * num_chosen)), num_chosen][-len(checked) :]
-    left = torch.arange(len(tokens))
-    for layer, count in zip(checked, most, strict=True):
-        held, end = past.layers[layer], len(tokens)
-        joined = (held.keys[0, :, :end], held.values[0, :, :end])
-        far = sum(_squared(new, old) for new, old in zip(computed[layer], joined, strict=True))
-        assert isinstance(far, torch.Tensor)
-        left = left[far.cpu()[left].topk(min(count, len(left))).indices]
-    return np.sort(left.numpy()), (checked[-1] + 1) / num_layers
+    them took. `past` then holds what that has computed."""
+    num_layers, checked = len(past.layers), min(CHECKED_LAYER, len(past.layers) - 1)
+    fresh, next_layer = first_layers(model, tokens, checked + 1)
+    every = torch.arange(len(tokens), device=model.device)
+    wanted = num_chosen if next_layer is None else round(CANDIDATES * num_chosen)
+    found = every[_farthest(fresh[checked], past.layers[checked], every, wanted)]
+    for layer, new in zip(past.layers, fresh, strict=False):
+        _keep(layer, every, new)
+    computed = len(fresh) * len(tokens)
+    if next_layer is not None:
+        new, layer = next_layer(found), past.layers[checked + 1]
+        chosen = found[_farthest(new, layer, found, num_chosen)]
+        _keep(layer, found, new)
+        computed, found = computed + len(found), chosen.sort().values
+    return found.cpu().numpy(), computed / len(tokens) / num_layers
 
 
-def _squared(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    return (new.float() - old.float()).square().sum((0, 2))
+def _farthest(new: Pair, layer: Any, places: torch.Tensor, count: int) -> torch.Tensor:
+    """Which of the tokens at these places differ most from what the layer holds, in order."""
+    far = sum(
+        (one.float() - held[0][:, places].float()).square().sum((0, 2))
+        for one, held in zip(new, (layer.keys, layer.values), strict=True)
+    )
+    assert isinstance(far, torch.Tensor)
+    return far.topk(min(count, len(places))).indices.sort().values
+
+
+def _keep(layer: Any, places: torch.Tensor, new: Pair) -> None:
+    for held, one in zip((layer.keys, layer.values), new, strict=True):
+        held[0][:, places] = one
 
 
 def first_tokens(join: Join, num_chosen: int) -> Places:

@@ -23,10 +23,10 @@ import typer
 from kdn.bench import options
 from kdn.bench.blend.consistency import Choices, choices_of, summary
 from kdn.bench.blend.fitting import fitted_on
-from kdn.bench.blend.items import Item, Story, load_items, load_stories, set_name
+from kdn.bench.blend.items import Item, Story, apart, load_items, load_stories, set_name
 from kdn.bench.blend.learned import FolderJoiner, Reader, session_of
 from kdn.bench.blend.measure import Bench, Timings
-from kdn.bench.blend.methods import METHODS
+from kdn.bench.blend.methods import METHODS, SELDOM
 from kdn.bench.blend.pieces import Prompt
 from kdn.bench.blend.progress import Progress
 from kdn.bench.blend.report import document, plot, print_report
@@ -191,8 +191,10 @@ def _sets(data: Sequence[Path], seams_from: Sequence[Path], plan: Plan) -> list[
         source = fitted.get(path)
         if source is not None and source.resolve() == path.resolve():
             raise UnsupportedError(f"seams-from: {path} cannot be both fitted and measured on")
-        others = load_items(source, FIT_ITEMS, plan.pieces) if source else []
         own = load_items(path, plan.items, plan.pieces)
+        others = apart(load_items(source, FIT_ITEMS, plan.pieces), own) if source else []
+        if source and not others:
+            raise UnsupportedError(f"seams-from: {source} has nothing that {path} has not")
         sets.append(QuestionSet(set_name(path), own, others, set_name(source) if source else ""))
     if len({one.name for one in sets}) < len(sets):
         raise UnsupportedError("data: expected files of different names")
@@ -249,8 +251,9 @@ class _Work:
     async def _ask_all(self, bench: Bench, one: QuestionSet) -> None:
         outcomes = self._found.outcomes.setdefault(one.name, [])
         with self._told.of(one.name, len(one.items)) as step:
-            for item in one.items:
-                new = await bench.measure(Prompt.of(item, self._tokenizer), item.answers)
+            for number, item in enumerate(one.items):
+                prompt, every = Prompt.of(item, self._tokenizer), number % SELDOM == 0
+                new = await bench.measure(prompt, item.answers, every)
                 outcomes += new
                 self._found.save()
                 step.done(_line(new))

@@ -87,12 +87,12 @@ async def choices_of(
     prompt = prompt_of(story, bench.tokenizer)
     asked = [Choices.of(one, bench.tokenizer) for one in story.questions[:num_questions]]
     with bench.timings.of("consistency: learning"):
-        await joiner.learn(prompt)
+        await joiner.learn(prompt, headless=False)
     found: list[Choice] = []
     for number, order in enumerate(orders_of(len(prompt.pieces), num_orders)):
         with bench.timings.of("consistency"):
             found += await _in_order(bench, joiner, prompt.reordered(order), asked, story, number)
-    await joiner.forget(prompt)
+    await joiner.forget(prompt, headless=False)
     return found
 
 

@@ -44,6 +44,7 @@ class Desk:
         past = self._past(used, held)
         began_s = time.perf_counter()
         logits, computed = read_question(method, self._model, past, self._join, question)
+        int(logits.argmax())  # the token that somebody waits for: it is there, on a GPU, too
         return Asked(logits, past, computed, time.perf_counter() - began_s)
 
     def _past(self, room: Room, num_tokens: int) -> Any:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,6 +57,18 @@ def load_items(path: Path, num_items: int, num_pieces: int) -> list[Item]:
     """The first `num_items` questions, each with at most `num_pieces` pieces: those marked as gold
     are kept, the others as far as they fit, all in their order."""
     return _load(path, num_items, lambda line, name: _item(line, name, num_pieces))
+
+
+def apart(items: Sequence[Item], others: Sequence[Item]) -> list[Item]:
+    """`items` without the questions and the pieces that are among `others`."""
+    questions = {one.question for one in others}
+    known = {piece for one in others for piece in one.pieces}
+    left = [
+        replace(one, pieces=tuple(piece for piece in one.pieces if piece not in known))
+        for one in items
+        if one.question not in questions
+    ]
+    return [one for one in left if one.pieces]
 
 
 def load_stories(path: Path, num_stories: int) -> list[Story]:

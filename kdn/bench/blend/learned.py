@@ -75,8 +75,8 @@ class FolderJoiner:
     def join(self, prompt: Prompt) -> Join:
         return prompt.join(self.namespace)
 
-    async def learn(self, prompt: Prompt) -> None:
-        joins = [self.join(prompt), prompt.headless(self.namespace)]
+    async def learn(self, prompt: Prompt, headless: bool) -> None:
+        joins = self._joins(prompt, headless)
         session, keys = self._session, []
         for join, caches in zip(joins, self._reader.read(prompt, joins), strict=True):
             for piece, cache in zip(join.pieces, caches, strict=True):
@@ -88,12 +88,16 @@ class FolderJoiner:
         if not await session.publisher.store_all(keys, STORE_S):
             raise StoreError(f"{len(keys)} chunks were not stored within {STORE_S:.0f} s")
 
-    async def forget(self, prompt: Prompt) -> None:
+    async def forget(self, prompt: Prompt, headless: bool) -> None:
         """Its chunks: those of the next one are others."""
         store = self._session.places.publish_to.store
-        for join in (self.join(prompt), prompt.headless(self.namespace)):
+        for join in self._joins(prompt, headless):
             for chunk in join.chunks:
                 await store.delete(chunk.key)
+
+    def _joins(self, prompt: Prompt, headless: bool) -> list[Join]:
+        own = [self.join(prompt)]
+        return [*own, prompt.headless(self.namespace)] if headless else own
 
     async def deliver(self, prompt: Prompt, what: str, room: Room) -> Delivery:
         join = prompt.headless(self.namespace) if what == HEADLESS else self.join(prompt)
@@ -108,13 +112,12 @@ class FolderJoiner:
         got = await self._session.deliver(
             known.chunks, sink, known=known, end=join.num_tokens, enough_kld=self._enough
         )
-        took_s = time.perf_counter() - began_s
         if got.num_ready < len(join.chunks):
             raise StoreError(f"{len(join.chunks) - got.num_ready} chunks were not delivered")
         if cache is not place:
             place.keys.copy_(cache.keys)
             place.values.copy_(cache.values)
-        return Delivery(_size_bytes(got), took_s)
+        return Delivery(_size_bytes(got), time.perf_counter() - began_s)
 
 
 def _size_bytes(got: Delivered) -> int:

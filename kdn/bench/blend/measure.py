@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kdn.bench.blend.answering import Together
 from kdn.bench.blend.desk import Asked, Desk
-from kdn.bench.blend.methods import FULL, NOTHING, Method
+from kdn.bench.blend.methods import FULL, HEADLESS, NOTHING, Method
 from kdn.bench.blend.pieces import Prompt
 from kdn.bench.blend.rows import Outcome
 from kdn.bench.blend.scoring import ANSWER_TOKENS, Reading, Score, f1, score, until_end
@@ -29,11 +29,11 @@ class Joiner(Protocol):
 
     codec: str
 
-    async def learn(self, prompt: Prompt) -> None:
-        """Each of the prompt's pieces by itself, behind the head and without it."""
+    async def learn(self, prompt: Prompt, headless: bool) -> None:
+        """Each of the prompt's pieces by itself, behind the head; `headless`: without it, too."""
         ...
 
-    async def forget(self, prompt: Prompt) -> None:
+    async def forget(self, prompt: Prompt, headless: bool) -> None:
         """The same again."""
         ...
 
@@ -93,8 +93,12 @@ class Bench:
     def desk(self, join: Join, num_asked: int) -> Desk:
         return Desk(self.model, self.spec, join, num_asked)
 
-    async def measure(self, prompt: Prompt, gold: Sequence[str]) -> list[Outcome]:
-        """One question, in all ways."""
+    async def measure(
+        self, prompt: Prompt, gold: Sequence[str], every: bool = True
+    ) -> list[Outcome]:
+        """One question, in all ways; without those that are measured seldom, unless `every`."""
+        methods = [one for one in self.methods if every or not one.seldom]
+        headless = any(one.delivered == HEADLESS for one in methods)
         truth: Truth | None = None
         outcomes: list[Outcome] = []
         for joiner in self.joiners:
@@ -103,10 +107,10 @@ class Bench:
                 with self.timings.of("full reading"):
                     truth, full_s = self._truth(desk, prompt, gold)
             with self.timings.of(f"learning, {joiner.codec}"):
-                await joiner.learn(prompt)
+                await joiner.learn(prompt, headless)
             outcomes.append(self._full(joiner.codec, prompt, truth, full_s))
-            outcomes += await self._joined(joiner, desk, prompt, truth)
-            await joiner.forget(prompt)
+            outcomes += await self._joined(joiner, desk, prompt, truth, methods)
+            await joiner.forget(prompt, headless)
         return outcomes
 
     def _truth(self, desk: Desk, prompt: Prompt, gold: Sequence[str]) -> tuple[Truth, float]:
@@ -125,19 +129,24 @@ class Bench:
         return Outcome(FULL, codec, 0.0, 0.0, True, 1.0, own, full_s, computed, 0)
 
     async def _joined(
-        self, joiner: Joiner, desk: Desk, prompt: Prompt, truth: Truth
+        self,
+        joiner: Joiner,
+        desk: Desk,
+        prompt: Prompt,
+        truth: Truth,
+        methods: Sequence[Method],
     ) -> list[Outcome]:
         together = Together(
-            self.model, self.spec, len(self.methods),
+            self.model, self.spec, len(methods),
             len(prompt.tokens) + len(prompt.question) + ANSWER_TOKENS, ANSWER_TOKENS,
         )  # fmt: skip
         found: list[_Found] = []
-        for kind in dict.fromkeys(method.delivered for method in self.methods):
+        for kind in dict.fromkeys(method.delivered for method in methods):
             if kind == NOTHING:
                 continue
             with self.timings.of(f"delivering, {joiner.codec}"):
                 delivery = await joiner.deliver(prompt, kind, desk.given)
-            for method in (one for one in self.methods if one.delivered == kind):
+            for method in (one for one in methods if one.delivered == kind):
                 with self.timings.of(method.label):
                     asked = desk.ask(method, prompt.question)
                 with self.timings.of("scoring"):

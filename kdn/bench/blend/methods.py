@@ -23,6 +23,8 @@ NOTHING, FIRST, HEADLESS, JOINED, REPAIRED = "nothing", "first", "headless", "jo
 it; the same, repaired by seams."""
 
 SHARES = (0.05, 0.15, 0.3)
+SELDOM = 3
+"""Ways that take long and decide nothing are measured on every third question."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class Method:
     @property
     def needs_seams(self) -> bool:
         return self.delivered == REPAIRED
+
+    @property
+    def seldom(self) -> bool:
+        """Reads nearly everything, or needs pieces learned once more."""
+        return self.delivered in (FIRST, HEADLESS)
 
 
 FULL = Method("full", NOTHING, 1.0)

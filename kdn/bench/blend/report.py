@@ -55,13 +55,19 @@ def print_rows(console: Console, rows: Sequence[BlendRow], seams: Mapping[str, A
         table = table_of(title, HEADINGS, texts=2, no_wrap=True)
         joins = {row.codec: row for row in own if row.method == "join"}
         for row in own:
-            table.add_row(*_cells(row, joins.get(row.codec)))
+            table.add_row(*_cells(row, own[0].items, joins.get(row.codec)))
         console.print(table)
+        seldom = list(dict.fromkeys(row.label for row in own if row.items < own[0].items))
+        if seldom:
+            told = f"* {' and '.join(seldom)}: measured on every third question"
+            console.print(told, style="dim", highlight=False)
 
 
-def _cells(row: BlendRow, join: BlendRow | None) -> list[str]:
+def _cells(row: BlendRow, items: int, join: BlendRow | None) -> list[str]:
+    """Parts of the plain join's figures only where both are of the same questions."""
+    label, join = row.label, join if join and join.items == row.items else None
     return [
-        row.label, row.codec,
+        f"{label} *" if row.items < items else label, row.codec,
         f"{row.kld_first:.4f}", _spread(row.kld_first_quartiles),
         _part(row.kld_first, join.kld_first if join else None),
         f"{row.kld:.4f}", _spread(row.kld_quartiles), _part(row.kld, join.kld if join else None),
@@ -101,7 +107,7 @@ def print_consistency(console: Console, found: Sequence[Mapping[str, Any]]) -> N
     headings = ("method", "codec", "same choice as read", "same choice in every order", "choices")
     table = table_of("Multiple choice, the same pieces in several orders", headings, texts=2)
     for one in found:
-        label = f"{one['method']} {one['share']:.0%}" if one["share"] else one["method"]
+        label = f"{one['method']} {one['share']:.0%}" if 0 < one["share"] < 1 else one["method"]
         table.add_row(
             label, one["codec"], f"{one['same_choice']:.0%}", f"{one['same_in_orders']:.0%}",
             str(one["choices"]),

@@ -105,6 +105,16 @@ def test_two_sets_measured_both_ways(
     assert "two 1/1" in shown.err  # no terminal: a line for each question
 
 
+def test_what_takes_long_is_measured_on_every_third_question(
+    bench: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = bench(data=[write_set(tmp_path / "one.jsonl", 1)], items=4)
+    count = {row["method"]: row["items"] for row in found["rows"]}
+    assert {name for name, items in count.items() if items < 4} == {"prefix", "join-no-head"}
+    assert count["prefix"] == count["join-no-head"] == 2
+    assert "* prefix and join-no-head: measured on every third question" in capsys.readouterr().out
+
+
 def test_without_seams_their_rows_are_left_out(bench: Run, tmp_path: Path) -> None:
     found = bench(data=[write_set(tmp_path / "one.jsonl", 1)], items=1)
     assert {row["method"] for row in found["rows"]} == {
@@ -137,6 +147,10 @@ def test_what_cannot_be_measured_is_refused_first(bench: Run, tmp_path: Path) ->
         bench()
     with pytest.raises(UnsupportedError, match="both fitted and measured on"):
         bench(data=[one], seams_from=[one])
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(one.read_bytes())
+    with pytest.raises(UnsupportedError, match="nothing that"):
+        bench(data=[one], seams_from=[copy])
     with pytest.raises(UnsupportedError, match="one set for all"):
         bench(data=[one], seams_from=[two, two])
     with pytest.raises(UnsupportedError, match="different names"):

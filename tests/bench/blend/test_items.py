@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kdn.bench.blend import items
-from kdn.bench.blend.items import Item, load_items, load_stories, set_name
+from kdn.bench.blend.items import Item, apart, load_items, load_stories, set_name
 from kdn.errors import FormatError, LimitError
 
 GOOD = {
@@ -107,3 +107,13 @@ def test_stories_and_their_questions(tmp_path: Path) -> None:
     for bad in ({**good, "context": None}, {**good, "questions": ["What?"]}):
         with pytest.raises(FormatError, match="line 1"):
             load_stories(write(tmp_path / "bad.jsonl", bad), 5)
+
+
+def test_what_is_measured_is_not_fitted_on() -> None:
+    own = [Item("1", "Who?", ("Ada",), ("one", "two"))]
+    others = [
+        Item("2", "Who?", ("Ada",), ("three",)),  # the same question
+        Item("3", "When?", ("1843",), ("two", "four")),
+        Item("4", "Where?", ("London",), ("one",)),
+    ]
+    assert apart(others, own) == [Item("3", "When?", ("1843",), ("four",))]

@@ -107,14 +107,41 @@ def test_deviation_is_largest_where_pieces_moved(model: Any) -> None:
     assert len(chosen) == 30
     assert (np.diff(chosen) > 0).all()
     assert chosen[0] >= first  # what stands where it was learned does not deviate
-    assert passes == 3 / 4
+    assert passes == (2 + 45 / len(join.tokens)) / 4  # 45 candidates for 30 tokens
+
+
+def test_what_was_computed_to_choose_stays_in_the_cache(model: Any) -> None:
+    join, past = joined(model)
+    _, whole = joined(model)
+    read = new_cache(model)
+    forward(model, join.tokens, read)
+    chosen, _ = by_deviation(model, past, join.tokens, 30)
+
+    def is_read(layer: int) -> Any:
+        far = (past.layers[layer].keys - read.layers[layer].keys).abs().amax((0, 1, 3))
+        return (far < 1e-4).numpy()
+
+    assert is_read(0).all()
+    assert is_read(1).all()
+    moved = is_read(2)[len(PROMPT.head) + len(PROMPT.pieces[0]) :]
+    assert moved.sum() == 45  # its candidates, computed without the others
+    assert is_read(2)[chosen].all()
+    assert torch.equal(past.layers[3].keys, whole.layers[3].keys)
 
 
 def test_first_layers_are_those_of_a_whole_pass(model: Any) -> None:
     past = new_cache(model)
     forward(model, PROMPT.tokens, past)
-    found = first_layers(model, PROMPT.tokens, 2)
+    found, next_layer = first_layers(model, PROMPT.tokens, 2)
     assert len(found) == 2
+    assert next_layer is not None
+    some = torch.tensor([3, 50, 51, 360])
+    with torch.inference_mode():
+        found.append(next_layer(some))
+    held = past.layers[2]
+    assert torch.allclose(found[2][0], held.keys[0, :, some], atol=1e-5)
+    assert torch.allclose(found.pop()[1], held.values[0, :, some], atol=1e-5)
+    assert first_layers(model, PROMPT.tokens, 4)[1] is None
     for (keys, values), layer in zip(found, past.layers, strict=False):
         assert torch.allclose(keys, layer.keys[0], atol=1e-5)
         assert torch.allclose(values, layer.values[0], atol=1e-5)
@@ -144,7 +171,7 @@ def test_what_is_delivered_is_the_join_by_hand(model: Any, tmp_path: Path) -> No
     async def check() -> None:
         async with session_of(tmp_path, "exact", spec, torch.float32) as session:
             joiner = FolderJoiner(session, Reader(model), "default", seams)
-            await joiner.learn(PROMPT)
+            await joiner.learn(PROMPT, headless=True)
             for kind, repair in ((JOINED, None), (REPAIRED, seams), (HEADLESS, None)):
                 join = PROMPT.headless(SPACE) if kind == HEADLESS else joiner.join(PROMPT)
                 wanted = reference_join(join, read_pieces(model, join.pieces), spec, repair)
