@@ -220,7 +220,7 @@ class Joins:
         """Before the rest of a prompt, the question, is read on top of a join: what it looks at is
         computed anew, and the question is read with it."""
         self.check_fits(len(prompt))
-        await self.looks.look(context, [prompt[context.num_tokens :]], stats)
+        await self.looks.look(context, [prompt[context.num_tokens :]], stats, read=True)
 
     # seams
 

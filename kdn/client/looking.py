@@ -77,8 +77,10 @@ class Looks:
         speeds = self.contexts.speeds
         return 0.0 if speeds is None else speeds.prefill_s(0, num_tokens)
 
-    async def look(self, context: Context, questions: Questions, stats: Stats) -> None:
-        """Compute anew what the questions look at. One is read with it, several are not."""
+    async def look(
+        self, context: Context, questions: Questions, stats: Stats, *, read: bool = False
+    ) -> None:
+        """Compute anew what the questions look at. `read`: there is one, and it is read, too."""
         looking, context.looking = context.looking, None
         if looking is None:
             return
@@ -92,7 +94,9 @@ class Looks:
             return
         engine = self.contexts.engine
         try:
-            count = await engine.run(_look, engine, context, questions, looking.within, share)
+            count = await engine.run(
+                _look, engine, context, questions, looking.within, share, read
+            )
         except UnsupportedError as error:
             context.check()
             stats.troubles += (f"nothing is recomputed: {error}",)
@@ -108,12 +112,13 @@ def _look(
     questions: Questions,
     within: Sequence[tuple[int, int]],
     share: float,
+    read: bool,
 ) -> int:
     """All in one thread: whoever is cancelled meanwhile leaves tokens and values in step."""
     finish_check = engine.unchanged.begin()
     past, held, model = context.past, context.num_tokens, engine.model
     check_attention(model, past)
-    one = questions[0] if len(questions) == 1 else ()
+    one = questions[0] if read else ()
     with context.going_on():
         if one:
             logits, scores = read_question(model, past, one)

@@ -113,6 +113,10 @@ def test_conversations_and_batches(tiny_model: Any, tmp_path: Path) -> None:
         )
         assert found == [own_answer(model, prompt_of(WHOLE_TEXT, q), 6) for q in (QUESTION, other)]
         assert client.metrics.recomputed_tokens == 2 * MOVED
+        before = client.metrics.computed_tokens
+        alone = await client.ask_all(NAMES, [QUESTION], max_new_tokens=6, recompute_share=ALL)
+        assert alone == [first], "a batch of one reads its question once"
+        assert client.metrics.computed_tokens - before == MOVED + ASKED
 
 
 def test_the_share_follows_from_quality_and_seams(
