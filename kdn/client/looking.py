@@ -56,7 +56,12 @@ class Looks:
     contexts: Contexts
 
     def share(
-        self, num_tokens: int, expected: Expected | None, options: Options, left_s: float
+        self,
+        num_tokens: int,
+        expected: Expected | None,
+        options: Options,
+        left_s: float,
+        stats: Stats,
     ) -> float:
         """How much of a join to compute anew: the least that is good enough, and that there is time
         for beside loading; 1: it is read. `expected`: what the seams say, if there are any."""
@@ -67,7 +72,8 @@ class Looks:
         share = wanted_share(expected or UNMEASURED, enough_join_kld(quality))
         if contexts.speeds is None:  # the model is to compute nothing but what is missing
             return WHOLE if enough_join_kld(quality) == 0 else 0.0
-        return share_in_time(share, self.reading_s(num_tokens), (1 - LEAST_LOADING) * left_s)
+        time_s = (1 - LEAST_LOADING) * left_s
+        return _in_time(share, self.reading_s(num_tokens), time_s, stats)
 
     def recompute_s(self, share: float, num_tokens: int) -> float:
         return recompute_s(share, self.reading_s(num_tokens))
@@ -85,11 +91,7 @@ class Looks:
         if looking is None:
             return
         began_s, held = self.contexts.clock(), context.num_tokens
-        share = share_in_time(looking.share, looking.reading_s, looking.until_s - began_s)
-        if share < looking.share:
-            stats.troubles += (
-                f"{share:.1%} of the join are computed anew, not {looking.share:.1%}: no time left",
-            )
+        share = _in_time(looking.share, looking.reading_s, looking.until_s - began_s, stats)
         if not share:
             return
         engine = self.contexts.engine
@@ -104,6 +106,16 @@ class Looks:
         stats.recomputed_tokens += count
         stats.computed_tokens += count + context.num_tokens - held
         stats.recompute_s += self.contexts.clock() - began_s
+
+
+def _in_time(share: float, reading_s: float, left_s: float, stats: Stats) -> float:
+    """As `share_in_time`, and says so if it is less."""
+    found = share_in_time(share, reading_s, left_s)
+    if found < share:
+        stats.troubles += (
+            f"{found:.1%} of the join are computed anew, not {share:.1%}: no time left",
+        )
+    return found
 
 
 def _look(

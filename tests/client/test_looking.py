@@ -22,6 +22,7 @@ from kdn.engines.generating import Sampling
 from kdn.errors import UnsupportedError
 from kdn.session.seams import share_seams
 from tests.client.clients import QUESTION, TEXT, client_at, in_folder, own_answer, prompt_of
+from tests.client.joins import SlowToRead
 from tests.node.harness import run
 
 TEXTS = {"rules": TEXT[:300], "report": TEXT[300:420], "faq": TEXT[420:700]}
@@ -129,11 +130,13 @@ def test_the_share_follows_from_quality_and_seams(
     async def test() -> None:
         async with client_at(tmp_path / "data", model, recompute=True) as client:
             await learn_all(client)
+            client.contexts.speeds = SlowToRead()
             # Nobody has measured anything here: what 30 % did for another model is not too much.
             assert await asked(client, "default") == round(0.3 * 713)
             seams = seams_that_promise(client.engine.spec, expected)
             await share_seams(client.session, seams)
         async with client_at(tmp_path / "data", model, recompute=True) as client:
+            client.contexts.speeds = SlowToRead()
             assert await asked(client, "draft") == 0
             assert await asked(client, "default") == round(0.05 * 713)
             assert await asked(client, 0.02) == round(0.15 * 713)
@@ -147,6 +150,7 @@ def test_the_share_follows_from_quality_and_seams(
         answer = client.ask(NAMES, QUESTION, max_new_tokens=2, quality=quality)
         await answer.read()
         assert not answer.stats.troubles
+        assert answer.stats.known_tokens == 713
         return answer.stats.recomputed_tokens
 
     run(test())
@@ -175,6 +179,22 @@ def test_what_there_is_no_time_for_is_left_out(tiny_model: Any, tmp_path: Path) 
             assert context.is_mended == (stats.recomputed_tokens > 0)
             [trouble] = stats.troubles
             assert "not 20.0%: no time left" in trouble
+
+
+def test_a_share_that_a_deadline_leaves_no_time_for_is_told(
+    tiny_model: Any, tmp_path: Path
+) -> None:
+    """Whoever asks for "exact" would be read to, and hears that there was no time for it."""
+
+    @in_folder(tmp_path, tiny_model("llama"))
+    async def _(client: AsyncClient) -> None:
+        await learn_all(client)
+        client.contexts.speeds = SlowToRead()
+        answer = client.ask(NAMES, QUESTION, max_new_tokens=2, quality="exact", deadline_s=20.0)
+        await answer.read()
+        assert answer.stats.moved_tokens == MOVED
+        assert 0 < answer.stats.recomputed_tokens < MOVED
+        assert "not 100.0%: no time left" in answer.stats.troubles[0]
 
 
 def test_models_that_cannot_are_asked_without(
