@@ -96,9 +96,7 @@ class Looks:
             return
         engine = self.contexts.engine
         try:
-            count = await engine.run(
-                _look, engine, context, questions, looking.within, share, read
-            )
+            count = await engine.run(_look, engine, context, questions, looking.within, share, read)
         except UnsupportedError as error:
             context.check()
             stats.troubles += (f"nothing is recomputed: {error}",)

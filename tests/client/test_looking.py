@@ -5,6 +5,7 @@ If all that has moved is computed anew, a join is what the model would have read
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,28 @@ def test_conversations_and_batches(tiny_model: Any, tmp_path: Path) -> None:
         alone = await client.ask_all(NAMES, [QUESTION], max_new_tokens=6, recompute_share=ALL)
         assert alone == [first], "a batch of one reads its question once"
         assert client.metrics.computed_tokens - before == MOVED + ASKED
+
+
+def test_requests_at_once_do_not_see_each_other(tiny_model: Any, tmp_path: Path) -> None:
+    """Each has its memory, its own attention in its pass, and what it chose; some are cancelled."""
+    asked = [(NAMES, 0.2), (NAMES[::-1], 0.5), (NAMES[:2], ALL), (NAMES, 0.0), (NAMES[1:], 0.3)]
+
+    @in_folder(tmp_path, tiny_model("llama"))
+    async def _(client: AsyncClient) -> None:
+        async def ask(names: list[str], share: float) -> str:
+            answer = client.ask(names, QUESTION, max_new_tokens=6, recompute_share=share)
+            return await answer.read()
+
+        await learn_all(client)
+        expected = [await ask(*one) for one in asked]
+        assert len(set(expected)) == len(asked)
+        for stopped_s in (0.0, 0.02, 0.1):
+            begun = [asyncio.create_task(ask(*one)) for one in [*asked, *asked]]
+            await asyncio.sleep(stopped_s)
+            for task in begun[: len(asked)]:
+                task.cancel()
+            await asyncio.wait(begun)
+            assert [task.result() for task in begun[len(asked) :]] == expected
 
 
 def test_the_share_follows_from_quality_and_seams(
