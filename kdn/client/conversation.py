@@ -31,6 +31,8 @@ class Conversation:
         self._options = options
         self._style = CHAT if client.engine.prompts.has_template else PLAIN
         self._context: Context | None = None
+        self._begun: list[int] = []
+        """What stands before the first question."""
 
     @property
     def tokens(self) -> list[int]:
@@ -46,11 +48,14 @@ class Conversation:
         client, began_s = self._client, self._client.now_s()
         prompts = client.engine.prompts
         if self._context is None:
-            self._context, tokens = await self._beginning(stats)
+            self._context, self._begun = await self._beginning(stats)
+        else:
+            stats.known_tokens = self._context.num_tokens
+        if self._context.num_tokens <= len(self._begun):  # also if one was refused before
+            tokens = self._begun
             asked = prompts.ask(question, self._style)
         else:
             tokens = list(self._context.tokens)
-            stats.known_tokens = self._context.num_tokens
             asked = prompts.follow_up(question, self._style)
         prompt = [*tokens, *asked]
         async for piece in client.turn(

@@ -139,7 +139,7 @@ class Joins:
         )
         if known.is_late:
             stats.troubles += ("no place said in time what it knows of these pieces",)
-        share = self._share(join, repairing, options, until_s - clock())
+        share = self._share(join, repairing, options, until_s - clock(), stats)
         used = join
         if share == WHOLE:  # the first piece is right there, and the rest is read
             used = Join(join.pieces[:1])
@@ -159,13 +159,18 @@ class Joins:
         return context
 
     def _share(
-        self, join: Join, repairing: Repairing | None, options: Options, left_s: float
+        self,
+        join: Join,
+        repairing: Repairing | None,
+        options: Options,
+        left_s: float,
+        stats: Stats,
     ) -> float:
         """How much of it to compute anew."""
         if len(join.pieces) == 1:
             return 0.0
         expected = repairing.seams.expected if repairing else None
-        return self.looks.share(join.num_tokens, expected, options, left_s)
+        return self.looks.share(join.num_tokens, expected, options, left_s, stats)
 
     def _wish(self, options: Options, left_s: float) -> Options:
         """Of the delivery."""
@@ -220,7 +225,7 @@ class Joins:
         """Before the rest of a prompt, the question, is read on top of a join: what it looks at is
         computed anew, and the question is read with it."""
         self.check_fits(len(prompt))
-        await self.looks.look(context, [prompt[context.num_tokens :]], stats)
+        await self.looks.look(context, [prompt[context.num_tokens :]], stats, read=True)
 
     # seams
 

@@ -56,7 +56,12 @@ class Looks:
     contexts: Contexts
 
     def share(
-        self, num_tokens: int, expected: Expected | None, options: Options, left_s: float
+        self,
+        num_tokens: int,
+        expected: Expected | None,
+        options: Options,
+        left_s: float,
+        stats: Stats,
     ) -> float:
         """How much of a join to compute anew: the least that is good enough, and that there is time
         for beside loading; 1: it is read. `expected`: what the seams say, if there are any."""
@@ -67,7 +72,8 @@ class Looks:
         share = wanted_share(expected or UNMEASURED, enough_join_kld(quality))
         if contexts.speeds is None:  # the model is to compute nothing but what is missing
             return WHOLE if enough_join_kld(quality) == 0 else 0.0
-        return share_in_time(share, self.reading_s(num_tokens), (1 - LEAST_LOADING) * left_s)
+        time_s = (1 - LEAST_LOADING) * left_s
+        return _in_time(share, self.reading_s(num_tokens), time_s, stats)
 
     def recompute_s(self, share: float, num_tokens: int) -> float:
         return recompute_s(share, self.reading_s(num_tokens))
@@ -77,22 +83,20 @@ class Looks:
         speeds = self.contexts.speeds
         return 0.0 if speeds is None else speeds.prefill_s(0, num_tokens)
 
-    async def look(self, context: Context, questions: Questions, stats: Stats) -> None:
-        """Compute anew what the questions look at. One is read with it, several are not."""
+    async def look(
+        self, context: Context, questions: Questions, stats: Stats, *, read: bool = False
+    ) -> None:
+        """Compute anew what the questions look at. `read`: there is one, and it is read, too."""
         looking, context.looking = context.looking, None
         if looking is None:
             return
         began_s, held = self.contexts.clock(), context.num_tokens
-        share = share_in_time(looking.share, looking.reading_s, looking.until_s - began_s)
-        if share < looking.share:
-            stats.troubles += (
-                f"{share:.1%} of the join are computed anew, not {looking.share:.1%}: no time left",
-            )
+        share = _in_time(looking.share, looking.reading_s, looking.until_s - began_s, stats)
         if not share:
             return
         engine = self.contexts.engine
         try:
-            count = await engine.run(_look, engine, context, questions, looking.within, share)
+            count = await engine.run(_look, engine, context, questions, looking.within, share, read)
         except UnsupportedError as error:
             context.check()
             stats.troubles += (f"nothing is recomputed: {error}",)
@@ -102,18 +106,29 @@ class Looks:
         stats.recompute_s += self.contexts.clock() - began_s
 
 
+def _in_time(share: float, reading_s: float, left_s: float, stats: Stats) -> float:
+    """As `share_in_time`, and says so if it is less."""
+    found = share_in_time(share, reading_s, left_s)
+    if found < share:
+        stats.troubles += (
+            f"{found:.1%} of the join are computed anew, not {share:.1%}: no time left",
+        )
+    return found
+
+
 def _look(
     engine: Engine,
     context: Context,
     questions: Questions,
     within: Sequence[tuple[int, int]],
     share: float,
+    read: bool,
 ) -> int:
     """All in one thread: whoever is cancelled meanwhile leaves tokens and values in step."""
     finish_check = engine.unchanged.begin()
     past, held, model = context.past, context.num_tokens, engine.model
     check_attention(model, past)
-    one = questions[0] if len(questions) == 1 else ()
+    one = questions[0] if read else ()
     with context.going_on():
         if one:
             logits, scores = read_question(model, past, one)

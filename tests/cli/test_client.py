@@ -13,6 +13,7 @@ from kdn.cli.main import app
 from kdn.client.answers import Stats
 from kdn.errors import FormatError, MismatchError, StoreError, UnsupportedError
 from tests.client.clients import QUESTION, TEXT, own_answer, prompt_of
+from tests.client.joins import SlowToRead
 from tests.client.letters import Letters
 
 
@@ -20,6 +21,8 @@ from tests.client.letters import Letters
 def model(tiny_model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     made = tiny_model("llama")
     monkeypatch.setattr("kdn.engines.models.load_model", lambda *_: (made, Letters()))
+    # A tiny model reads faster than a busy machine loads: what is late would be read.
+    monkeypatch.setattr("kdn.client.asynchronous.measured_speeds", lambda *_: SlowToRead())
     monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("KDN_CLIENT_URL", str(tmp_path / "knowledge"))
     return made

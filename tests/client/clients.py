@@ -14,6 +14,8 @@ from tests.node.harness import run
 
 TEXT = "".join(chr(97 + i * i % 23 + i % 3) for i in range(700))
 QUESTION = "what comes next?"
+RUN_S = 180.0
+"""For a test, on a busy machine that has to compile kernels first, too."""
 
 
 def client_at(where: Any, model: Any, **settings: Any) -> AsyncClient:
@@ -29,7 +31,7 @@ def in_folder(folder: Path, model: Any, **settings: Any) -> Callable[..., Any]:
             async with client_at(folder, model, **settings) as client:
                 return await test(client)
 
-        return run(work())
+        return run(work(), RUN_S)
 
     return decorate
 

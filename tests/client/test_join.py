@@ -23,6 +23,7 @@ from tests.client.clients import QUESTION, TEXT, client_at, in_folder, own_answe
 from tests.client.joins import (
     NAMES,
     TEXTS,
+    SlowToRead,
     by_hand,
     join_of,
     learn_all,
@@ -128,6 +129,7 @@ def test_pieces_may_repeat_and_share_their_beginning(tiny_model: Any, tmp_path: 
     @in_folder(tmp_path, model, recompute=True)  # a model that could read along changes nothing
     async def _(client: AsyncClient) -> None:
         await learn_all(client, texts)
+        client.contexts.speeds = SlowToRead()
         join = await join_of(client, names)
         assert len(join.chunks) < sum(len(piece.chunks) for piece in join.pieces)
         found = await client.join(names)

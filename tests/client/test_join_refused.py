@@ -204,6 +204,24 @@ def test_more_than_the_model_reads(tiny_model: Any, tmp_path: Path) -> None:
                 await work
 
 
+def test_a_conversation_whose_first_question_was_too_long_can_begin_anew(
+    tiny_model: Any, tmp_path: Path
+) -> None:
+    """The next one is the first, and no follow-up of what nobody asked."""
+
+    @in_folder(tmp_path, tiny_model("llama", max_position_embeddings=612))
+    async def _(client: AsyncClient) -> None:
+        await learn_all(client)
+        two = ["rules", "faq"]  # 591 tokens
+        expected = await client.ask(two, "?", max_new_tokens=2).read()
+        talk = client.converse(two, max_new_tokens=2)
+        with pytest.raises(UnsupportedError, match="at most 612"):
+            await talk.ask(QUESTION).read()
+        answer = talk.ask("?")
+        assert await answer.read() == expected
+        assert answer.stats.prompt_tokens == 591 + len("?<end>[assistant]")
+
+
 def test_models_that_cannot_be_joined(tiny_model: Any, tmp_path: Path) -> None:
     @in_folder(tmp_path, tiny_model("mistral", sliding_window=64))
     async def _(client: AsyncClient) -> None:

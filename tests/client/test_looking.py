@@ -5,6 +5,7 @@ If all that has moved is computed anew, a join is what the model would have read
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from kdn.engines.generating import Sampling
 from kdn.errors import UnsupportedError
 from kdn.session.seams import share_seams
 from tests.client.clients import QUESTION, TEXT, client_at, in_folder, own_answer, prompt_of
+from tests.client.joins import SlowToRead
 from tests.node.harness import run
 
 TEXTS = {"rules": TEXT[:300], "report": TEXT[300:420], "faq": TEXT[420:700]}
@@ -113,6 +115,32 @@ def test_conversations_and_batches(tiny_model: Any, tmp_path: Path) -> None:
         )
         assert found == [own_answer(model, prompt_of(WHOLE_TEXT, q), 6) for q in (QUESTION, other)]
         assert client.metrics.recomputed_tokens == 2 * MOVED
+        before = client.metrics.computed_tokens
+        alone = await client.ask_all(NAMES, [QUESTION], max_new_tokens=6, recompute_share=ALL)
+        assert alone == [first], "a batch of one reads its question once"
+        assert client.metrics.computed_tokens - before == MOVED + ASKED
+
+
+def test_requests_at_once_do_not_see_each_other(tiny_model: Any, tmp_path: Path) -> None:
+    """Each has its memory, its own attention in its pass, and what it chose; some are cancelled."""
+    asked = [(NAMES, 0.2), (NAMES[::-1], 0.5), (NAMES[:2], ALL), (NAMES, 0.0), (NAMES[1:], 0.3)]
+
+    @in_folder(tmp_path, tiny_model("llama"))
+    async def _(client: AsyncClient) -> None:
+        async def ask(names: list[str], share: float) -> str:
+            answer = client.ask(names, QUESTION, max_new_tokens=6, recompute_share=share)
+            return await answer.read()
+
+        await learn_all(client)
+        expected = [await ask(*one) for one in asked]
+        assert len(set(expected)) == len(asked)
+        for stopped_s in (0.0, 0.02, 0.1):
+            begun = [asyncio.create_task(ask(*one)) for one in [*asked, *asked]]
+            await asyncio.sleep(stopped_s)
+            for task in begun[: len(asked)]:
+                task.cancel()
+            await asyncio.wait(begun)
+            assert [task.result() for task in begun[len(asked) :]] == expected
 
 
 def test_the_share_follows_from_quality_and_seams(
@@ -125,11 +153,13 @@ def test_the_share_follows_from_quality_and_seams(
     async def test() -> None:
         async with client_at(tmp_path / "data", model, recompute=True) as client:
             await learn_all(client)
+            client.contexts.speeds = SlowToRead()
             # Nobody has measured anything here: what 30 % did for another model is not too much.
             assert await asked(client, "default") == round(0.3 * 713)
             seams = seams_that_promise(client.engine.spec, expected)
             await share_seams(client.session, seams)
         async with client_at(tmp_path / "data", model, recompute=True) as client:
+            client.contexts.speeds = SlowToRead()
             assert await asked(client, "draft") == 0
             assert await asked(client, "default") == round(0.05 * 713)
             assert await asked(client, 0.02) == round(0.15 * 713)
@@ -143,6 +173,7 @@ def test_the_share_follows_from_quality_and_seams(
         answer = client.ask(NAMES, QUESTION, max_new_tokens=2, quality=quality)
         await answer.read()
         assert not answer.stats.troubles
+        assert answer.stats.known_tokens == 713
         return answer.stats.recomputed_tokens
 
     run(test())
@@ -171,6 +202,22 @@ def test_what_there_is_no_time_for_is_left_out(tiny_model: Any, tmp_path: Path) 
             assert context.is_mended == (stats.recomputed_tokens > 0)
             [trouble] = stats.troubles
             assert "not 20.0%: no time left" in trouble
+
+
+def test_a_share_that_a_deadline_leaves_no_time_for_is_told(
+    tiny_model: Any, tmp_path: Path
+) -> None:
+    """Whoever asks for "exact" would be read to, and hears that there was no time for it."""
+
+    @in_folder(tmp_path, tiny_model("llama"))
+    async def _(client: AsyncClient) -> None:
+        await learn_all(client)
+        client.contexts.speeds = SlowToRead()
+        answer = client.ask(NAMES, QUESTION, max_new_tokens=2, quality="exact", deadline_s=20.0)
+        await answer.read()
+        assert answer.stats.moved_tokens == MOVED
+        assert 0 < answer.stats.recomputed_tokens < MOVED
+        assert "not 100.0%: no time left" in answer.stats.troubles[0]
 
 
 def test_models_that_cannot_are_asked_without(
