@@ -52,7 +52,8 @@ demo: $(STAMP)
 # Two processes, a file of tests each at a time: much of the time tests wait, for servers, disks and
 # deadlines. Threads of two PyTorches on two cores would mostly wait for each other.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile -m "not alone"
+	OMP_NUM_THREADS=1 $(RUN) pytest -m alone
 
 # vLLM pins much of what it uses, so it lives apart. The three packages that go again are for media,
 # and of another torch. torch comes first and by its exact pin: see constraints.txt.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from kdn.bench.export import Document, Goal, compare, measure
@@ -11,7 +12,7 @@ from kdn.cache.tensors import KVCache
 from tests.delivery.world import make_world, run
 from tests.places.exports import needs_nginx
 
-pytestmark = needs_nginx
+pytestmark = [needs_nginx, pytest.mark.alone]
 
 
 def test_nginx_delivers_as_a_node_does(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def num_threads() -> int:
     return sum(not one.name.startswith("kdn-verify") for one in threading.enumerate())
 
 
+@pytest.mark.alone
 def test_deliveries_through_chaos_are_right_and_in_time(world: World, tmp_path: Path) -> None:
     threads, sockets = num_threads(), open_sockets()
     seen: Counter[str] = Counter()

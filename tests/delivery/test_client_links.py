@@ -27,6 +27,8 @@ from tests.delivery.world import (
     run,
 )
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def world() -> World:

@@ -24,6 +24,8 @@ from kdn.store.base import Store
 from kdn.store.streaming import Ask, Piece
 from tests.delivery.world import Proxy, World, make_world, run
 
+pytestmark = pytest.mark.alone
+
 FAST = Link(rate=1e9, low_rate=1e9, latency_s=0.001)
 
 

@@ -23,7 +23,10 @@ PORT = 8470
 MOST_CHUNKS = 24
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = [
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.alone,
+]
 
 
 def inside(namespace: str, *words: str) -> list[str]:

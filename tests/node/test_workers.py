@@ -154,6 +154,7 @@ def test_limits_of_tenants_hold_across_workers(tmp_path: Path) -> None:
     run(work())
 
 
+@pytest.mark.alone
 def test_the_way_out_is_shared_fairly_across_workers(tmp_path: Path) -> None:
     """Ann has eight connections and Bob one, wherever those happen to be; each gets a half."""
     seconds, bits_per_s = 2.5, 12_000_000
