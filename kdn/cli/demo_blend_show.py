@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kdn.cli.demo_show import Side, note
+from kdn.cli.demo_show import LiveScreen, Side, note
 
 LABELS = {
     "joined": "joined",
@@ -23,31 +22,16 @@ LABELS = {
 }
 
 
-class Screen:
+class Screen(LiveScreen):
     """Takes events, and draws."""
 
     def __init__(self, console: Console, question: str, mbit: float) -> None:
+        super().__init__(console)
         self.question, self.mbit = question, mbit
         self.sides: dict[str, Side] = {}
         self.klds: dict[str, tuple[float, float]] = {}
         """By way: at the first token of the answer, and over all of it."""
         self.documents: list[dict[str, Any]] = []
-        self._said = ""
-        self._console = console
-        self._live = Live(console=console, refresh_per_second=8, transient=True)
-
-    def __enter__(self) -> Screen:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def say(self, text: str) -> None:
-        if text != self._said and not self._console.is_terminal:
-            self._console.print(text, highlight=False)  # a log shows how far it got
-        self._said = text
-        self._draw()
 
     def learned(self, event: Mapping[str, Any]) -> None:
         if event["event"] == "learned":

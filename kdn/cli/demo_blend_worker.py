@@ -6,18 +6,15 @@ Run as `python -m kdn.cli.demo_blend_worker`, as `demo_worker.py` is.
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import uvloop
 
 from kdn.blend.pieces import Join
-from kdn.cli.demo_worker import NONE, Teller, quiet, warm_up
+from kdn.cli.demo_worker import NONE, Teller, carry_out, warm_up
 from kdn.cli.progress import share
 from kdn.client.answers import Stats
 from kdn.client.asynchronous import AsyncClient
@@ -128,11 +125,5 @@ class _Asking:
         return kld(*found)
 
 
-def main() -> None:
-    task = json.load(sys.stdin)
-    quiet()
-    uvloop.run({"learn": learn, "answer": answer}[task["do"]](task))
-
-
 if __name__ == "__main__":
-    main()
+    carry_out(learn=learn, answer=answer)

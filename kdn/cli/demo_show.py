@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -40,20 +41,15 @@ class Side:
         return re.split(r"(?<=[.!?])\s", self.text.strip(), maxsplit=1)[0]
 
 
-class Screen:
-    """Takes events, and draws."""
+class LiveScreen(ABC):
+    """A terminal that shows how far something got; elsewhere, lines of a log."""
 
-    def __init__(self, console: Console, questions: Sequence[str], mbit: float) -> None:
-        self.questions, self.mbit = questions, mbit
-        self.sides = {(n, way): Side() for n in range(len(questions)) for way in WAYS}
-        self.learn: dict[str, Any] = {}
-        self.klds: dict[int, float] = {}
-        self.kld_tokens = 0
+    def __init__(self, console: Console) -> None:
         self._said = ""
         self._console = console
         self._live = Live(console=console, refresh_per_second=8, transient=True)
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> Self:
         self._live.start()
         return self
 
@@ -65,6 +61,21 @@ class Screen:
             self._console.print(text, highlight=False)  # a log shows how far it got
         self._said = text
         self._draw()
+
+    @abstractmethod
+    def _draw(self) -> None: ...
+
+
+class Screen(LiveScreen):
+    """Takes events, and draws."""
+
+    def __init__(self, console: Console, questions: Sequence[str], mbit: float) -> None:
+        super().__init__(console)
+        self.questions, self.mbit = questions, mbit
+        self.sides = {(n, way): Side() for n in range(len(questions)) for way in WAYS}
+        self.learn: dict[str, Any] = {}
+        self.klds: dict[int, float] = {}
+        self.kld_tokens = 0
 
     def learned(self, event: Mapping[str, Any]) -> None:
         if event["event"] == "learned":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
@@ -153,16 +154,15 @@ def compare(
     return kld(*(forward(model, scored, one.past, every=True) for one in (own, known)))
 
 
-def quiet() -> None:
-    """Progress bars of others do not belong on the screen of the demo."""
-    disable_progress_bar()
+Work = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
 
 
-def main() -> None:
+def carry_out(**works: Work) -> None:
+    """The task on standard input, by whoever does such."""
     task = json.load(sys.stdin)
-    quiet()
-    uvloop.run({"learn": learn, "answer": answer}[task["do"]](task))
+    disable_progress_bar()  # those of others do not belong on the screen of the demo
+    uvloop.run(works[task["do"]](task))
 
 
 if __name__ == "__main__":
-    main()
+    carry_out(learn=learn, answer=answer)

@@ -6,6 +6,7 @@ codec that repairs them if there are seams, and without the head that they share
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ class Spot(NamedTuple):
         return self.at + self.place.skipped
 
 
-class Placing:
+class Placing(ABC):
     """What all sinks do with the chunks of a join."""
 
     def __init__(
@@ -61,9 +62,9 @@ class Placing:
         for spot in self.spots(chunk):
             self.write_at(self._moved(given, spot.place).slice(spot.start, spot.end))
 
+    @abstractmethod
     def write_at(self, values: KVCache) -> None:
         """Values as they are, at positions of the join; they may change afterwards."""
-        raise NotImplementedError
 
     def _moved(self, learned: KVCache, place: Place) -> KVCache:
         """In new memory if they change: the reference for what codecs do while decoding."""

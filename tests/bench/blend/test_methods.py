@@ -24,13 +24,13 @@ from kdn.bench.blend.methods import (
     read_question,
 )
 from kdn.bench.blend.pieces import Prompt, read_pieces
-from kdn.bench.blend.reference import reference_join
 from kdn.bench.blend.rows import Outcome, rows_of
 from kdn.blend.seams import Block, Seams
 from kdn.cache.keys import Namespace
 from kdn.cache.spec import ModelSpec
 from kdn.engines.reading import forward, new_cache
 from kdn.engines.transformers import spec_of, to_dynamic_cache
+from tests.bench.blend.reference_join import reference_join
 from tests.client.letters import Letters
 
 RNG = np.random.default_rng(0)
