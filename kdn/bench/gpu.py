@@ -29,6 +29,8 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 MOST_ENCODED = 32768
 DECODE_MS_BAR = 4.54 * 1.03
 """8,192 tokens of the 8B shape, three levels, grouped: as once measured, and what runs vary by."""
+SEAM_MS_BAR = 1.5
+"""What a repair of joined pieces may add to that."""
 
 
 def run(
@@ -78,14 +80,16 @@ def run(
 
 
 def passes(shapes: Mapping[str, Any]) -> dict[str, bool]:
-    """Whether decoding is as fast as it was."""
+    """Whether decoding is as fast as it was, and a repair as good as free."""
     known = shapes.get("8b, grouped", {"contexts": {}})["contexts"].get("8192")
     if known is None:
         return {}
+    ms = known["decode"]["3"]["ms"]
     return {
-        f"8,192 tokens of the 8B shape in at most {DECODE_MS_BAR:.2f} ms": (
-            known["decode"]["3"]["ms"] <= DECODE_MS_BAR
-        )
+        f"8,192 tokens of the 8B shape in at most {DECODE_MS_BAR:.2f} ms": ms <= DECODE_MS_BAR,
+        f"and repaired in at most {SEAM_MS_BAR:.1f} ms more": (
+            known["repaired_ms"] <= ms + SEAM_MS_BAR
+        ),
     }
 
 
@@ -118,6 +122,7 @@ def _shape(
     synthetic = Synthetic.build(spec, group_layers, seed, device, sample_chunks=2, rate=RATES[rate])
     first = synthetic.context(num_chunks * CHUNK_TOKENS, 5)
     bench = DecodeBench(synthetic, encode_many(synthetic, first, seed + 9), ceilings)
+    repaired = bench.repaired(seed)
     top = synthetic.codec.num_levels - 1
     rows: dict[str, Any] = {}
     for told, own in read.items():
@@ -126,6 +131,7 @@ def _shape(
         decoded = {levels: bench.measure(tokens, levels) for levels in (top, top - 1)}
         rows[told] = {
             "decode": {str(levels): one.as_row() for levels, one in decoded.items()},
+            "repaired_ms": repaired.measure(tokens, top).ms,
             "encode_ms": bench.encode_ms(tokens) if tokens <= MOST_ENCODED else None,
             **own,
         }
@@ -190,8 +196,9 @@ def report(console: Console, results: Mapping[str, Any]) -> None:
     )
     for shape in results["shapes"].values():
         table = Table(title=f"{shape['name']}: compressed bytes on the GPU to a bf16 cache")
-        heads = ("tokens", "levels", "bits", "decode ms", "as graph", "GB/s", "floor ms", "x floor",
-                 "peak", "encode ms", "prefill ms", "step ms", "stages ms")  # fmt: skip
+        heads = ("tokens", "levels", "bits", "decode ms", "as graph", "repaired", "GB/s",
+                 "floor ms", "x floor", "peak", "encode ms", "prefill ms", "step ms",
+                 "stages ms")  # fmt: skip
         for head in heads:
             table.add_column(head, justify="right")
         for tokens, row in shape["contexts"].items():
@@ -200,6 +207,7 @@ def report(console: Console, results: Mapping[str, Any]) -> None:
                 table.add_row(
                     tokens, levels, f"{shape['bits'][levels]:.3f}", f"{one['ms']:.2f}",
                     f"{one['graph_ms']:.2f}",
+                    f"{row['repaired_ms']:.2f}" if levels == max(row["decode"]) else "",
                     f"{one['gb_per_s']:.0f}", f"{one['floor_ms']:.2f}", f"{one['over_floor']:.2f}",
                     f"{one['peak_share']:.1%}", f"{row['encode_ms'] or 0:.1f}",
                     f"{row['prefill_ms']:.1f}", f"{row['step_ms']:.1f}", stages,

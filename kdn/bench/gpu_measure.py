@@ -4,7 +4,7 @@ encoding."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from kdn.bench.gpu_model import Synthetic
 from kdn.bench.gpu_timing import cuda_event, cuda_ms, replayed
+from kdn.blend.seams import Block, Seams
 from kdn.cache.keys import CHUNK_TOKENS
 from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream
@@ -20,6 +21,9 @@ from kdn.codec.klt.decoder_triton import GpuDecoder
 from kdn.codec.klt.gpu_encoding import CONTEXT_BYTES
 from kdn.codec.klt.gpu_input import Slab
 from kdn.codec.klt.gpu_target import Target
+from kdn.codec.klt.repaired import RepairedKlt
+
+SEAM_RANK = 64
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,27 @@ class DecodeBench:
     """Decodes contexts of any length: a few encoded chunks, over and over."""
 
     def __init__(self, synthetic: Synthetic, data: Sequence[bytes], ceilings: Ceilings) -> None:
-        self._synthetic, self._ceilings = synthetic, ceilings
+        self._synthetic, self._ceilings, self._data = synthetic, ceilings, data
         self._streams = [Bitstream.parse(one) for one in data]
         self.spec = synthetic.codec.spec
         self.decoder = GpuDecoder(self.spec, synthetic.codec.profile, torch.device("cuda"))
+
+    def repaired(self, seed: int) -> DecodeBench:
+        """The same streams, decoded with seams of every layer: drawn, as only their size counts."""
+        rng = torch.Generator().manual_seed(seed)
+        spec = self.spec
+        columns = 2 * spec.num_kv_heads * spec.head_dim
+        blocks = [
+            Block(
+                (layer, layer + 1),
+                torch.randn(columns, SEAM_RANK, generator=rng) / columns,
+                torch.randn(SEAM_RANK, columns, generator=rng) / SEAM_RANK,
+                torch.zeros(columns),
+            )
+            for layer in range(spec.num_layers)
+        ]
+        codec = RepairedKlt(self._synthetic.codec, Seams(spec.fingerprint, blocks))
+        return DecodeBench(replace(self._synthetic, codec=codec), self._data, self._ceilings)
 
     def level_bytes(self, levels: int) -> float:
         """Of a chunk, header included, on average (not the first, which has sinks)."""
@@ -84,7 +105,8 @@ class DecodeBench:
 
     def slabs(self, num_tokens: int, levels: int, size: int) -> list[Slab]:
         count, chunks = num_tokens // CHUNK_TOKENS, self._synthetic.context(num_tokens, 5)
-        streams = [self._streams[i % len(self._streams)] for i in range(count)]
+        first, *others = self._streams  # only a context's first chunk has sinks
+        streams = [first, *(others[i % len(others)] for i in range(count - 1))]
         slots = [np.arange(chunk.start, chunk.end) for chunk in chunks]
         return [
             self.decoder.slab(

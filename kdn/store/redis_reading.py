@@ -2,8 +2,9 @@
 
 The record is read before the bytes that follow it, and after them: if it is the same, with a nonce
 that no other put has, so was the object in between. (A transaction would do, too, but a server that
-is full refuses those.) From the beginning of an object on, one command reads both. The parts of a
-long object are read one after the other, under names that only its record tells.
+is full refuses those.) From the beginning of an object on, one command reads both, and how many
+bytes it gives says whether the string has all that was asked for. The parts of a long object are
+read one after the other, under names that only its record tells.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class SpanJob(Job):
         if not start:
             self._asked = _Asked.TOGETHER
             self.max_string_bytes = RECORD_BYTES + end
-            return [(b"STRLEN", self.key), range_of(self.key, 0, RECORD_BYTES + end)]
+            return [range_of(self.key, 0, RECORD_BYTES + end)]
         self._asked = _Asked.BOTH
         data = range_of(self.key, RECORD_BYTES + start, RECORD_BYTES + end)
         return [record, (b"STRLEN", self.key), data, record]
@@ -178,11 +179,11 @@ class SpanJob(Job):
         if self._asked is _Asked.BOTH:
             if len(before) != _DATA:
                 return None
-            self._accept(*before)
+            self._accept(found_in(self._object, *before).record)
             if not self._accepted:
                 return Skipped()
         elif self._asked is _Asked.TOGETHER:
-            return _Together(self, before[0], size_bytes) if len(before) == 1 else None
+            return None if before else _Together(self, size_bytes)
         elif self._asked is _Asked.RECORD:
             return None
         if size_bytes != self._expected_bytes():
@@ -190,10 +191,9 @@ class SpanJob(Job):
             return Skipped()
         return self
 
-    def began(self, told: bytes, string_bytes: Reply, size_bytes: int) -> Target:
-        """Where bytes go that follow this record, within one string of which `string_bytes` are
-        there."""
-        self._accept(told, string_bytes)
+    def began(self, told: bytes, size_bytes: int) -> Target:
+        """Where bytes go that follow this record, of which there are so many."""
+        self._accept(parsed(self._object, told))
         if self._accepted and size_bytes != self._expected_bytes():
             self.is_gone, self._accepted = True, False
         return self if self._accepted else Skipped()
@@ -204,9 +204,8 @@ class SpanJob(Job):
         end = min(self._end - part * PART_BYTES, self.record.part_bytes(part))
         return max(0, end - start)
 
-    def _accept(self, told: Reply, size_bytes: Reply) -> None:
+    def _accept(self, record: Record | None) -> None:
         """Bytes of two objects are never joined: what began with one record goes on with it."""
-        record = found_in(self._object, told, size_bytes).record
         began = self.record if self._position > self._start else None
         fits = record is not None and self._etag in (None, record.entry.etag)
         if began is not None and record is not None and record.nonce != began.nonce:
@@ -216,7 +215,7 @@ class SpanJob(Job):
 
     def answered(self) -> None:
         if self._asked is _Asked.RECORD:
-            self._accept(*self.replies[-2:])
+            self._accept(found_in(self._object, *self.replies[-2:]).record)
         elif self._asked is _Asked.PART:
             self.is_gone |= not isinstance(self.replies[-1], bytes)
         elif self._asked is _Asked.TOGETHER:
@@ -239,9 +238,8 @@ class SpanJob(Job):
 class _Together:
     """A string that begins with a record: it tells where the rest goes."""
 
-    def __init__(self, job: SpanJob, string_bytes: Reply, size_bytes: int) -> None:
-        self._job, self._string_bytes = job, string_bytes
-        self._left_bytes = size_bytes
+    def __init__(self, job: SpanJob, size_bytes: int) -> None:
+        self._job, self._left_bytes = job, size_bytes
         self._record = bytearray(min(RECORD_BYTES, size_bytes))
         self._room = memoryview(self._record)
         self._rest: Target | None = None
@@ -257,7 +255,7 @@ class _Together:
         self._room = self._room[num_bytes:]
         if not self._room:
             told = bytes(self._record)
-            self._rest = self._job.began(told, self._string_bytes, self._left_bytes)
+            self._rest = self._job.began(told, self._left_bytes)
 
 
 class Gathered:

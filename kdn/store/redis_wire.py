@@ -138,10 +138,12 @@ class Job:
 
 
 def pack(command: Command) -> bytes:
-    parts: list[bytes | memoryview] = [b"*%d\r\n" % len(command)]
+    parts: list[bytes | memoryview] = [b"*%d" % len(command)]
     for part in command:
         data = b"%d" % part if isinstance(part, int) else part
-        parts += (b"$%d\r\n" % len(data), data, b"\r\n")
+        parts.append(b"\r\n$%d\r\n" % len(data))
+        parts.append(data)
+    parts.append(b"\r\n")
     return b"".join(parts)
 
 

@@ -90,15 +90,22 @@ def test_what_a_step_computes_is_published_and_loaded(
     cache = values(608)
     worker.begin(Step(saves=(SaveOrder("r", CHUNKS, BLOCK_IDS),), num_tokens=600))
     slots = torch.from_numpy(paged.slots(0, 608, BLOCK_IDS)).to(paged.device)
+    keys, values_ = (side.pin_memory() for side in (cache.keys, cache.values))
+    rows = paged.rows
+    assert rows is not None
+
+    def compute() -> None:
+        for layer in range(LAYERS):
+            rows.keys[layer][slots] = keys[layer].to("cuda", non_blocking=True)
+            rows.values[layer][slots] = values_[layer].to("cuda", non_blocking=True)
+
+    compute()  # a kernel that was never used is loaded, which waits for the device
+    for layer in range(LAYERS):
+        rows.keys[layer].zero_()
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG_CYCLES)  # the step
     began_s = time.monotonic()
-    assert paged.rows is not None
-    for layer in range(LAYERS):
-        paged.rows.keys[layer][slots] = cache.keys[layer].pin_memory().to("cuda", non_blocking=True)
-        paged.rows.values[layer][slots] = (
-            cache.values[layer].pin_memory().to("cuda", non_blocking=True)
-        )
+    compute()
     worker.save()
     for layer in range(LAYERS):
         paged.rows.keys[layer].zero_()
