@@ -56,7 +56,8 @@ class Block:
     """[columns], float32."""
 
     def added(self, columns: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(self.bias, columns @ self.down, self.up)
+        bias, down, up = (one.to(columns.device) for one in (self.bias, self.down, self.up))
+        return torch.addmm(bias, columns @ down, up)
 
 
 @dataclass(frozen=True)

@@ -287,8 +287,8 @@ class _Fitting:
 
 
 def repaired_join(seams: Seams, spec: ModelSpec, joined: KVCache, moved_from: int) -> KVCache:
-    """All pieces but the first, as the seams repair them, in main memory."""
-    keys, values = (side.float().cpu() for side in (joined.keys, joined.values))
+    """All pieces but the first, as the seams repair them."""
+    keys, values = (side.float() for side in (joined.keys, joined.values))
     cache = KVCache(keys, values)
     fixed = seams.repair(cache.slice(moved_from, cache.end), spec)
     keys = torch.cat([keys[:, :moved_from], fixed.keys], 1)
