@@ -23,12 +23,18 @@ MARK_MS = 1000
 
 class Acknowledgements:
     """With `wait` unset, every write asks its server whether it has a replica (`ROLE`); whether to
-    wait for one is decided by what it said last, and put right if that has changed."""
+    wait for one is decided by what it said last, if nothing has failed since, and put right if that
+    has changed."""
 
     def __init__(self, shards: Shards, options: RedisOptions) -> None:
         self._shards = shards
         self._wait, self._wait_ms = options.wait, int(options.wait_s * 1000)
         self._had: dict[Address | None, int] = {}  # master to 1 if it had a replica
+        self._had_in = 0  # the generation of where things are
+
+    def write(self, name: bytes, commands: Sequence[Command]) -> Job:
+        """A write of this key, and what tells whether it is kept."""
+        return _Write(name, commands, self)
 
     def commands(self, name: bytes) -> list[Command]:
         """To be sent after a write of this key, on the same connection."""
@@ -53,12 +59,8 @@ class Acknowledgements:
         if self._wait == 0:
             return
         for _ in range(ATTEMPTS):
-            commands = [
-                range_of(name, 0, RECORD_BYTES),
-                (b"SET", name + b":ack", b"", b"PX", MARK_MS),
-                *self.commands(name),
-            ]
-            job = Job(name, commands, writes=True)
+            mark_it: Command = (b"SET", name + b":ack", b"", b"PX", MARK_MS)
+            job = self.write(name, [range_of(name, 0, RECORD_BYTES), mark_it])
             await self._shards.run([job])
             there, mark, *replies = job.replies
             if isinstance(mark, ErrorReply):
@@ -72,6 +74,9 @@ class Acknowledgements:
     def _expected(self, name: bytes) -> int:
         if self._wait is not None:
             return self._wait
+        if self._had_in != self._shards.generation:
+            self._had_in = self._shards.generation
+            self._had.clear()
         return self._had.get(self._shards.master_of(name), 0)
 
     def _are_there(self, reply: Reply, number: int) -> bool:
@@ -81,3 +86,15 @@ class Acknowledgements:
             f"{self._shards.address}: after {self._wait_ms} ms, {reply!r} replicas have it, "
             f"not {number}"
         )
+
+
+class _Write(Job):
+    """Sent again to another server, it waits for replicas if that one has any: one that has just
+    taken over may have none, and to wait for it would take all of `wait_s`."""
+
+    def __init__(self, name: bytes, commands: Sequence[Command], kept: Acknowledgements) -> None:
+        super().__init__(name, commands, writes=True)
+        self._kept = kept
+
+    def commands(self) -> Sequence[Command]:
+        return [*super().commands(), *self._kept.commands(self.key)]

@@ -127,13 +127,10 @@ class Publisher:
         name, told = self._keys.of(key), pack_record(record)
         value = told + memoryview(data)[:PART_BYTES]
         for _ in range(ATTEMPTS):
-            commands = [
-                (b"SET", name, value, b"NX", *self._expiry(self._ttl_ms)),
-                range_of(name, 0, RECORD_BYTES),
-                (b"STRLEN", name),
-                *acknowledgements.commands(name),
-            ]
-            job = Job(name, commands, writes=True)
+            set_it: Command = (b"SET", name, value, b"NX", *self._expiry(self._ttl_ms))
+            job = acknowledgements.write(
+                name, [set_it, range_of(name, 0, RECORD_BYTES), (b"STRLEN", name)]
+            )
             await self._shards.run([job])
             stored, first, size_bytes, *acknowledged = job.replies
             if isinstance(stored, ErrorReply):

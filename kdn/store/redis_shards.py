@@ -218,6 +218,11 @@ class Shards:
             if isinstance(reply, ErrorReply):
                 raise refusal(master, reply)
 
+    @property
+    def generation(self) -> int:
+        """How often it was asked where things are: after a failure, something may have moved."""
+        return self._generation
+
     def master_of(self, key: bytes) -> Address | None:
         """As far as that is known here."""
         shard = self._topology.shard_of(slot_of(key))

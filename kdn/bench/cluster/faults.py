@@ -21,6 +21,9 @@ from kdn.store.base import Store
 from kdn.store.many_nodes import node_store, open_nodes
 from kdn.store.opening import open_remote
 
+HELD_UP_S = 30.0
+"""For operations to end that a fault holds up."""
+
 Fault = Callable[[int], Awaitable[dict[str, Any]]]
 """Lets something happen, and returns when it is over, with what is to be told of it."""
 
@@ -51,6 +54,7 @@ async def under_load(
             start_s = time.monotonic()
             told = await fault(number)
             await asyncio.sleep(plan.calm_s)
+            await ledger.caught_up(HELD_UP_S)
             run.rows.add("b", what, number=number, **told, **ledger.outage(start_s))
             if settle is not None:
                 await settle()

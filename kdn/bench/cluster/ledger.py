@@ -72,6 +72,15 @@ class Ledger:
             del self.under_way[number]
             self.operations.append(Operation(kind, began_s, time.monotonic(), error))
 
+    async def caught_up(self, limit_s: float) -> None:
+        """Until no operation is held up, but no longer than this."""
+        until_s = time.monotonic() + limit_s
+        while time.monotonic() < until_s:
+            before_s = time.monotonic() - SLOW_S
+            if not any(began_s < before_s for _, began_s in self.under_way.values()):
+                return
+            await asyncio.sleep(SLOW_S / 10)
+
     def since(self, start_s: float) -> list[Operation]:
         """Those that still wait count as if they had succeeded just now."""
         now_s = time.monotonic()
