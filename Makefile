@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: help install servers demo test test-vllm test-gpu check format clean
+.PHONY: help install servers demo test test-vllm test-gpu models check format clean
 
 help:
 	@echo "make demo    feel the speedup: one process reads, another one answers"
@@ -15,6 +15,7 @@ help:
 	@echo "make servers     install the servers that some tests need, where root may"
 	@echo "make test-gpu    the Triton kernels, with the system's Python and its PyTorch"
 	@echo "make test-vllm   the vLLM connector, in a real vLLM on the CPU"
+	@echo "make models  try every family of transformers, and rewrite the table of docs/models.md"
 	@echo "make check   ruff and mypy"
 	@echo "make format  let ruff format the code"
 
@@ -52,7 +53,7 @@ demo: $(STAMP)
 # Two processes, a file of tests each at a time: much of the time tests wait, for servers, disks and
 # deadlines. Threads of two PyTorches on two cores would mostly wait for each other.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile -m "not alone"
+	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile -m "not alone and not families"
 	OMP_NUM_THREADS=1 $(RUN) pytest -m alone
 
 # vLLM pins much of what it uses, so it lives apart. The three packages that go again are for media,
@@ -80,6 +81,9 @@ test-gpu:
 # Two versions of numba would throw away each other's compiled code.
 test-vllm: $(VLLM_STAMP)
 	NUMBA_CACHE_DIR=$(VLLM)/numba $(VLLM)/bin/python -m pytest tests/vllm
+
+models: $(STAMP)
+	OMP_NUM_THREADS=1 $(RUN) tests.engines.family_table
 
 check: $(STAMP)
 	$(RUN) ruff check

@@ -36,6 +36,7 @@ from kdn.engines.device import (
 )
 from kdn.engines.generating import Sampling, generate
 from kdn.engines.growing import Room, Rooms, growing_cache, is_written_by_rows
+from kdn.engines.latents import as_cached
 from kdn.engines.prompts import Prompts
 from kdn.engines.reading import forward, last_tokens
 from kdn.engines.transformers import from_dynamic_cache, to_dynamic_cache
@@ -222,7 +223,7 @@ class Engine:
             part = self.to_model(cache)
             for layer in range(part.num_layers):
                 keys, values = (t[layer].transpose(0, 1)[None] for t in (part.keys, part.values))
-                context.past.update(keys, values, layer)
+                context.past.update(*as_cached(keys, values, self.config), layer)
         context.tokens += tokens
 
     async def answer(self, context: Context, sampling: Sampling) -> AsyncGenerator[int, None]:

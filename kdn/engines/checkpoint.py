@@ -33,9 +33,11 @@ from transformers import (
 
 from kdn.cache.fingerprint import VERSION, canonical_settings, fingerprint
 from kdn.cache.spec import ModelSpec, RopeSpec
+from kdn.engines.latents import has_latents
+from kdn.engines.refusals import refuse_unsupported
 from kdn.engines.remembered import remembered
 from kdn.engines.rope_probe import ropes_of, run_one_token
-from kdn.engines.transformers import cache_shape, refuse_unsupported, settings_of, windows_of
+from kdn.engines.transformers import cache_shape, check_handed_over, settings_of, windows_of
 from kdn.errors import FormatError, ModelUnavailableError, UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,12 @@ def spec_of_checkpoint(
     whole = config or _read_config(folder)
     config = whole.get_text_config(decoder=True)
     refuse_unsupported(whole, config)
+    if has_latents(config):
+        # What they keep of it, and in which order, is another thing in every engine.
+        raise UnsupportedError(
+            f"{config.model_type}: multi-head latent attention (MLA) is supported with "
+            "transformers only"
+        )
     hollow = _hollow(config)
     past = _hollow_cache(hollow)
     num_kv_heads, head_dim = cache_shape(past)
@@ -77,16 +85,31 @@ def _read_config(folder: Path) -> PreTrainedConfig:
 def _hollow(config: PreTrainedConfig) -> PreTrainedModel:
     """The model without its weights: it knows every shape, also that of its cache."""
     with torch.device("meta"):
-        return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config))
+        # Mixtures of experts multiply bfloat16 only on tensors that have no values.
+        return _made(config, torch.bfloat16)
+
+
+def _made(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """With random weights, or none."""
+    try:
+        return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=dtype))
+    except Exception as error:
+        raise UnsupportedError(
+            f"{config.model_type}: no model can be made of its settings alone, to ask it about its "
+            f"cache: {error}"
+        ) from error
 
 
 def _hollow_cache(hollow: PreTrainedModel) -> Cache:
     try:
-        # What a model does that needs values raises one of these on tensors that have none.
         return run_one_token(hollow, 0)
-    except (RuntimeError, NotImplementedError) as error:
+    except UnsupportedError as error:
+        if error.__cause__ is None:
+            raise
+        # What a model does that needs values fails on tensors that have none.
         raise UnsupportedError(
-            f"{type(hollow).__name__} does not tell the shape of its cache without running: {error}"
+            f"{type(hollow).__name__} does not tell the shape of its cache without running: "
+            f"{error.__cause__}"
         ) from error
 
 
@@ -173,9 +196,10 @@ def _ropes(config: PreTrainedConfig, head_dim: int) -> tuple[RopeSpec | None, ..
         "vocab_size": _WIDTH,
     }
     for name, size in sizes.items():
-        if hasattr(small, name):
+        if isinstance(getattr(small, name, None), int):  # not one that differs by layer
             setattr(small, name, size)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+        model = _made(small, torch.float32).eval()
+    check_handed_over(model)
     return ropes_of(model, run_one_token(model, 0))

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kdn.engines.grouped import grouped_attention
 from kdn.engines.growing import GrowingLayer
+from kdn.engines.latents import has_latents
 from kdn.errors import UnsupportedError
 
 NAME = "kdn_own"
@@ -47,6 +48,8 @@ def check_attention(model: PreTrainedModel, past: Cache) -> None:
             raise UnsupportedError(
                 f"{name}: layers that attend to a window cannot be looked into ({type(layer)})"
             )
+    if has_latents(config):
+        raise UnsupportedError(f"{name}: latent attention (MLA) cannot be looked into")
     if not model._can_set_attn_implementation():
         raise UnsupportedError(f"{name}: its attention cannot be exchanged")
     if getattr(config, "attn_logit_softcapping", None) is not None:

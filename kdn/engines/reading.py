@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from kdn.cache.keys import CHUNK_TOKENS, Tokens
 from kdn.cache.tensors import KVCache
 from kdn.engines.growing import growing_cache
+from kdn.engines.latents import canonical
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
@@ -71,7 +72,7 @@ def last_tokens(past: Cache, start: int, end: int | None = None) -> KVCache:
     dropped."""
     held_until = past.get_seq_length()
     end = held_until if end is None else end
-    first = past.layers[0].keys
+    first, _ = canonical(*(t[:, :, :1] for t in (past.layers[0].keys, past.layers[0].values)))
     shape = (len(past.layers), end - start, first.shape[1], first.shape[3])
     keys, values = first.new_empty(shape), first.new_empty(shape)
     valid_from = []
@@ -79,11 +80,12 @@ def last_tokens(past: Cache, start: int, end: int | None = None) -> KVCache:
         held_from = held_until - layer.keys.shape[2]
         begin = min(max(start, held_from), end)
         own = slice(begin - held_from, end - held_from)
-        for whole, held in ((keys, layer.keys), (values, layer.values)):
+        found = canonical(layer.keys[:, :, own], layer.values[:, :, own])
+        for whole, held in zip((keys, values), found, strict=True):
             if begin > start:
                 whole[index, : begin - start] = 0
             if begin < end:
-                whole[index, begin - start :] = held[0, :, own].transpose(0, 1)
+                whole[index, begin - start :] = held[0].transpose(0, 1)
         valid_from.append(begin)
     return KVCache(keys, values, start, tuple(valid_from))
 

@@ -11,44 +11,72 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import Cache, PreTrainedModel
 
 from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.codec.rope import redo, undo
-from kdn.errors import UnsupportedError
+from kdn.engines.latents import canonical
+from kdn.errors import KdnError, UnsupportedError
 
 _FAR_POSITION = 1000
 _NUM_PROBES = 4
+_NUM_REPEATS = 8
 
 
-def run_one_token(model: PreTrainedModel, position: int) -> Cache:
-    """The cache after a batch of one-token prompts at `position`, each of another token."""
+def probe_tokens(model: PreTrainedModel, count: int) -> torch.Tensor:
+    """Token ids from all over the vocabulary, where the model is."""
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    tokens = [(i + 1) * vocab_size // (_NUM_PROBES + 1) for i in range(_NUM_PROBES)]
-    inputs = {"input_ids": torch.tensor(tokens, device=model.device)[:, None]}
-    if _accepts_positions(model):
-        inputs["position_ids"] = torch.full_like(inputs["input_ids"], position)
+    tokens = [(i + 1) * vocab_size // (count + 1) for i in range(count)]
+    return torch.tensor(tokens, device=model.device)
+
+
+@contextmanager
+def running(model: PreTrainedModel, what: str) -> Iterator[None]:
+    """Around probing passes. Whatever goes wrong in them means that a model cannot do `what`."""
     was_training = model.training
     model.eval()
     try:
         with torch.inference_mode():
-            result = model(**inputs, use_cache=True)
+            yield
+    except (KdnError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UnsupportedError(f"{type(model).__name__} cannot {what}: {why}") from error
     finally:
         model.train(was_training)
+
+
+def run_one_token(model: PreTrainedModel, position: int) -> Cache:
+    """The cache after a batch of one-token prompts at `position`, each of another token."""
+    inputs = {"input_ids": probe_tokens(model, _NUM_PROBES)[:, None]}
+    if _accepts_positions(model):
+        inputs["position_ids"] = torch.full_like(inputs["input_ids"], position)
+    return _cache_after(model, inputs)
+
+
+def _cache_after(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Cache:
+    with running(model, "read a prompt of token ids alone"):
+        result = model(**inputs, use_cache=True)
     past = getattr(result, "past_key_values", None)
     if not isinstance(past, Cache):
         raise UnsupportedError(f"{type(model).__name__} keeps no key-value cache of its tokens")
+    if not hasattr(past, "layers"):  # an EncoderDecoderCache is two caches
+        kind = type(past).__name__
+        raise UnsupportedError(
+            f"{type(model).__name__} keeps its cache as {kind}, which is not supported"
+        )
     return past
 
 
 def ropes_of(model: PreTrainedModel, near: Cache) -> tuple[RopeSpec | None, ...]:
     """The rotation of every cached layer; `near` is the result of `run_one_token` at position 0."""
+    if not _accepts_positions(model):
+        return _without_positions(model, len(near.layers))
     candidates = list(_candidates(model))
-    num_layers = len(near.layers)
-    if not candidates and not _accepts_positions(model):
-        return (None,) * num_layers
     position = min(_FAR_POSITION, _max_positions(model) - 1)
     far = run_one_token(model, position)
     values = _stack(near, "values")
@@ -58,8 +86,28 @@ def ropes_of(model: PreTrainedModel, near: Cache) -> tuple[RopeSpec | None, ...]
             raise UnsupportedError(
                 f"{type(model).__name__} has both RoPE and positions in its hidden states"
             )
-        return (None,) * num_layers
-    return _best(candidates, near, far, position, type(model).__name__)
+        return (None,) * len(near.layers)
+    ropes = _best(candidates, near, far, position, type(model).__name__)
+    return ropes if any(ropes) else _without_positions(model, len(ropes))
+
+
+def _without_positions(model: PreTrainedModel, num_layers: int) -> tuple[None, ...]:
+    """No rotation at all, of a model whose keys do not follow the positions it is told.
+
+    The same token, read again and again, has the same value at every position. If only its keys
+    differ, they are turned by positions that the model counts itself.
+    """
+    tokens = probe_tokens(model, 1)[None].expand(1, _NUM_REPEATS)
+    past = _cache_after(model, {"input_ids": tokens})
+    for layer in past.layers:
+        keys, values = (t[0].float() for t in (layer.keys, layer.values))
+        moved = [(one[:, -1] - one[:, 0]).norm() / one[:, 0].norm() for one in (keys, values)]
+        if moved[0] > _tolerance(past) >= moved[1]:
+            raise UnsupportedError(
+                f"{type(model).__name__} turns its keys by positions that it counts itself, so how "
+                "it turns them cannot be found out"
+            )
+    return (None,) * num_layers
 
 
 def _best(
@@ -102,13 +150,14 @@ def _tolerance(past: Cache) -> float:
 
 def _stack(past: Cache, part: str) -> torch.Tensor:
     """[layers, 1 token, probes * heads, head_dim], float32 on the CPU."""
-    parts = [getattr(layer, part)[:, :, -1].flatten(0, 1) for layer in past.layers]
-    return torch.stack([p.float().cpu() for p in parts])[:, None]
+    pairs = [canonical(layer.keys, layer.values) for layer in past.layers]
+    parts = [(keys if part == "keys" else values)[:, :, -1] for keys, values in pairs]
+    return torch.stack([p.flatten(0, 1).float().cpu() for p in parts])[:, None]
 
 
-def _candidates(model: PreTrainedModel) -> Iterator[RopeSpec]:
-    """Every frequency table the model's rotary modules hold, with either kind of pairs."""
-    found: set[RopeSpec] = set()
+def _candidates(model: PreTrainedModel) -> list[RopeSpec]:
+    """Every frequency table the model's rotary modules hold, in all ways to turn by it."""
+    found: list[RopeSpec] = []
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
@@ -119,17 +168,30 @@ def _candidates(model: PreTrainedModel) -> Iterator[RopeSpec]:
                     "of the same model elsewhere: load it with dtype=... instead of model.to(...)"
                 )
             amplitude = getattr(module, name.removesuffix("inv_freq") + "attention_scaling", 1.0)
-            for interleaved in (False, True):
-                rope = RopeSpec(tuple(buffer.flatten().tolist()), float(amplitude), interleaved)
-                if rope not in found:
-                    found.add(rope)
-                    yield rope
+            found += _turning(buffer.flatten().tolist(), float(amplitude))
+    if rotary_dim := getattr(model.config, "rotary_dim", None):
+        # GPT-J and CodeGen keep a table of sines instead of its frequencies.
+        steps = torch.arange(0, rotary_dim, 2, dtype=torch.int64) / rotary_dim
+        found += _turning((1.0 / 10000**steps).tolist(), 1.0)
+    return list(dict.fromkeys(found))
+
+
+def _turning(frequencies: list[float], amplitude: float) -> list[RopeSpec]:
+    """To the usual side and, as NanoChat does, to the other, each with both kinds of pairs."""
+    return [
+        RopeSpec(tuple(side * one for one in frequencies), amplitude, interleaved)
+        for side in (1, -1)
+        for interleaved in (False, True)
+    ]
 
 
 def _accepts_positions(model: PreTrainedModel) -> bool:
-    return "position_ids" in inspect.signature(model.forward).parameters
+    """Whether it takes `position_ids`, or may pass them on to the model inside it."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _max_positions(model: PreTrainedModel) -> int:
     config = model.config.get_text_config(decoder=True)
-    return int(getattr(config, "max_position_embeddings", None) or _FAR_POSITION + 1)
+    names = ("max_position_embeddings", "max_target_positions")
+    return int(next(filter(None, (getattr(config, n, None) for n in names)), _FAR_POSITION + 1))

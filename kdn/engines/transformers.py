@@ -17,23 +17,22 @@ from kdn.cache.fingerprint import fingerprint
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.engines.growing import GrowingLayer, Room, growing_cache
+from kdn.engines.handover_probe import check_handover
+from kdn.engines.latents import as_cached, canonical, has_latents
+from kdn.engines.refusals import refuse_unsupported
 from kdn.engines.rope_probe import ropes_of, run_one_token
 from kdn.engines.unchanged import refuse_adapters
 from kdn.errors import MismatchError, UnsupportedError
 
-_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-
-# Keys under these depend on the length of the whole text, not on their position alone.
-_LENGTH_DEPENDENT_ROPES = {"dynamic": "dynamic NTK", "longrope": "longrope", "su": "longrope"}
-
 
 def spec_of(model: PreTrainedModel) -> ModelSpec:
-    """Shape, rotation, windows and fingerprint of a model, measured on two one-token runs."""
+    """Shape, rotation, windows and fingerprint of a model, measured on runs of a few tokens."""
     refuse_adapters(model)
     config = model.config.get_text_config(decoder=True)
     refuse_unsupported(model.config, config)
     past = run_one_token(model, 0)
     num_kv_heads, head_dim = cache_shape(past)
+    check_handed_over(model)
     return ModelSpec(
         num_layers=len(past.layers),
         num_kv_heads=num_kv_heads,
@@ -42,6 +41,16 @@ def spec_of(model: PreTrainedModel) -> ModelSpec:
         ropes=ropes_of(model, past),
         windows=windows_of(past),
         fingerprint=fingerprint_of(model),
+    )
+
+
+def check_handed_over(model: PreTrainedModel) -> None:
+    """UnsupportedError unless the model goes on from its cache in the canonical layout and back."""
+    config = model.config.get_text_config(decoder=True)
+    check_handover(
+        model,
+        lambda: growing_cache(config),
+        lambda past: to_dynamic_cache(from_dynamic_cache(past), config),
     )
 
 
@@ -85,41 +94,12 @@ def _weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-def refuse_unsupported(whole: PreTrainedConfig, config: PreTrainedConfig) -> None:
-    """Name what is known not to work, before any computing."""
-    name = config.model_type
-    if whole.is_encoder_decoder:
-        raise UnsupportedError(f"{name}: encoder-decoder models are not supported")
-    if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedError(f"{name}: multi-head latent attention (MLA) is not supported")
-    for kind in sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
-        raise UnsupportedError(
-            f"{name}: layers of type {kind!r} are not supported, they keep no plain keys and values"
-        )
-    for rope in _rope_parameters(config):
-        kind = str(rope.get("rope_type") or rope.get("type") or "default")
-        if kind in _LENGTH_DEPENDENT_ROPES:
-            raise UnsupportedError(
-                f"{name}: {_LENGTH_DEPENDENT_ROPES[kind]} RoPE is not supported, its keys depend "
-                "on the total length"
-            )
-        if "mrope_section" in rope:
-            raise UnsupportedError(f"{name}: multimodal RoPE (mrope) is not supported")
-
-
-def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, object]]:
-    """One dict per kind of RoPE: a model has one, or one per layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return nested or [parameters]
-
-
 def cache_shape(past: Cache) -> tuple[int, int]:
     """KV heads and head size, equal in all layers, for keys and values."""
     shapes = set()
     for index, layer in enumerate(past.layers):
         _check_layer(index, layer)
-        shapes |= {(t.shape[1], t.shape[3]) for t in (layer.keys, layer.values)}
+        shapes |= {(t.shape[1], t.shape[3]) for t in canonical(layer.keys, layer.values)}
     if len(shapes) != 1:
         raise UnsupportedError(
             "KV heads and head size must be equal in all layers, for keys and values; "
@@ -132,9 +112,15 @@ def cache_shape(past: Cache) -> tuple[int, int]:
 def _check_layer(index: int, layer: object) -> None:
     # Exactly these: subclasses keep further state (recurrent, indexer) that would be lost.
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, GrowingLayer):
-        raise UnsupportedError(f"cache layer {index} is a {type(layer).__name__}, not supported")
+        raise UnsupportedError(
+            f"cache layer {index} is a {type(layer).__name__}, not supported: it keeps more than "
+            "keys and values"
+        )
     if not layer.is_initialized:  # type: ignore[attr-defined]
-        raise UnsupportedError(f"cache layer {index} is empty")
+        raise UnsupportedError(
+            f"layer {index} caches nothing of a text: it looks at images, or at another layer's "
+            "cache"
+        )
 
 
 def windows_of(past: Cache) -> tuple[int | None, ...]:
@@ -161,8 +147,8 @@ def from_dynamic_cache(past: Cache, start: int = 0) -> KVCache:
     valid_from = []
     for index, layer in enumerate(past.layers):
         missing = num_tokens - layer.keys.shape[2]
-        keys[index, missing:] = layer.keys[0].transpose(0, 1)
-        values[index, missing:] = layer.values[0].transpose(0, 1)
+        for whole, held in zip((keys, values), canonical(layer.keys, layer.values), strict=True):
+            whole[index, missing:] = held[0].transpose(0, 1)
         valid_from.append(start + missing)
     return KVCache(keys, values, start, tuple(valid_from))
 
@@ -189,10 +175,10 @@ def to_dynamic_cache(
                 f"layer {index} needs the tokens from {needed_from} on, "
                 f"this cache holds them from {cache.valid_from[index]} on"
             )
-        if room is not None and window is None:
+        if room is not None and window is None and not has_latents(config):
             past.layers[index] = room.layer(index, cache.num_tokens)
             continue
         keys, values = (t[index].transpose(0, 1)[None] for t in (cache.keys, cache.values))
         # A window layer keeps what it needs of these and counts them all.
-        past.update(keys, values, index)
+        past.update(*as_cached(keys, values, config), index)
     return past

@@ -36,6 +36,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": {"partial_rotary_factor": 0.5},
     "gemma3_text": {"head_dim": 16, "sliding_window": 1024, "layer_types": None},
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 1024},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 24,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 4,
+    },
 }
 
 

@@ -21,6 +21,19 @@ from tests.client.clients import QUESTION, TEXT, client_at, in_folder, own_answe
 from tests.client.letters import Letters
 from tests.node.harness import Running, with_node
 
+LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+}
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("mistral", {"sliding_window": 64}),
@@ -36,6 +49,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("phi", {}),
+    ("deepseek_v3", LATENTS),
 ]
 
 

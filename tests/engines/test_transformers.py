@@ -74,6 +74,8 @@ FAMILIES = {
         (WINDOW, None, WINDOW, None),
     ),
     "gpt2": ("gpt2", GPT2, (4, 16), 0, False, ALL),
+    "gptj": ("gptj", {"rotary_dim": 8, **GPT2}, (4, 16), 8, True, ALL),
+    "nanochat": ("nanochat", {}, (2, 16), 16, False, ALL),
     "bloom": ("bloom", {"n_layer": 4, "n_head": 4}, (4, 16), 0, False, ALL),
 }
 
@@ -163,11 +165,10 @@ def test_dropout_and_training_mode_do_not_disturb(tiny_model: Any) -> None:
             },
             "longrope",
         ),
-        ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}, "latent"),
         ("mamba", {}, "linear_attention"),
         ("qwen3_next", {"num_experts": 2, "num_experts_per_tok": 1}, "linear_attention"),
         ("recurrent_gemma", {}, "keeps no key-value cache"),
-        ("gptj", {"rotary_dim": 8, "n_layer": 2, "n_head": 4, "n_embd": 64}, "not plain RoPE"),
+        ("hunyuan_v1_dense", {"head_dim": 16}, "not plain RoPE"),
         (
             "gemma4_text",
             {"head_dim": 16, "global_head_dim": 32, "vocab_size_per_layer_input": 128, **MIXED},

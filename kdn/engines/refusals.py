@@ -1,0 +1,57 @@
+"""Models that are refused by name, from their configuration alone, before any computing.
+
+What a configuration does not tell is found by asking the model: `rope_probe.py`,
+`handover_probe.py`. docs/models.md lists what becomes of every family.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from kdn.errors import UnsupportedError
+
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+_RECURRENT = ("linear", "mamba", "conv", "hybrid", "recurrent", "delta")
+"""In names of layers that keep a state which each token changes."""
+
+# Keys under these depend on the length of the whole text, not on their position alone.
+_LENGTH_DEPENDENT_ROPES = {"dynamic": "dynamic NTK", "longrope": "longrope", "su": "longrope"}
+
+_BY_NAME = {
+    "moshi": "with a cache it attends to a window, without one to everything",
+}
+"""Families whose own caches lead elsewhere than reading, which shows too late to be probed for."""
+
+
+def refuse_unsupported(whole: PreTrainedConfig, config: PreTrainedConfig) -> None:
+    """UnsupportedError for what is known not to work. `config` is the text part of `whole`."""
+    name = config.model_type
+    if name in _BY_NAME:
+        raise UnsupportedError(f"{name}: not supported, {_BY_NAME[name]}")
+    if whole.is_encoder_decoder:
+        raise UnsupportedError(f"{name}: encoder-decoder models are not supported")
+    for kind in sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
+        raise UnsupportedError(f"{name}: layers of type {kind!r} are not supported, {_why(kind)}")
+    for rope in _rope_parameters(config):
+        kind = str(rope.get("rope_type") or rope.get("type") or "default")
+        if kind in _LENGTH_DEPENDENT_ROPES:
+            raise UnsupportedError(
+                f"{name}: {_LENGTH_DEPENDENT_ROPES[kind]} RoPE is not supported, its keys depend "
+                "on the total length"
+            )
+        if "mrope_section" in rope:
+            raise UnsupportedError(f"{name}: multimodal RoPE (mrope) is not supported")
+
+
+def _why(kind: str) -> str:
+    if any(part in kind for part in _RECURRENT):
+        return "they keep a state that every token changes, not keys and values of each token"
+    return "they keep more than keys and values of each token"
+
+
+def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, object]]:
+    """One dict per kind of RoPE: a model has one, or one per layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
