@@ -17,9 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from kdn.calibrate.moments import Moments
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and of how much."""
+from kdn.calibrate.steps import Progress
 
 CHECKPOINT_S = 120.0
 CHECKPOINT_SHARE = 0.05

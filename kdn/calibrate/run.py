@@ -2,7 +2,8 @@
 
 1. Read every window with the model and sum up (`moments.py`, `first_pass.py`); resumable.
 2. Fit predictor, metric and basis (`fit.py`).
-3. Read some windows again: fit token importance, find the finest step, count tables.
+3. Read some windows again: fit token importance; then find the finest step and count tables
+   (`steps.py`).
 4. Measure what each level costs and does to the model, on windows kept out of all of the above.
 """
 
@@ -19,16 +20,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kdn.cache.keys import CHUNK_TOKENS, Namespace, cut
 from kdn.cache.tensors import KVCache
-from kdn.calibrate import fit, importance, moments, tables
-from kdn.calibrate.first_pass import FirstPass, Progress, until
+from kdn.calibrate import fit, importance, moments
+from kdn.calibrate.first_pass import FirstPass, until
 from kdn.calibrate.sizes import free_memory, layer_groups
-from kdn.codec.format import Bitstream
-from kdn.codec.klt import symbols
-from kdn.codec.klt.codec import KltCodec
+from kdn.calibrate.steps import Progress, Steps, counted_chunks, table_stride
 from kdn.codec.klt.profile import CONTEXT_TOKENS, FORMAT, VERSION, Profile
-from kdn.engines.quality import Quality, QualityProbe
+from kdn.engines.quality import QualityProbe
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
 
@@ -38,11 +36,6 @@ LEAST_WINDOWS = 4
 READING_SHARE, WEIGHING_SHARE = 0.55, 0.75
 """Parts of the time asked for that are over when reading ends, and weighing: the rest takes about
 as long whatever was read."""
-STEP_ATTEMPTS = 4
-TABLE_STRIDE = 3
-"""Every third chunk of a window is counted, fewer where memory is short."""
-MOST_TABLE_BYTES = 5_000_000_000
-"""Of what is counted, which is all held at once."""
 MEMORY_SHARE = 0.25
 """Of what is free, for the values that importance is fitted on."""
 
@@ -132,11 +125,18 @@ class _Calibration:
             QualityProbe(self.model, w.cpu().numpy(), self.options.context)
             for w in self.probe_windows
         ]
-        meta["finest_step"] = self._find_step(meta, tensors, sums, probes[:2])
-        meta, tensors = self._count(meta, tensors, sums)
-        meta, tensors = self._add_correction(meta, tensors, probes[:1])
+        steps = Steps(self.spec, self.options, self.progress, self.deviations, fit.fit_sinks(sums))
+        meta["finest_step"] = steps.find_step(meta, tensors, probes[:2])
+        # From the end: windows the second pass has not fitted importance on, where there are any.
+        chosen = self.windows[-self.options.table_windows :]
+        stride = table_stride(steps, len(chosen))
+        parts = counted_chunks(
+            self.model, self.spec, chosen, self.options.context, self.progress, stride
+        )
+        meta, tensors = steps.count(meta, tensors, parts)
+        meta, tensors = steps.add_correction(meta, tensors, probes[:1])
         profile = Profile.build(meta | {"expected": [{}] * self.options.levels}, tensors)
-        expected = self._measure(profile, probes)
+        expected = steps.measure(profile, probes)
         if self.checkpoint is not None:
             self.checkpoint.unlink(missing_ok=True)
         return Profile.build(meta | {"expected": expected}, tensors)
@@ -227,8 +227,8 @@ class _Calibration:
                 for part, matrix in zip(self.slices, synthesis, strict=True):
                     total += (gradient[:, part] @ matrix.T).square().sum(dim=1)
             found.append(total[moments.NUM_SINKS :])
-            part = self.columns.of(cache)[moments.NUM_SINKS :][:: every.stride]
-            every.rows[index * len(part) : (index + 1) * len(part)] = part
+            rows = self.columns.of(cache)[moments.NUM_SINKS :: every.stride]
+            every.rows[index * len(rows) : (index + 1) * len(rows)] = rows
         measured = importance.relative(torch.stack(found))[:, :: every.stride].flatten()
         fitted = importance.fit_importance(every.rows[: len(measured)], measured)
         self.progress("weighing", len(found), len(found))
@@ -267,139 +267,6 @@ class _Calibration:
             | self.source,
         }
 
-    def _with_step(
-        self, meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]],
-        sums: moments.Moments, step: float,
-    ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:  # fmt: skip
-        """What depends on the finest step: scale classes, and how sinks are quantised."""
-        coarsest = step * 3 ** (self.options.levels - 1)
-        named: dict[str, npt.NDArray[Any]] = {
-            f"g{i}.scale": tables.scale_class(d, coarsest) for i, d in enumerate(self.deviations)
-        }
-        mean, deviation = fit.fit_sinks(sums)
-        weight = torch.cat(
-            [torch.from_numpy(tensors[f"g{i}.weight"]) for i in range(len(self.slices))]
-        )
-        # Never finer than 8 bits for what is usual: a context's first tokens vary little.
-        usual = deviation.cpu() + 1e-3 * deviation.cpu().mean() + 1e-6
-        sink_step = (step * self.options.sink_fineness / weight).maximum(usual / 128).float()
-        named |= {
-            "sink.mean": _f16(mean),
-            "sink.step": sink_step.numpy(),
-            "sink.scale": tables.scale_class((deviation.cpu() / sink_step).double(), 1.0),
-            "sink.freqs": tables.laplace_tables(),
-        }
-        named.setdefault("fix.step", (1.0 / weight).float().numpy())
-        named.setdefault("fix.scale", np.full(len(weight), tables.SCALE_ORIGIN, np.uint8))
-        return meta | {"finest_step": step}, tensors | named
-
-    def _find_step(
-        self, meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]],
-        sums: moments.Moments, probes: list[QualityProbe],
-    ) -> float:  # fmt: skip
-        """The step at which all components come to the divergence asked for."""
-        # In this metric the divergence of errors uniform over one step would be
-        # context * components * step^2 / 24, were it quadratic; a guess to start from.
-        noisy = sum(len(d) for d in self.deviations) * self.options.context
-        step = float(np.sqrt(24 * self.options.fine_kld / moments.CONTINUATION_KLD / noisy))
-        for attempt in range(STEP_ATTEMPTS):
-            self.progress("finding the step", attempt, STEP_ATTEMPTS)
-            draft = tables.draft_profile(*self._with_step(meta, tensors, sums, step))
-            codec = KltCodec(self.spec, draft)
-            kld = _simulated_kld(codec, probes, levels=self.options.levels - 1)
-            if abs(np.log(kld / self.options.fine_kld)) < 0.1:
-                break
-            step *= float(np.clip((self.options.fine_kld / kld) ** 0.6, 0.1, 10))
-        self.progress("finding the step", STEP_ATTEMPTS, STEP_ATTEMPTS)
-        return step
-
-    def _count(
-        self, meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]], sums: moments.Moments
-    ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """Tables of all levels but the last."""
-        meta, tensors = self._with_step(meta, tensors, sums, meta["finest_step"])
-        codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
-        self.samples = []
-        # From the end: windows the second pass has not fitted importance on, where there are any.
-        chosen = self.windows[-self.options.table_windows :]
-        for index, window in enumerate(chosen):
-            self.progress("counting", index, len(chosen))
-            ids = window[: self.options.context]
-            cache = _on_cpu(moments.read(self.model, ids))
-            chunks = cut(ids.cpu().numpy(), Namespace(self.spec.fingerprint, codec.profile_id))
-            stride = self._table_stride(len(chosen), len(chunks))
-            for chunk in chunks[index % stride :: stride]:
-                part = cache.slice(chunk.start, chunk.end)
-                self.samples.append(tables.quantise(codec, chunk, part))
-        self.progress("counting", len(chosen), len(chosen))
-        counts = tables.components_per_level(self.samples)
-        tensors = tensors | tables.count_tables(codec, self.samples, counts)
-        for group, count in enumerate(counts[-1]):
-            fine = min(count, len(tensors[f"g{group}.fine"]))
-            lengths = {"fine": fine, "basis": count - fine, "basis_scale": count - fine}
-            for name, kept in (lengths | {"scale": count}).items():
-                tensors[f"g{group}.{name}"] = tensors[f"g{group}.{name}"][:kept]
-        return meta | {"num_components": counts}, tensors
-
-    def _table_stride(self, num_windows: int, num_chunks: int) -> int:
-        """Every how many chunks are counted: integers of all levels and three float32 of each
-        component, the rest and the correction of each column are held."""
-        components = sum(len(d) for d in self.deviations)
-        each = (
-            4 * CHUNK_TOKENS * (components * (self.options.levels + 2) + 2 * self.slices[-1].stop)
-        )
-        free = free_memory(torch.device("cpu")) * MEMORY_SHARE
-        most = max(1.0, min(MOST_TABLE_BYTES, free) / each)
-        return min(num_chunks, max(TABLE_STRIDE, int(np.ceil(num_windows * num_chunks / most))))
-
-    def _add_correction(
-        self, meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]],
-        probes: list[QualityProbe],
-    ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:  # fmt: skip
-        """The last level: steps inverse to the columns' weights, sized for the divergence asked
-        for; then its tables."""
-        self.progress("correcting", 0, 2)
-        weight = np.concatenate([tensors[f"g{i}.weight"] for i in range(len(self.slices))])
-        step, tried = 1.5 * meta["finest_step"], []
-        for _ in range(STEP_ATTEMPTS):
-            tensors["fix.step"] = (step / weight).astype(np.float32)
-            codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
-            last = _simulated_kld(codec, probes, levels=self.options.levels)
-            tried.append((step, last))
-            if abs(np.log(last / self.options.finest_kld)) < 0.25 or _is_rounding(tried):
-                break
-            step *= float(np.clip((0.85 * self.options.finest_kld / last) ** 0.5, 0.1, 10))
-        if _is_rounding(tried):
-            tensors["fix.step"] = (tried[-2][0] / weight).astype(np.float32)
-            codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
-        self.progress("correcting", 1, 2)
-        samples = [tables.with_correction(codec, sample) for sample in self.samples]
-        tensors["fix.scale"] = tables.correction_scales(samples)
-        codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
-        meta = meta | {"num_components": codec.profile.meta["num_components"]}
-        tensors |= tables.count_tables(codec, samples, meta["num_components"])
-        tensors[f"level{self.options.levels - 1}.centroids"] = np.zeros(
-            (symbols.NUM_SCALES, 3), np.float32
-        )
-        self.progress("correcting", 2, 2)
-        return meta, tensors
-
-    def _measure(self, profile: Profile, probes: list[QualityProbe]) -> list[dict[str, float]]:
-        self.progress("measuring", 0, 1)
-        levels = list(range(1, profile.num_levels + 1))
-        measured = decoded_quality(KltCodec(self.spec, profile), probes, levels=levels)
-        self.progress("measuring", 1, 1)
-        values = len(probes) * self.options.context * self.spec.values_per_token
-        return [
-            {
-                "bits": 8 * m.size_bytes / values,
-                "kld": m.quality.kld,
-                "recall_kld": m.quality.recall_kld,
-                "top1": m.quality.top1,
-            }
-            for m in measured
-        ]
-
 
 @dataclass(frozen=True)
 class _Weighed:
@@ -407,65 +274,6 @@ class _Weighed:
 
     rows: torch.Tensor
     stride: int
-
-
-def _is_rounding(tried: Sequence[tuple[float, float]]) -> bool:
-    """Whether a finer step did not help any more (divergence falls with the square of the step):
-    what is left is the rounding of a model in 16 bits, which no step can undo."""
-    if len(tried) < 2 or tried[-1][0] >= tried[-2][0]:
-        return False
-    (before, kld_before), (step, kld) = tried[-2:]
-    return kld > kld_before * (step / before) ** 0.5
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What some first levels of all chunks cost and do."""
-
-    size_bytes: int
-    quality: Quality
-
-
-def decoded_quality(
-    codec: KltCodec, probes: Sequence[QualityProbe], *, levels: Sequence[int]
-) -> list[Measured]:
-    """Each number of levels over all probes, through real streams."""
-    parts: dict[int, list[Quality]] = {level: [] for level in levels}
-    sizes = dict.fromkeys(levels, 0)
-    for probe in probes:
-        cache = _on_cpu(probe.cache)
-        namespace = Namespace(codec.spec.fingerprint, codec.profile_id)
-        chunks = cut(probe.tokens[: probe.context].numpy(), namespace)
-        streams = [Bitstream.parse(codec.encode(c, cache.slice(c.start, c.end))) for c in chunks]
-        for level in levels:
-            decoded = KVCache(torch.empty_like(cache.keys), torch.empty_like(cache.values))
-            for chunk, stream in zip(chunks, streams, strict=True):
-                out = decoded.slice(chunk.start, chunk.end)
-                codec.decode(stream, chunk, levels=level, out=out)
-                sizes[level] += stream.level_end(level - 1)
-            parts[level].append(probe.measure(decoded))
-    return [Measured(sizes[level], Quality.pooled(parts[level])) for level in levels]
-
-
-def _simulated_kld(codec: KltCodec, probes: Sequence[QualityProbe], levels: int) -> float:
-    """Divergence at a number of levels, before there are tables to code them with."""
-    found = []
-    for probe in probes:
-        cache = _on_cpu(probe.cache)
-        namespace = Namespace(codec.spec.fingerprint, codec.profile_id)
-        lossy = KVCache(torch.empty_like(cache.keys), torch.empty_like(cache.values))
-        for chunk in cut(probe.tokens[: probe.context].numpy(), namespace):
-            part = codec.simulate(chunk, cache.slice(chunk.start, chunk.end), levels)
-            lossy.slice(chunk.start, chunk.end).keys.copy_(part.keys)
-            lossy.slice(chunk.start, chunk.end).values.copy_(part.values)
-        found.append(probe.measure(lossy))
-    return Quality.pooled(found).kld
-
-
-def _on_cpu(cache: KVCache) -> KVCache:
-    return KVCache(
-        cache.keys.cpu().float(), cache.values.cpu().float(), cache.start, cache.valid_from
-    )
 
 
 def _f32(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
