@@ -7,12 +7,10 @@ Prefill and decoding are timed in the same run, on the device that the model is 
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -60,30 +58,21 @@ class ReportedLevel:
 
 @dataclass(frozen=True)
 class Report:
+    """Text kept out is `figures.num_windows` contexts of `context` tokens. `default_level` is the
+    last that is fetched at the default quality."""
+
     levels: tuple[ReportedLevel, ...]
-    ratio_at_quality: float
+    figures: Figures
+    verdict: Verdict
     default_level: int
-    """The last level that is fetched at the default quality."""
     prefill_s: float
-    prefill_over_decode: float
-    """At that level."""
     context: int
-    num_windows: int
-    overlap: float
     profile_bytes: int
     weight_bytes: int
-    num_tokens: int
-    """That the profile was made from."""
     device: str
-    verdict: Verdict
-
-    @property
-    def profile_share(self) -> float:
-        return self.profile_bytes / self.weight_bytes
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {
-            "profile_share": self.profile_share,
             "limits": {"kld": KLD_LIMIT, "recall_kld": RECALL_LIMIT},
             "default_quality": enough_kld(QUALITY),
         }
@@ -118,37 +107,30 @@ def make_report(
     levels = tuple(_level(index, tried, codec, context) for index in range(codec.num_levels))
     prefill_s = median(one.prefill_s for one in tried)
     default = levels[_default_level(codec.expected_kld)]
-    names = {id(window) for window in kept_out}
-    others = [window for window in learnt if id(window) not in names]
-    measured = {
-        "ratio_at_quality": ratio_within(levels),
-        "prefill_over_decode": prefill_s / max(default.decode_s, 1e-9),
-        "num_windows": len(tried),
-        "overlap": overlap(np.concatenate(kept_out), np.concatenate(others)),
-        "num_tokens": (len(learnt) - PROBE_WINDOWS) * context,
-    }
     profile_bytes, weight_bytes = len(profile.to_bytes()), _weight_bytes(model)
-    verdict = judge(
-        Figures(
-            stated_kld=codec.expected_kld[default.level],
-            kld=default.kld,
-            kld_low=default.kld_interval[0],
-            kld_high=default.kld_interval[1],
-            profile_share=profile_bytes / weight_bytes,
-            **measured,
-        )
+    figures = Figures(
+        ratio_at_quality=ratio_within(levels),
+        prefill_over_decode=prefill_s / max(default.decode_s, 1e-9),
+        stated_kld=codec.expected_kld[default.level],
+        kld=default.kld,
+        kld_low=default.kld_interval[0],
+        kld_high=default.kld_interval[1],
+        num_windows=len(tried),
+        overlap=_shared(learnt, kept_out),
+        num_tokens=int(profile.meta["calibration"]["windows"]) * context,
+        profile_share=profile_bytes / weight_bytes,
     )
     return Report(
-        levels=levels,
-        default_level=default.level,
-        prefill_s=prefill_s,
-        context=context,
-        profile_bytes=profile_bytes,
-        weight_bytes=weight_bytes,
-        device=str(model.device),
-        verdict=verdict,
-        **measured,
-    )
+        levels, figures, judge(figures), default.level, prefill_s, context,
+        profile_bytes, weight_bytes, str(model.device),
+    )  # fmt: skip
+
+
+def _shared(learnt: Sequence[TokenIds], kept_out: Sequence[TokenIds]) -> float:
+    """Part of the 8-grams kept out that were learnt from as well."""
+    kept = {id(window) for window in kept_out}
+    others = [window for window in learnt if id(window) not in kept]
+    return overlap(np.concatenate(kept_out), np.concatenate(others))
 
 
 @dataclass(frozen=True)
@@ -230,7 +212,3 @@ def _default_level(expected_kld: Sequence[float]) -> int:
 
 def _weight_bytes(model: Any) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
-
-
-def write_report(path: Path, report: Report) -> None:
-    path.write_text(json.dumps(report.as_json(), indent=1) + "\n")

@@ -24,8 +24,10 @@ def plot_report(path: Path, report: Report) -> None:
     _draw(left, "continuation", ratios, klds, KLD_LIMIT)
     _draw(right, "recall", ratios, recalls, RECALL_LIMIT)
     for panel in (left, right):
-        if report.ratio_at_quality:
-            panel.axvline(report.ratio_at_quality, color=_GREY, linewidth=0.9, linestyle=":")
+        if report.figures.ratio_at_quality:
+            panel.axvline(
+                report.figures.ratio_at_quality, color=_GREY, linewidth=0.9, linestyle=":"
+            )
     figure.suptitle(_title(report), fontsize=11, x=0.01, ha="left")
     figure.savefig(path, dpi=140, format="png")
 
@@ -33,8 +35,8 @@ def plot_report(path: Path, report: Report) -> None:
 def _title(report: Report) -> str:
     verdict = "fit for use" if report.verdict.is_fit else "not fit for use"
     return (
-        f"Ratio at quality {report.ratio_at_quality:.1f}, decoded in "
-        f"1/{report.prefill_over_decode:.0f} of the prefill: {verdict}"
+        f"Ratio at quality {report.figures.ratio_at_quality:.1f}, decoded in "
+        f"1/{report.figures.prefill_over_decode:.0f} of the prefill: {verdict}"
     )
 
 

@@ -1,11 +1,11 @@
 """Calibration text that the model writes itself: `kdn calibrate --text self`.
 
 Many windows are sampled side by side, at several temperatures, after short openings of many kinds
-or after nothing but what prompts begin with. Where a text ends, another one opens. A window that falls
-into repeating itself leaves the batch and is counted: its statistics are those of the loop.
+or after nothing but what prompts begin with. Where a text ends, another one opens. A window that
+repeats itself leaves the batch and is counted: its statistics would be those of a loop.
 
 Deterministic for a seed, a device and a memory limit: the limit decides how many rows share a
-generator.
+random generator.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,9 @@ from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
 
 Progress = Callable[[str, int, int], None]
+
+SELF = Path("self")
+"""Given in the place of text files. A file of that name can be given by its whole path."""
 
 TEMPERATURES = (0.8, 0.9, 1.0, 1.1)
 LEAST_CHANCE = 0.02
