@@ -11,7 +11,7 @@ random generator.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,12 @@ import torch
 
 from kdn.cache.keys import TokenIds
 from kdn.calibrate.corpus import distinct_ngrams
+from kdn.calibrate.steps import Progress
 from kdn.engines.generating import stop_tokens
 from kdn.engines.grouped import grouped_reading
 from kdn.engines.reading import new_cache
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
-
-Progress = Callable[[str, int, int], None]
 
 SELF = Path("self")
 """Given in the place of text files. A file of that name can be given by its whole path."""
@@ -178,7 +177,8 @@ class _Batch:
         if not self._rows:
             return
         logits = self._model(self._next, past_key_values=self._past, use_cache=True).logits[:, -1]
-        drawn = self._draw(logits.float()).tolist()
+        # Of a model spread over devices they are on the last one.
+        drawn = self._draw(logits.to(self._model.device).float()).tolist()
         for row, token in enumerate(drawn):
             self._rows[row].append(self._chosen(row, token))
         last = [row[-1] for row in self._rows]
