@@ -22,6 +22,7 @@ from kdn.cache.tensors import KVCache
 from kdn.calibrate.corpus import overlap
 from kdn.calibrate.ratios import KLD_LIMIT, RECALL_LIMIT, ratio_within
 from kdn.calibrate.run import LEAST_WINDOWS, PROBE_WINDOWS
+from kdn.calibrate.self_text import SELF
 from kdn.calibrate.steps import Progress
 from kdn.calibrate.verdict import Figures, Verdict, judge
 from kdn.codec.format import Bitstream
@@ -117,6 +118,7 @@ def make_report(
         overlap=_shared(learnt, kept_out),
         num_tokens=int(profile.meta["calibration"]["windows"]) * context,
         profile_share=profile_bytes / weight_bytes,
+        is_own_text=profile.meta["calibration"].get("texts") == [str(SELF)],
     )
     return Report(
         levels, figures, judge(figures), default.level, prefill_s, context,
