@@ -43,9 +43,10 @@ LEAST_DISTINCT = 0.6
 """Part of a stretch's 8-grams that must differ from each other. Prose and code: above 0.9."""
 MAX_TRIES = 4
 """Times the windows asked for."""
-MAX_ROWS = 64
-MEMORY_BYTES = 2 << 30
-"""For the caches of a batch; on a GPU up to a third of what is free."""
+MAX_ROWS = 128
+MEMORY_BYTES = 4 << 30
+"""For the caches of a batch; on a GPU a third of what its memory holds beside the weights. Not of
+what is free just now: a run that is resumed must write the same text again."""
 
 OPENINGS = (
     "The history of", "In recent years,", "Once upon a time", "It was late in the evening when",
@@ -110,13 +111,18 @@ def batch_rows(model: Any, length: int, memory_bytes: int | None = None) -> int:
     """How many windows fit into memory side by side, with room for a copy of one layer at a time
     and for the chances of all tokens."""
     if memory_bytes is None:
-        memory_bytes = MEMORY_BYTES
-        if model.device.type == "cuda":
-            memory_bytes = max(memory_bytes, torch.cuda.mem_get_info(model.device)[0] // 3)
+        memory_bytes = _device_bytes(model)
     spec = spec_of(model)
     caches = 1.5 * length * spec.values_per_token * model.dtype.itemsize
     chances = 4 * 4 * spec.vocab_size
     return int(min(MAX_ROWS, max(1, memory_bytes // (caches + chances))))
+
+
+def _device_bytes(model: Any) -> int:
+    if model.device.type != "cuda":
+        return MEMORY_BYTES
+    weights = sum(one.nbytes for one in model.parameters() if one.device == model.device)
+    return (torch.cuda.get_device_properties(model.device).total_memory - weights) // 3
 
 
 def repeats(tokens: TokenIds) -> bool:
@@ -135,7 +141,7 @@ class _Openings:
         self._ids = [found for found in map(ids, OPENINGS) if found]
         self._between = ids("\n\n")
         special = {int(t) for t in getattr(tokenizer, "all_special_ids", ())}
-        self.ends = sorted(stop_tokens(model) | special)
+        self.ends = stop_tokens(model) | special
         told = (getattr(tokenizer, "bos_token_id", None), *stop_tokens(model))
         self.start = next((int(token) for token in told if token is not None), self._ids[0][0])
         """Read before a text where prompts begin with nothing of their own."""
