@@ -113,7 +113,7 @@ def _notes(figures: Figures) -> Iterator[Finding]:
         yield Finding(
             f"the profile is {figures.profile_share:.1%} of the weights, more than "
             f"{SENSIBLE_SHARE:.0%}",
-            "usual for small models, whose vocabulary is most of them",
+            "that is usual for small models: their vocabulary is a large part of them",
         )
     if figures.is_own_text:
         yield Finding(
