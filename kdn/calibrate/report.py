@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -21,7 +21,9 @@ from kdn.cache.keys import Namespace, TokenIds, cut
 from kdn.cache.tensors import KVCache
 from kdn.calibrate.corpus import overlap
 from kdn.calibrate.ratios import KLD_LIMIT, RECALL_LIMIT, ratio_within
-from kdn.calibrate.run import PROBE_WINDOWS
+from kdn.calibrate.run import LEAST_WINDOWS, PROBE_WINDOWS
+from kdn.calibrate.self_text import SELF
+from kdn.calibrate.steps import Progress
 from kdn.calibrate.verdict import Figures, Verdict, judge
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec, Profile
@@ -30,12 +32,9 @@ from kdn.engines.quality import Quality, QualityProbe
 from kdn.engines.transformers import spec_of
 from kdn.session.quality import enough_kld
 
-Progress = Callable[[str, int, int], None]
 Interval = tuple[float, float]
 
 KEPT_WINDOWS = 6
-LEAST_WINDOWS = PROBE_WINDOWS + 4
-"""What calibration needs for itself."""
 FP16_BITS = 16
 _STUDENT = (math.inf, math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Half-widths of a 95 % interval of a mean of n values, in standard errors, by n."""
@@ -82,7 +81,7 @@ def keep_out(windows: Sequence[TokenIds]) -> tuple[list[TokenIds], list[TokenIds
     """Windows to calibrate with and windows to report on. Of little text, the latter are those that
     calibration measures on itself."""
     found = list(windows)
-    if len(found) >= LEAST_WINDOWS + KEPT_WINDOWS:
+    if len(found) >= PROBE_WINDOWS + LEAST_WINDOWS + KEPT_WINDOWS:
         return found[:-KEPT_WINDOWS], found[-KEPT_WINDOWS:]
     return found, found[-PROBE_WINDOWS:]
 
@@ -119,6 +118,7 @@ def make_report(
         overlap=_shared(learnt, kept_out),
         num_tokens=int(profile.meta["calibration"]["windows"]) * context,
         profile_share=profile_bytes / weight_bytes,
+        is_own_text=profile.meta["calibration"].get("texts") == [str(SELF)],
     )
     return Report(
         levels, figures, judge(figures), default.level, prefill_s, context,

@@ -95,8 +95,13 @@ def test_windows_that_loop_are_dropped_and_counted(model: Any, monkeypatch: Any)
     assert [len(window) for window in found.windows] == [100] * 4
 
 
-def test_rows_that_stay_go_on_from_their_own_past(model: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("windowed", [False, True])
+def test_rows_that_stay_go_on_from_their_own_past(
+    tiny_model: Callable[..., Any], monkeypatch: Any, windowed: bool
+) -> None:
     """Greedy rows are the same whether or not another row leaves the batch."""
+    model = tiny_model("mistral", sliding_window=32) if windowed else tiny_model("llama")
+    monkeypatch.setattr(self_text._Openings, "after_end", lambda _: [5])
     monkeypatch.setattr(self_text, "TEMPERATURES", (1e-4,))
     monkeypatch.setattr(self_text, "LOOP_TOKENS", 64)
     monkeypatch.setattr(self_text, "LEAST_DISTINCT", 0.0)
