@@ -122,7 +122,8 @@ def _device_bytes(model: Any) -> int:
     if model.device.type != "cuda":
         return MEMORY_BYTES
     weights = sum(one.nbytes for one in model.parameters() if one.device == model.device)
-    return (torch.cuda.get_device_properties(model.device).total_memory - weights) // 3
+    total = int(torch.cuda.get_device_properties(model.device).total_memory)
+    return (total - weights) // 3
 
 
 def repeats(tokens: TokenIds) -> bool:
