@@ -21,7 +21,8 @@ from kdn.cache.keys import Namespace, TokenIds, cut
 from kdn.cache.tensors import KVCache
 from kdn.calibrate.corpus import overlap
 from kdn.calibrate.ratios import KLD_LIMIT, RECALL_LIMIT, ratio_within
-from kdn.calibrate.run import LEAST_WINDOWS, PROBE_WINDOWS
+from kdn.calibrate.run import LEAST_WINDOWS as LEAST_READ
+from kdn.calibrate.run import PROBE_WINDOWS
 from kdn.calibrate.self_text import SELF
 from kdn.calibrate.steps import Progress
 from kdn.calibrate.verdict import Figures, Verdict, judge
@@ -35,6 +36,8 @@ from kdn.session.quality import enough_kld
 Interval = tuple[float, float]
 
 KEPT_WINDOWS = 6
+LEAST_WINDOWS = PROBE_WINDOWS + LEAST_READ
+"""What calibration needs for itself."""
 FP16_BITS = 16
 _STUDENT = (math.inf, math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Half-widths of a 95 % interval of a mean of n values, in standard errors, by n."""
@@ -69,6 +72,8 @@ class Report:
     profile_bytes: int
     weight_bytes: int
     device: str
+    num_dropped: int
+    """Windows of its own text that repeated themselves."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {
@@ -81,7 +86,7 @@ def keep_out(windows: Sequence[TokenIds]) -> tuple[list[TokenIds], list[TokenIds
     """Windows to calibrate with and windows to report on. Of little text, the latter are those that
     calibration measures on itself."""
     found = list(windows)
-    if len(found) >= PROBE_WINDOWS + LEAST_WINDOWS + KEPT_WINDOWS:
+    if len(found) >= LEAST_WINDOWS + KEPT_WINDOWS:
         return found[:-KEPT_WINDOWS], found[-KEPT_WINDOWS:]
     return found, found[-PROBE_WINDOWS:]
 
@@ -107,6 +112,7 @@ def make_report(
     prefill_s = median(one.prefill_s for one in tried)
     default = levels[_default_level(codec.expected_kld)]
     profile_bytes, weight_bytes = len(profile.to_bytes()), _weight_bytes(model)
+    source = profile.meta["calibration"]
     figures = Figures(
         ratio_at_quality=ratio_within(levels),
         prefill_over_decode=prefill_s / max(default.decode_s, 1e-9),
@@ -116,13 +122,13 @@ def make_report(
         kld_high=default.kld_interval[1],
         num_windows=len(tried),
         overlap=_shared(learnt, kept_out),
-        num_tokens=int(profile.meta["calibration"]["windows"]) * context,
+        num_tokens=int(source["tokens"]),
         profile_share=profile_bytes / weight_bytes,
-        is_own_text=profile.meta["calibration"].get("texts") == [str(SELF)],
+        is_own_text=source.get("texts") == [str(SELF)],
     )
     return Report(
         levels, figures, judge(figures), default.level, prefill_s, context,
-        profile_bytes, weight_bytes, str(model.device),
+        profile_bytes, weight_bytes, str(model.device), int(source.get("dropped_windows", 0)),
     )  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def _cells(level: ReportedLevel, prefill_s: float) -> list[str]:
 
 def _lines(report: Report) -> list[str]:
     default, figures = report.levels[report.default_level], report.figures
-    return [
+    lines = [
         f"ratio at quality (KLD {KLD_LIMIT:g}, recall KLD {RECALL_LIMIT:g}): "
         f"{figures.ratio_at_quality:.1f}",
         f"at the default quality (KLD {enough_kld(QUALITY):g}) levels 0 to {default.level} are "
@@ -85,3 +85,6 @@ def _lines(report: Report) -> list[str]:
         f"weights, made from {figures.num_tokens:,} tokens; {figures.overlap:.1%} of the 8-grams "
         "kept out occur in them, too",
     ]
+    if figures.is_own_text:
+        lines.append(f"{report.num_dropped} windows that repeated themselves were dropped")
+    return lines

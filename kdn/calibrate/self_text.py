@@ -121,8 +121,10 @@ def batch_rows(model: Any, length: int, memory_bytes: int | None = None) -> int:
 def _device_bytes(model: Any) -> int:
     if model.device.type != "cuda":
         return MEMORY_BYTES
-    weights = sum(one.nbytes for one in model.parameters() if one.device == model.device)
-    return (torch.cuda.get_device_properties(model.device).total_memory - weights) // 3
+    own = [one for one in model.parameters() if one.device == model.device]
+    weights = sum(int(one.nbytes) for one in own)
+    total = int(torch.cuda.get_device_properties(model.device).total_memory)
+    return (total - weights) // 3
 
 
 def repeats(tokens: TokenIds) -> bool:

@@ -14,20 +14,19 @@ import pytest
 from kdn.calibrate.ratios import ratio_at
 from kdn.calibrate.report import (
     KEPT_WINDOWS,
+    LEAST_WINDOWS,
     Report,
     interval,
     keep_out,
     make_report,
 )
 from kdn.calibrate.report_text import show_report
-from kdn.calibrate.run import LEAST_WINDOWS, PROBE_WINDOWS, calibrate
+from kdn.calibrate.run import PROBE_WINDOWS, calibrate
 from kdn.calibrate.steps import decoded_quality
 from kdn.codec.klt import KltCodec, Profile
 from kdn.engines.quality import QualityProbe
 from kdn.engines.transformers import spec_of
 from tests.calibrate.test_run import OPTIONS, windows
-
-CALIBRATED = PROBE_WINDOWS + LEAST_WINDOWS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,16 +39,16 @@ def _hasty() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def made(tiny_model: Callable[..., Any]) -> tuple[Any, Profile, Report]:
     model = tiny_model("llama")
-    learnt, kept = keep_out(windows(CALIBRATED + KEPT_WINDOWS))
+    learnt, kept = keep_out(windows(LEAST_WINDOWS + KEPT_WINDOWS))
     profile = calibrate(model, learnt, OPTIONS)
     report = make_report(model, profile, learnt=learnt, kept_out=kept[:2], context=OPTIONS.context)
     return model, profile, report
 
 
 def test_what_is_kept_out() -> None:
-    enough = windows(CALIBRATED + KEPT_WINDOWS)
+    enough = windows(LEAST_WINDOWS + KEPT_WINDOWS)
     learnt, kept = keep_out(enough)
-    assert (len(learnt), len(kept)) == (CALIBRATED, KEPT_WINDOWS)
+    assert (len(learnt), len(kept)) == (LEAST_WINDOWS, KEPT_WINDOWS)
     assert not {id(w) for w in learnt} & {id(w) for w in kept}
     learnt, kept = keep_out(enough[:-1])
     assert len(learnt) == len(enough) - 1
@@ -58,7 +57,7 @@ def test_what_is_kept_out() -> None:
 
 def test_figures_are_those_of_the_codec(made: tuple[Any, Profile, Report]) -> None:
     model, profile, report = made
-    kept = windows(CALIBRATED + KEPT_WINDOWS)[CALIBRATED:][:2]
+    kept = windows(LEAST_WINDOWS + KEPT_WINDOWS)[LEAST_WINDOWS:][:2]
     probes = [QualityProbe(model, window, OPTIONS.context) for window in kept]
     spec = spec_of(model)
     numbers = range(1, profile.num_levels + 1)
@@ -78,7 +77,7 @@ def test_sizes_and_tokens(made: tuple[Any, Profile, Report]) -> None:
     model, profile, report = made
     assert report.profile_bytes == len(profile.to_bytes())
     assert report.weight_bytes == 4 * sum(p.numel() for p in model.parameters())
-    assert report.figures.num_tokens == LEAST_WINDOWS * OPTIONS.context
+    assert report.figures.num_tokens == (LEAST_WINDOWS - PROBE_WINDOWS) * OPTIONS.context
     default = report.levels[report.default_level]
     assert profile.meta["expected"][default.level]["kld"] <= 0.0035
     assert report.figures.prefill_over_decode == pytest.approx(report.prefill_s / default.decode_s)
@@ -106,7 +105,7 @@ def test_is_told_as_text_json_and_plot(
 
 def test_calibration_text_measured_again_is_found_out(made: tuple[Any, Profile, Report]) -> None:
     model, profile, honest = made
-    learnt = windows(CALIBRATED)
+    learnt = windows(LEAST_WINDOWS)
     copies = [window.copy() for window in learnt[:2]]
     report = make_report(model, profile, learnt=learnt, kept_out=copies, context=OPTIONS.context)
     assert report.figures.overlap == 1.0
