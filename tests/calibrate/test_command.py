@@ -17,10 +17,10 @@ import torch
 from rich.console import Console
 from safetensors import safe_open
 
-from kdn.calibrate import command, first_pass, make_profile, progress
+from kdn.calibrate import command, first_pass, loading, make_profile, progress
 from kdn.calibrate.command import Request, longest_context, num_windows
 from kdn.calibrate.first_pass import until
-from kdn.calibrate.loading import dtype_on, fits, load_to_calibrate
+from kdn.calibrate.loading import cpu_knows_bfloat16, dtype_on, fits, load_to_calibrate
 from kdn.calibrate.steps import is_rounding
 from kdn.codec.klt import KltCodec, Profile
 from kdn.engines.models import load_model, own_weights
@@ -190,17 +190,29 @@ def test_contexts_fit_into_the_positions_of_a_model() -> None:
     assert num_windows(1, 3072) == 4 + 4 + 6
 
 
-def test_the_dtype_a_model_runs_in(folder: Path) -> None:
+def test_the_dtype_a_model_runs_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "cpu_knows_bfloat16", lambda: False)
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     half, whole = torch.bfloat16, torch.float32
     assert own_weights(folder)[1] == half
     assert own_weights(folder)[0] == sum(p.numel() for p in load_model(folder)[0].parameters())
     assert dtype_on(cpu, half, 10**9, free=20 * 10**9) == whole
     assert dtype_on(cpu, half, 10**9, free=6 * 10**9) == half
+    monkeypatch.setattr(loading, "cpu_knows_bfloat16", lambda: True)
+    assert dtype_on(cpu, half, 10**9, free=20 * 10**9) == half
+    assert dtype_on(cpu, torch.float16, 10**9, free=20 * 10**9) == whole
     assert dtype_on(gpu, torch.float16, 10**9, free=80 * 10**9) == torch.float16
     assert dtype_on(gpu, whole, 10**9, free=80 * 10**9) == whole
     assert fits(gpu, 16 * 10**9, 80 * 10**9)
     assert not fits(gpu, 141 * 10**9, 139 * 10**9)
+
+
+def test_what_a_cpu_knows(tmp_path: Path) -> None:
+    told = tmp_path / "cpuinfo"
+    assert not cpu_knows_bfloat16(told)
+    for flags, known in (("flags : avx512f fma", False), ("flags : fma avx512_bf16 sse", True)):
+        told.write_text(flags)
+        assert cpu_knows_bfloat16(told) == known
 
 
 def test_a_model_larger_than_the_machine_is_refused(
