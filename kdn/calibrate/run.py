@@ -76,8 +76,8 @@ def calibrate(
     time_s: float | None = None,
 ) -> Profile:
     """A profile for `model` from token windows of `options.window` tokens each; the last few are
-    kept for measuring. Deterministic for the same machine, windows and options, unless `time_s`
-    ends its reading: the profile then says how many windows were read."""
+    kept for measuring. Deterministic for the same machine, windows and options, unless memory is
+    short or `time_s` ends its reading: the profile then says how many windows were read."""
     least = PROBE_WINDOWS + LEAST_WINDOWS
     if len(windows) < least:
         raise UnsupportedError(

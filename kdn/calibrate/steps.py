@@ -37,6 +37,8 @@ Parts = tuple[dict[str, Any], Tensors]
 """`meta` and `tensors` of a profile in the making."""
 
 STEP_ATTEMPTS = 4
+LEAST_KLD = 1e-12
+"""What a cache without any error counts as: steps follow from ratios of divergences."""
 TABLE_STRIDE = 3
 """Every third chunk of a window is counted, fewer where memory is short."""
 MOST_TABLE_BYTES = 5_000_000_000
@@ -258,7 +260,7 @@ def simulated_kld(codec: KltCodec, probes: Sequence[QualityProbe], levels: int) 
             lossy.slice(chunk.start, chunk.end).keys.copy_(part.keys)
             lossy.slice(chunk.start, chunk.end).values.copy_(part.values)
         found.append(probe.measure(lossy))
-    return Quality.pooled(found).kld
+    return max(Quality.pooled(found).kld, LEAST_KLD)
 
 
 def on_cpu(cache: KVCache) -> KVCache:
