@@ -20,9 +20,9 @@ from kdn.calibrate.drawing import drawn, open_texts
 from kdn.calibrate.loading import load_to_calibrate
 from kdn.calibrate.moments import PASSAGE_TOKENS
 from kdn.calibrate.progress import bar
-from kdn.calibrate.report import KEPT_WINDOWS, LEAST_WINDOWS, keep_out, make_report
+from kdn.calibrate.report import KEPT_WINDOWS, keep_out, make_report
 from kdn.calibrate.report_text import show_report
-from kdn.calibrate.run import PROBE_WINDOWS, CalibrationOptions, calibrate
+from kdn.calibrate.run import LEAST_WINDOWS, PROBE_WINDOWS, CalibrationOptions, calibrate
 from kdn.calibrate.self_text import SELF, write_text
 from kdn.calibrate.sizes import chosen_sizes, free_memory, shape_of
 from kdn.calibrate.steps import Progress
@@ -152,7 +152,7 @@ def _windows(
             bodies, options.window, num_windows(tokens, options.context), head=head
         )
         shorter = options.context // 2 // CHUNK_TOKENS * CHUNK_TOKENS
-        enough = len(windows) >= LEAST_WINDOWS + KEPT_WINDOWS
+        enough = len(windows) >= num_windows(1, options.context)
         if enough or shorter < LEAST_CONTEXT or asked.options is not None:
             return windows, options, source
         options = replace(options, context=shorter)  # of little text, more contexts
@@ -160,7 +160,7 @@ def _windows(
 
 def num_windows(tokens: int, context: int) -> int:
     """To read so many tokens, and to measure and report on others."""
-    return max(-(-tokens // context), LEAST_WINDOWS - PROBE_WINDOWS) + PROBE_WINDOWS + KEPT_WINDOWS
+    return max(-(-tokens // context), LEAST_WINDOWS) + PROBE_WINDOWS + KEPT_WINDOWS
 
 
 def _say_plan(told: Console, options: CalibrationOptions, learnt: Sequence[TokenIds]) -> None:
