@@ -41,7 +41,8 @@ BARE = 0.25
 LOOP_TOKENS = 256
 LOOP_EVERY = 64
 LEAST_DISTINCT = 0.6
-"""Part of a stretch's 8-grams that must differ from each other. Prose and code: above 0.9."""
+"""Part of a stretch's 8-grams that must differ from each other. Of 40 windows of real text, the
+least had 0.70."""
 MAX_TRIES = 4
 """Times the windows asked for."""
 SPARE = 1 / 8
