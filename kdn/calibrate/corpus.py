@@ -179,7 +179,7 @@ def overlap(tokens: TokenIds, other: TokenIds) -> float:
 
 
 def distinct_ngrams(tokens: TokenIds) -> float:
-    """Part of the 8-grams of `tokens` that no other repeats: 1 if all differ."""
+    """How many different 8-grams `tokens` have, as a part of all: 1 if none comes back."""
     count = len(tokens) - NGRAM_TOKENS + 1
     return len(_ngrams(tokens)) / count if count > 0 else 1.0
 

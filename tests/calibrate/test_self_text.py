@@ -120,7 +120,7 @@ def test_rows_that_stay_go_on_from_their_own_past(
 
 def test_a_model_that_only_loops_is_refused(model: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(self_text, "repeats", lambda _: True)
-    with pytest.raises(UnsupportedError, match=r"repeats itself: 8 of 8 .*--text FILES"):
+    with pytest.raises(UnsupportedError, match=r"repeats itself: 9 of 9 .*--text FILES"):
         write_text(model, Letters(), 20, 2)
 
 
