@@ -23,11 +23,19 @@ from safetensors.torch import load_file, save_file
 
 from kdn.cache.keys import Namespace, cut
 from kdn.cache.tensors import KVCache
-from kdn.calibrate import fit, importance, moments, tables
+from kdn.calibrate import fit, importance, moments, tables, two_stage
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import symbols
 from kdn.codec.klt.codec import KltCodec
-from kdn.codec.klt.profile import CONTEXT_TOKENS, FORMAT, VERSION, Profile
+from kdn.codec.klt.duals import dense_rows
+from kdn.codec.klt.profile import (
+    BASIS_TENSORS,
+    CONTEXT_TOKENS,
+    FORMAT,
+    VERSION,
+    VERSION_OF_STAGES,
+    Profile,
+)
 from kdn.engines.quality import Quality, QualityProbe
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
@@ -54,6 +62,8 @@ class CalibrationOptions:
     metric_rank: int = 384
     components: int = 2200
     fine_components: int = 64
+    leading: int = 0
+    """Components of each layer that a second stage across layers sees; 0: one stage."""
     fine_kld: float = 0.003
     finest_kld: float = 0.0002
     sink_fineness: float = 1.0
@@ -180,20 +190,21 @@ class _Calibration:
         for index, (metric, part) in enumerate(zip(metrics, self.slices, strict=True)):
             self.progress("fitting", 1 + index, 1 + len(self.slices))
             covariance = fit.residual_covariance(sums, regression, index, part)
-            basis = fit.fit_basis(covariance, metric, options.components)
-            fine, coarse = (
-                basis.rows[: options.fine_components],
-                basis.rows[options.fine_components :],
+            first, last = self.columns.groups[index]
+            basis = two_stage.fit_stages(
+                covariance,
+                metric,
+                num_layers=last - first,
+                leading=options.leading,
+                components=options.components,
+                fine_components=options.fine_components,
             )
-            scale = coarse.abs().amax(dim=1) / 127
             key = f"g{index}."
             tensors |= {
                 key + "weight": _f32(metric.weight),
                 key + "metric": _f16(metric.directions),
                 key + "gain": _f32(metric.gain),
-                key + "basis": torch.round(coarse / scale[:, None]).to(torch.int8).cpu().numpy(),
-                key + "basis_scale": _f32(scale),
-                key + "fine": _f16(fine),
+                **{key + name: tensor for name, tensor in basis.tensors.items()},
             }
             self.deviations.append(basis.deviation)
         self.progress("fitting", 1 + len(self.slices), 1 + len(self.slices))
@@ -206,10 +217,8 @@ class _Calibration:
         device, rows, found = self.model.device, [], []
         synthesis = []
         for index, metric in enumerate(metrics):
-            coarse = torch.from_numpy(tensors[f"g{index}.basis"]).to(device).double()
-            coarse *= torch.from_numpy(tensors[f"g{index}.basis_scale"]).to(device)[:, None]
-            fine = torch.from_numpy(tensors[f"g{index}.fine"]).to(device).double()
-            basis = torch.cat([fine, coarse])
+            stored = {name: tensors.get(f"g{index}.{name}") for name in BASIS_TENSORS}
+            basis = dense_rows({n: t for n, t in stored.items() if t is not None}, device)
             # Only components coarse enough to be coded take part.
             synthesis.append((basis[: len(basis) // 2] / metric.weight).float())
         chosen = self.windows[: self.options.second_pass_windows]
@@ -231,13 +240,18 @@ class _Calibration:
     def _meta(self, tensors: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
         return {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION_OF_STAGES if self.options.leading else VERSION,
             "model": self.spec.fingerprint.hex(),
             "num_layers": self.spec.num_layers,
             "num_kv_heads": self.spec.num_kv_heads,
             "head_dim": self.spec.head_dim,
             "vocab_size": len(tensors["embed.codes"]),
             "groups": [list(group) for group in self.columns.groups],
+            **(
+                {"leading": [self.options.leading] * len(self.slices)}
+                if self.options.leading
+                else {}
+            ),
             "levels": self.options.levels,
             "importance_bias": self.importance_bias,
             "calibration": asdict(self.options)
@@ -280,6 +294,7 @@ class _Calibration:
         # context * components * step^2 / 24, were it quadratic; a guess to start from.
         noisy = sum(len(d) for d in self.deviations) * self.options.context
         step = float(np.sqrt(24 * self.options.fine_kld / moments.CONTINUATION_KLD / noisy))
+        last_step, last_kld = step, np.inf
         for attempt in range(STEP_ATTEMPTS):
             self.progress("finding the step", attempt, STEP_ATTEMPTS)
             draft = tables.draft_profile(*self._with_step(meta, tensors, sums, step))
@@ -287,6 +302,10 @@ class _Calibration:
             kld = _simulated_kld(codec, probes, levels=self.options.levels - 1)
             if abs(np.log(kld / self.options.fine_kld)) < 0.1:
                 break
+            if step < 0.6 * last_step and kld > 0.9 * last_kld:
+                step = last_step  # finer steps do not help: the basis lacks what is missing
+                break
+            last_step, last_kld = step, kld
             step *= float(np.clip((self.options.fine_kld / kld) ** 0.6, 0.1, 10))
         self.progress("finding the step", STEP_ATTEMPTS, STEP_ATTEMPTS)
         return step

@@ -42,8 +42,8 @@ from kdn.codec.klt.level_coding import LevelCoder
 from kdn.codec.klt.profile import Profile
 from kdn.codec.klt.restoring import FromStream, Restorer
 from kdn.codec.klt.sinks import SinkCoder
+from kdn.codec.klt.stages import transforms_of
 from kdn.codec.klt.transform import (
-    GroupTransform,
     PackedComponents,
     Predictor,
 )
@@ -76,7 +76,7 @@ class KltCodec(Codec):
         self.num_levels = profile.num_levels
         self.coder = LevelCoder(profile)
         self._predict = Predictor(profile)
-        self._transforms = [GroupTransform(group, profile) for group in profile.groups]
+        self._transforms = transforms_of(profile)
         self._duals = Duals(profile, duals)
         self._sinks = [SinkCoder(group, profile) for group in profile.groups]
         self.analyser = Analyser(
@@ -95,7 +95,9 @@ class KltCodec(Codec):
         return tuple(map(float, told)) if len(told) == self.num_levels else super().expected_kld
 
     def decodes_on(self, device: torch.device) -> bool:
-        return device.type == "cuda" and find_spec("triton") is not None
+        """Kernels know groups of one stage only."""
+        is_known = not self.profile.has_two_stages
+        return is_known and device.type == "cuda" and find_spec("triton") is not None
 
     def repaired(self, repair: Repair) -> Codec:
         """With the repair folded into its rows, where each of its maps lies within a group of the
