@@ -104,7 +104,9 @@ def is_rival(target: Target) -> bool:
 
 def has_two_stages(target: Target) -> bool:
     """Its sections are those of klt in one stage, which is attacked in full."""
-    return isinstance(target.codec, KltCodec) and target.codec.profile.has_two_stages
+    return isinstance(target.codec, KltCodec) and any(
+        group.rows is not None for group in target.codec.profile.groups
+    )
 
 
 def each(target: Target, purpose: str, count: int) -> Any:

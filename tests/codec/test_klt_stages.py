@@ -149,7 +149,6 @@ def test_no_components_are_no_sum(codec: KltCodec) -> None:
 def test_one_stage_is_written_as_before(tiny: Any) -> None:
     profile = make_profile(tiny.spec)
     assert profile.meta["version"] == 3
-    assert not profile.has_two_stages
     assert all(group.rows is None for group in profile.groups)
 
 
@@ -164,34 +163,6 @@ def test_stages_may_differ_between_groups(tiny: Any) -> None:
     codec = KltCodec(tiny.spec, Profile.build(meta | {"leading": [0, LEADING]}, tensors))
     stream, chunk, cache = coded(codec, tiny)
     assert (codec.decode(stream, chunk).keys - cache.keys).abs().max() < 0.0101
-
-
-def test_kernels_leave_two_stages_to_cores(
-    tiny: Any, codec: KltCodec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither decoding nor encoding takes a cache that suits them otherwise."""
-    monkeypatch.setattr("kdn.codec.klt.device.find_spec", lambda name: object())
-    monkeypatch.setattr("kdn.codec.klt.codec.find_spec", lambda name: object())
-    monkeypatch.setattr("kdn.codec.klt.gpu_encoding.find_spec", lambda name: object())
-    chunk, cache = case(codec, tiny)
-    on_gpu = KVCache(OnGpu(cache.keys), OnGpu(cache.values))  # type: ignore[arg-type]
-    one_stage = KltCodec(tiny.spec, make_profile(tiny.spec))
-    for own, suits in ((one_stage, True), (codec, False)):
-        assert own.decodes_on(torch.device("cuda")) is suits
-        assert own._gpu._suits(on_gpu.keys, on_gpu.values) is suits
-        assert own._gpu_encoding.suits(chunk, on_gpu) is suits
-
-
-class OnGpu:
-    """A tensor that says it is on one."""
-
-    is_cuda = True
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tensor, name)
 
 
 @pytest.mark.parametrize(

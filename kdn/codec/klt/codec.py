@@ -95,9 +95,7 @@ class KltCodec(Codec):
         return tuple(map(float, told)) if len(told) == self.num_levels else super().expected_kld
 
     def decodes_on(self, device: torch.device) -> bool:
-        """Kernels know groups of one stage only."""
-        is_known = not self.profile.has_two_stages
-        return is_known and device.type == "cuda" and find_spec("triton") is not None
+        return device.type == "cuda" and find_spec("triton") is not None
 
     def repaired(self, repair: Repair) -> Codec:
         """With the repair folded into its rows, where each of its maps lies within a group of the

@@ -182,8 +182,6 @@ class GpuDecoding:
         }
 
     def _suits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        if self._profile.has_two_stages:
-            return False  # kernels know groups of one stage only
         plain = keys.stride(-1) == values.stride(-1) == 1 and keys.shape[-1] % 2 == 0
         known = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
         return keys.is_cuda and find_spec("triton") is not None and plain and keys.dtype in known

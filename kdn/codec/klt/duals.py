@@ -50,16 +50,22 @@ class Dual:
 
 def dense_rows(stored: Mapping[str, npt.NDArray[Any]], device: torch.device) -> torch.Tensor:
     """What all components add to the weighted values [components, columns], in float32, from a
-    group's tensors; both stages as one matrix, where it has two."""
-    named = {name: torch.from_numpy(t).to(device).float() for name, t in stored.items()}
-    fine, coarse = named["fine"], named["basis"] * named["basis_scale"][:, None]
-    if "rows" not in named:
-        return torch.cat([fine, coarse])
-    rows = named["rows"] * named["rows_scale"][:, :, None]
+    group's tensors."""
+    fine, scale = (torch.from_numpy(stored[n]).to(device).float() for n in ("fine", "basis_scale"))
+    return torch.cat([fine, coarse_rows(stored, device) * scale[:, None]])
+
+
+def coarse_rows(stored: Mapping[str, npt.NDArray[Any]], device: torch.device) -> torch.Tensor:
+    """Those of the components that are not fine, in units of `basis_scale`; both stages as one
+    matrix, where a group has two."""
+    coarse = torch.from_numpy(stored["basis"]).to(device).float()
+    if "rows" not in stored:
+        return coarse
+    rows, scale = (torch.from_numpy(stored[n]).to(device).float() for n in ("rows", "rows_scale"))
     count, leading, per_layer = rows.shape
-    parts = coarse.view(-1, count, leading).transpose(0, 1) @ rows
+    parts = coarse.view(-1, count, leading).transpose(0, 1) @ (rows * scale[:, :, None])
     sides = parts.view(count, len(coarse), 2, per_layer // 2).permute(1, 2, 0, 3)
-    return torch.cat([fine, sides.reshape(len(coarse), -1)])
+    return sides.reshape(len(coarse), -1)
 
 
 def dual_rows(group: Group, device: torch.device) -> torch.Tensor:

@@ -143,9 +143,7 @@ def _basis(group: Group, own: GroupMap) -> dict[str, Array]:
     weight = _even_weight(rows[num_fine:], _sizes(group.scale[num_fine:]))
     rows *= weight
     codes, scale = _rounded(rows[num_fine:], 1)
-    largest = float(rows[:num_fine].abs().max()) if num_fine else 0.0
-    if len(scale) and not largest < MAX_RATIO * float(np.median(scale)):
-        raise UnsupportedError(f"a repair too large for the basis of layers {group.layers}")
+    _check_ratio(group, rows[:num_fine], scale)
     return {
         "fine": _halves(rows[:num_fine]), "basis": codes, "basis_scale": scale,
         "weight": weight.numpy(),
@@ -173,10 +171,18 @@ def _basis_of_stages(group: Group, own: GroupMap) -> dict[str, Array]:
         scales.append(scale)
     fine = torch.from_numpy(group.fine.astype(np.float32) / group.weight)
     own.add_to_rows(fine)
+    fine *= weight.view(-1)
+    _check_ratio(group, fine, group.basis_scale)
     return {
-        "fine": _halves(fine * weight.view(-1)), "weight": weight.view(-1).numpy(),
+        "fine": _halves(fine), "weight": weight.view(-1).numpy(),
         "rows": np.stack(codes), "rows_scale": np.stack(scales),
     }  # fmt: skip
+
+
+def _check_ratio(group: Group, fine: torch.Tensor, scale: Array) -> None:
+    largest = float(fine.abs().max()) if len(fine) else 0.0
+    if len(scale) and not largest < MAX_RATIO * float(np.median(scale)):
+        raise UnsupportedError(f"a repair too large for the basis of layers {group.layers}")
 
 
 def _sizes(scales: npt.NDArray[np.uint8]) -> torch.Tensor:

@@ -68,7 +68,7 @@ class GpuEncoding:
 
     def suits(self, chunk: Chunk, cache: KVCache) -> bool:
         """Whether kernels can encode it."""
-        if not cache.keys.is_cuda or find_spec("triton") is None or self._profile.has_two_stages:
+        if not cache.keys.is_cuda or find_spec("triton") is None:
             return False
         few = self._profile.num_sinks <= MAX_SINKS and chunk.num_tokens <= CHUNK_TOKENS
         return few and cache.dtype in _DTYPES and self._spec.head_dim % 2 == 0

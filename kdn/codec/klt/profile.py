@@ -185,11 +185,6 @@ class Profile:
             found.append(Group((first, last), slice(first * width, last * width), **part))
         return tuple(found)
 
-    @property
-    def has_two_stages(self) -> bool:
-        """Whether any group has: GPU kernels know one stage only."""
-        return any(leading_of(self.meta, index) for index in range(len(self.meta["groups"])))
-
     @cached_property
     def levels(self) -> tuple[Level, ...]:
         return tuple(self._level(index) for index in range(self.num_levels))
