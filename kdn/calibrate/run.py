@@ -1,16 +1,16 @@
 """Calibration from end to end: windows of text to a profile.
 
-1. Read every window with the model and sum up (`moments.py`); resumable.
+1. Read every window with the model and sum up (`moments.py`, `first_pass.py`); resumable.
 2. Fit predictor, metric and basis (`fit.py`).
-3. Read some windows again: fit token importance, find the finest step, count tables.
+3. Read some windows again: fit token importance; then find the finest step and count tables
+   (`steps.py`).
 4. Measure what each level costs and does to the model, on windows kept out of all of the above.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -19,14 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import load_file, save_file
 
-from kdn.cache.keys import Namespace, cut
 from kdn.cache.tensors import KVCache
-from kdn.calibrate import fit, importance, moments, tables, two_stage
-from kdn.codec.format import Bitstream
-from kdn.codec.klt import symbols
-from kdn.codec.klt.codec import KltCodec
+from kdn.calibrate import fit, importance, moments, two_stage
+from kdn.calibrate.first_pass import FirstPass, until
+from kdn.calibrate.sizes import free_memory, layer_groups
+from kdn.calibrate.steps import Progress, Steps, counted_chunks, table_stride
 from kdn.codec.klt.duals import dense_rows
 from kdn.codec.klt.profile import (
     BASIS_TENSORS,
@@ -36,23 +34,24 @@ from kdn.codec.klt.profile import (
     VERSION_OF_STAGES,
     Profile,
 )
-from kdn.engines.quality import Quality, QualityProbe
+from kdn.engines.quality import QualityProbe
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
 
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and of how much."""
-
-CHECKPOINT_S = 120.0
 PROBE_WINDOWS = 4
-STEP_ATTEMPTS = 4
-TABLE_STRIDE = 3
-"""Every third chunk of a window is counted."""
+LEAST_WINDOWS = 4
+"""Beside those."""
+READING_SHARE, WEIGHING_SHARE = 0.55, 0.75
+"""Parts of the time asked for that are over when reading ends, and weighing: the rest takes about
+as long whatever was read."""
+MEMORY_SHARE = 0.25
+"""Of what is free, for the values that importance is fitted on."""
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What may be traded: quality against profile size, codec speed and calibration time."""
+    """What may be traded: quality against profile size, codec speed and calibration time.
+    `sizes.py` chooses what depends on the model; a group has at most `group_layers`."""
 
     context: int = 3072
     group_layers: int = 15
@@ -84,15 +83,19 @@ def calibrate(
     progress: Progress = lambda *_: None,
     checkpoint: Path | None = None,
     source: dict[str, Any] | None = None,
+    time_s: float | None = None,
 ) -> Profile:
     """A profile for `model` from token windows of `options.window` tokens each; the last few are
-    kept for measuring. Deterministic for the same machine, windows and options."""
-    if len(windows) < PROBE_WINDOWS + 4:
+    kept for measuring. Deterministic for the same machine, windows and options, unless `time_s`
+    ends its reading: the profile then says how many windows were read."""
+    least = PROBE_WINDOWS + LEAST_WINDOWS
+    if len(windows) < least:
         raise UnsupportedError(
-            f"calibration needs at least {PROBE_WINDOWS + 4} windows of {options.window} tokens, "
-            f"found {len(windows)}: give more text or a smaller context"
+            f"calibration needs at least {least} windows of {options.window} tokens, found "
+            f"{len(windows)}: give at least {least * options.window:,} tokens of text"
         )
-    return _Calibration(model, windows, options, progress, checkpoint, source or {}).run()
+    made = _Calibration(model, windows, options, progress, checkpoint, source or {}, time_s)
+    return made.run()
 
 
 class _Calibration:
@@ -104,17 +107,19 @@ class _Calibration:
         progress: Progress,
         checkpoint: Path | None,
         source: dict[str, Any],
+        time_s: float | None,
     ) -> None:
+        self.enough_read, self.enough_weighed = (
+            until(time_s and time_s * share, LEAST_WINDOWS)
+            for share in (READING_SHARE, WEIGHING_SHARE)
+        )
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         self.model, self.options, self.progress = model.eval(), options, progress
         self.checkpoint, self.source = checkpoint, source
         self.spec = spec_of(model)
-        step = min(options.group_layers, self.spec.num_layers)
-        starts = range(0, self.spec.num_layers, step)
-        self.columns = moments.Columns(
-            self.spec, tuple((a, min(a + step, self.spec.num_layers)) for a in starts)
-        )
+        groups = layer_groups(self.spec.num_layers, options.group_layers)
+        self.columns = moments.Columns(self.spec, groups)
         self.slices = self.columns.slices()
         ids = [torch.as_tensor(np.asarray(w, dtype=np.int64), device=model.device) for w in windows]
         self.probe_windows, self.windows = ids[-PROBE_WINDOWS:], ids[:-PROBE_WINDOWS]
@@ -130,39 +135,37 @@ class _Calibration:
             QualityProbe(self.model, w.cpu().numpy(), self.options.context)
             for w in self.probe_windows
         ]
-        meta["finest_step"] = self._find_step(meta, tensors, sums, probes[:2])
-        meta, tensors = self._count(meta, tensors, sums)
-        meta, tensors = self._add_correction(meta, tensors, probes[:1])
+        steps = Steps(self.spec, self.options, self.progress, self.deviations, fit.fit_sinks(sums))
+        meta["finest_step"] = steps.find_step(meta, tensors, probes[:2])
+        # From the end: windows the second pass has not fitted importance on, where there are any.
+        chosen = self.windows[-self.options.table_windows :]
+        stride = table_stride(steps, len(chosen))
+        parts = counted_chunks(
+            self.model, self.spec, chosen, self.options.context, self.progress, stride
+        )
+        meta, tensors = steps.count(meta, tensors, parts)
+        meta, tensors = steps.add_correction(meta, tensors, probes[:1])
         profile = Profile.build(meta | {"expected": [{}] * self.options.levels}, tensors)
-        expected = self._measure(profile, probes)
+        expected = steps.measure(profile, probes)
         if self.checkpoint is not None:
             self.checkpoint.unlink(missing_ok=True)
         return Profile.build(meta | {"expected": expected}, tensors)
 
     def _read_all(self) -> moments.Moments:
-        device = self.model.device
-        sums = moments.Moments.zeros(self.features.count, self.slices, device)
-        digest = self._digest()
-        if self.checkpoint is not None and self.checkpoint.exists():
-            saved = load_file(self.checkpoint, device=str(device))
-            if bytes(saved.pop("digest").cpu().tolist()) == digest:
-                sums.restore(saved)
-        saved_at = time.monotonic()
-        for index in range(sums.num_windows, len(self.windows)):
-            self.progress("reading", index, len(self.windows))
-            window = self.windows[index]
-            ids = window[: self.options.context]
-            cache = moments.read(self.model, ids)
-            sums.add_values(self.features(ids), self.columns.of(cache), self.slices)
-            sums.add_fisher(self._gradients(cache, window, index), self.slices)
-            if self.checkpoint is not None and time.monotonic() - saved_at > CHECKPOINT_S:
-                named = {k: t.contiguous() for k, t in sums.tensors().items()}
-                aside = self.checkpoint.with_suffix(".writing")
-                save_file(named | {"digest": torch.tensor(list(digest))}, aside)
-                aside.replace(self.checkpoint)
-                saved_at = time.monotonic()
-        self.progress("reading", len(self.windows), len(self.windows))
+        sums = moments.Moments.zeros(self.features.count, self.slices, self.model.device)
+        FirstPass(
+            self._add, len(self.windows), self._digest(), self.checkpoint, self.progress,
+            self.enough_read,
+        ).run(sums)  # fmt: skip
+        self.windows = self.windows[: sums.num_windows]
         return sums
+
+    def _add(self, sums: moments.Moments, index: int) -> None:
+        window = self.windows[index]
+        ids = window[: self.options.context]
+        cache = moments.read(self.model, ids)
+        sums.add_values(self.features(ids), self.columns.of(cache), self.slices)
+        sums.add_fisher(self._gradients(cache, window, index), self.slices)
 
     def _gradients(self, cache: KVCache, window: torch.Tensor, index: int) -> list[torch.Tensor]:
         generator = torch.Generator(self.model.device).manual_seed(self.options.seed + index)
@@ -214,15 +217,18 @@ class _Calibration:
         self, metrics: list[fit.Metric], tensors: dict[str, npt.NDArray[Any]]
     ) -> dict[str, npt.NDArray[Any]]:
         """How errors of unit components of a token move the model, and its prediction."""
-        device, rows, found = self.model.device, [], []
-        synthesis = []
+        device, synthesis = self.model.device, []
         for index, metric in enumerate(metrics):
             stored = {name: tensors.get(f"g{index}.{name}") for name in BASIS_TENSORS}
             basis = dense_rows({n: t for n, t in stored.items() if t is not None}, device)
             # Only components coarse enough to be coded take part.
             synthesis.append((basis[: len(basis) // 2] / metric.weight).float())
         chosen = self.windows[: self.options.second_pass_windows]
+        every = self._weighed_tokens(len(chosen))
+        found: list[torch.Tensor] = []
         for index, window in enumerate(chosen):
+            if self.enough_weighed(index):
+                break
             self.progress("weighing", index, len(chosen))
             cache = moments.read(self.model, window[: self.options.context])
             total = torch.zeros(self.options.context, device=device)
@@ -230,12 +236,24 @@ class _Calibration:
                 for part, matrix in zip(self.slices, synthesis, strict=True):
                     total += (gradient[:, part] @ matrix.T).square().sum(dim=1)
             found.append(total[moments.NUM_SINKS :])
-            rows.append(self.columns.of(cache)[moments.NUM_SINKS :].half())
-        measured = importance.relative(torch.stack(found))
-        fitted = importance.fit_importance(torch.cat(rows), measured.flatten())
-        self.progress("weighing", len(chosen), len(chosen))
+            rows = self.columns.of(cache)[moments.NUM_SINKS :: every.stride]
+            every.rows[index * len(rows) : (index + 1) * len(rows)] = rows
+        measured = importance.relative(torch.stack(found))[:, :: every.stride].flatten()
+        fitted = importance.fit_importance(every.rows[: len(measured)], measured)
+        self.progress("weighing", len(found), len(found))
         self.importance_bias, self.importance_gain = fitted.bias, fitted.gain
         return {"importance": _f32(fitted.weight)}
+
+    def _weighed_tokens(self, num_windows: int) -> _Weighed:
+        """Values of as many tokens of each window as there is memory for, every so many."""
+        columns = self.slices[-1].stop
+        most = MEMORY_SHARE * free_memory(self.model.device) / (2 * columns)
+        tokens = self.options.context - moments.NUM_SINKS
+        stride = max(1, int(np.ceil(num_windows * tokens / max(most, num_windows))))
+        count = num_windows * -(-tokens // stride)
+        return _Weighed(
+            torch.empty(count, columns, dtype=torch.float16, device=self.model.device), stride
+        )
 
     def _meta(self, tensors: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
         return {
@@ -255,181 +273,21 @@ class _Calibration:
             "levels": self.options.levels,
             "importance_bias": self.importance_bias,
             "calibration": asdict(self.options)
-            | {"windows": len(self.windows), "importance_gain": self.importance_gain}
+            | {
+                "windows": len(self.windows),
+                "tokens": len(self.windows) * self.options.context,
+                "importance_gain": self.importance_gain,
+            }
             | self.source,
         }
 
-    def _with_step(
-        self, meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]],
-        sums: moments.Moments, step: float,
-    ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:  # fmt: skip
-        """What depends on the finest step: scale classes, and how sinks are quantised."""
-        coarsest = step * 3 ** (self.options.levels - 1)
-        named: dict[str, npt.NDArray[Any]] = {
-            f"g{i}.scale": tables.scale_class(d, coarsest) for i, d in enumerate(self.deviations)
-        }
-        mean, deviation = fit.fit_sinks(sums)
-        weight = torch.cat(
-            [torch.from_numpy(tensors[f"g{i}.weight"]) for i in range(len(self.slices))]
-        )
-        # Never finer than 8 bits for what is usual: a context's first tokens vary little.
-        usual = deviation.cpu() + 1e-3 * deviation.cpu().mean() + 1e-6
-        sink_step = (step * self.options.sink_fineness / weight).maximum(usual / 128).float()
-        named |= {
-            "sink.mean": _f16(mean),
-            "sink.step": sink_step.numpy(),
-            "sink.scale": tables.scale_class((deviation.cpu() / sink_step).double(), 1.0),
-            "sink.freqs": tables.laplace_tables(),
-        }
-        named.setdefault("fix.step", (1.0 / weight).float().numpy())
-        named.setdefault("fix.scale", np.full(len(weight), tables.SCALE_ORIGIN, np.uint8))
-        return meta | {"finest_step": step}, tensors | named
-
-    def _find_step(
-        self, meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]],
-        sums: moments.Moments, probes: list[QualityProbe],
-    ) -> float:  # fmt: skip
-        """The step at which all components come to the divergence asked for."""
-        # In this metric the divergence of errors uniform over one step would be
-        # context * components * step^2 / 24, were it quadratic; a guess to start from.
-        noisy = sum(len(d) for d in self.deviations) * self.options.context
-        step = float(np.sqrt(24 * self.options.fine_kld / moments.CONTINUATION_KLD / noisy))
-        last_step, last_kld = step, np.inf
-        for attempt in range(STEP_ATTEMPTS):
-            self.progress("finding the step", attempt, STEP_ATTEMPTS)
-            draft = tables.draft_profile(*self._with_step(meta, tensors, sums, step))
-            codec = KltCodec(self.spec, draft)
-            kld = _simulated_kld(codec, probes, levels=self.options.levels - 1)
-            if abs(np.log(kld / self.options.fine_kld)) < 0.1:
-                break
-            if step < 0.6 * last_step and kld > 0.9 * last_kld:
-                step = last_step  # finer steps do not help: the basis lacks what is missing
-                break
-            last_step, last_kld = step, kld
-            step *= float(np.clip((self.options.fine_kld / kld) ** 0.6, 0.1, 10))
-        self.progress("finding the step", STEP_ATTEMPTS, STEP_ATTEMPTS)
-        return step
-
-    def _count(
-        self, meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]], sums: moments.Moments
-    ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """Tables of all levels but the last."""
-        meta, tensors = self._with_step(meta, tensors, sums, meta["finest_step"])
-        codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
-        self.samples = []
-        # From the end: windows the second pass has not fitted importance on, where there are any.
-        chosen = self.windows[-self.options.table_windows :]
-        for index, window in enumerate(chosen):
-            self.progress("counting", index, len(chosen))
-            ids = window[: self.options.context]
-            cache = _on_cpu(moments.read(self.model, ids))
-            chunks = cut(ids.cpu().numpy(), Namespace(self.spec.fingerprint, codec.profile_id))
-            for chunk in chunks[index % TABLE_STRIDE :: TABLE_STRIDE]:
-                part = cache.slice(chunk.start, chunk.end)
-                self.samples.append(tables.quantise(codec, chunk, part))
-        self.progress("counting", len(chosen), len(chosen))
-        counts = tables.components_per_level(self.samples)
-        tensors = tensors | tables.count_tables(codec, self.samples, counts)
-        for group, count in enumerate(counts[-1]):
-            fine = min(count, len(tensors[f"g{group}.fine"]))
-            lengths = {"fine": fine, "basis": count - fine, "basis_scale": count - fine}
-            for name, kept in (lengths | {"scale": count}).items():
-                tensors[f"g{group}.{name}"] = tensors[f"g{group}.{name}"][:kept]
-        return meta | {"num_components": counts}, tensors
-
-    def _add_correction(
-        self, meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]],
-        probes: list[QualityProbe],
-    ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:  # fmt: skip
-        """The last level: steps inverse to the columns' weights, sized for the divergence asked
-        for; then its tables."""
-        self.progress("correcting", 0, 2)
-        weight = np.concatenate([tensors[f"g{i}.weight"] for i in range(len(self.slices))])
-        step = 1.5 * meta["finest_step"]
-        for _ in range(STEP_ATTEMPTS):
-            tensors["fix.step"] = (step / weight).astype(np.float32)
-            codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
-            last = _simulated_kld(codec, probes, levels=self.options.levels)
-            if abs(np.log(last / self.options.finest_kld)) < 0.25:
-                break
-            step *= float(np.clip((0.85 * self.options.finest_kld / last) ** 0.5, 0.1, 10))
-        self.progress("correcting", 1, 2)
-        samples = [tables.with_correction(codec, sample) for sample in self.samples]
-        tensors["fix.scale"] = tables.correction_scales(samples)
-        codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
-        meta = meta | {"num_components": codec.profile.meta["num_components"]}
-        tensors |= tables.count_tables(codec, samples, meta["num_components"])
-        tensors[f"level{self.options.levels - 1}.centroids"] = np.zeros(
-            (symbols.NUM_SCALES, 3), np.float32
-        )
-        self.progress("correcting", 2, 2)
-        return meta, tensors
-
-    def _measure(self, profile: Profile, probes: list[QualityProbe]) -> list[dict[str, float]]:
-        self.progress("measuring", 0, 1)
-        levels = list(range(1, profile.num_levels + 1))
-        measured = decoded_quality(KltCodec(self.spec, profile), probes, levels=levels)
-        self.progress("measuring", 1, 1)
-        values = len(probes) * self.options.context * self.spec.values_per_token
-        return [
-            {
-                "bits": 8 * m.size_bytes / values,
-                "kld": m.quality.kld,
-                "recall_kld": m.quality.recall_kld,
-                "top1": m.quality.top1,
-            }
-            for m in measured
-        ]
-
 
 @dataclass(frozen=True)
-class Measured:
-    """What some first levels of all chunks cost and do."""
+class _Weighed:
+    """Values [tokens, columns] that importance is fitted on: every `stride`th of a window."""
 
-    size_bytes: int
-    quality: Quality
-
-
-def decoded_quality(
-    codec: KltCodec, probes: Sequence[QualityProbe], *, levels: Sequence[int]
-) -> list[Measured]:
-    """Each number of levels over all probes, through real streams."""
-    parts: dict[int, list[Quality]] = {level: [] for level in levels}
-    sizes = dict.fromkeys(levels, 0)
-    for probe in probes:
-        cache = _on_cpu(probe.cache)
-        namespace = Namespace(codec.spec.fingerprint, codec.profile_id)
-        chunks = cut(probe.tokens[: probe.context].numpy(), namespace)
-        streams = [Bitstream.parse(codec.encode(c, cache.slice(c.start, c.end))) for c in chunks]
-        for level in levels:
-            decoded = KVCache(torch.empty_like(cache.keys), torch.empty_like(cache.values))
-            for chunk, stream in zip(chunks, streams, strict=True):
-                out = decoded.slice(chunk.start, chunk.end)
-                codec.decode(stream, chunk, levels=level, out=out)
-                sizes[level] += stream.level_end(level - 1)
-            parts[level].append(probe.measure(decoded))
-    return [Measured(sizes[level], Quality.pooled(parts[level])) for level in levels]
-
-
-def _simulated_kld(codec: KltCodec, probes: Sequence[QualityProbe], levels: int) -> float:
-    """Divergence at a number of levels, before there are tables to code them with."""
-    found = []
-    for probe in probes:
-        cache = _on_cpu(probe.cache)
-        namespace = Namespace(codec.spec.fingerprint, codec.profile_id)
-        lossy = KVCache(torch.empty_like(cache.keys), torch.empty_like(cache.values))
-        for chunk in cut(probe.tokens[: probe.context].numpy(), namespace):
-            part = codec.simulate(chunk, cache.slice(chunk.start, chunk.end), levels)
-            lossy.slice(chunk.start, chunk.end).keys.copy_(part.keys)
-            lossy.slice(chunk.start, chunk.end).values.copy_(part.values)
-        found.append(probe.measure(lossy))
-    return Quality.pooled(found).kld
-
-
-def _on_cpu(cache: KVCache) -> KVCache:
-    return KVCache(
-        cache.keys.cpu().float(), cache.values.cpu().float(), cache.start, cache.valid_from
-    )
+    rows: torch.Tensor
+    stride: int
 
 
 def _f32(tensor: torch.Tensor) -> npt.NDArray[np.float32]:

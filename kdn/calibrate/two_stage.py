@@ -20,7 +20,8 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from kdn.calibrate.fit import Basis, Metric, eigh, fit_basis
+from kdn.calibrate import eigen
+from kdn.calibrate.fit import Basis, Metric, fit_basis
 from kdn.errors import UnsupportedError
 
 
@@ -56,9 +57,10 @@ def fit_stages(
         metric.apply(metric.apply(covariance).T), _gained(fine.rows, metric), fine.deviation
     )
     codes, scale = _layers_rows(left, metric, num_layers, leading)
-    across, deviation = _across(left, metric, codes * scale[:, :, None], _gained(fine.rows, metric))
-    count = max(0, min(components - len(fine.rows), len(across)))
-    basis, basis_scale = _rounded(across[:count])
+    count = max(0, min(components, num_layers * leading) - len(fine.rows))
+    rows, largest = codes * scale[:, :, None], _gained(fine.rows, metric)
+    across, deviation = _across(left, metric, rows, largest, count)
+    basis, basis_scale = _rounded(across)
     return StoredBasis(
         {
             "fine": fine.rows.half().cpu().numpy(),
@@ -67,7 +69,7 @@ def fit_stages(
             "rows": codes.to(torch.int8).cpu().numpy(),
             "rows_scale": scale.float().cpu().numpy(),
         },
-        torch.cat([fine.deviation, deviation[:count]]),
+        torch.cat([fine.deviation, deviation]),
     )
 
 
@@ -113,22 +115,21 @@ def _layers_rows(
         directions = metric.directions[own]
         block = (directions * gain) @ directions.T
         block.diagonal().add_(1.0)
-        values, vectors = eigh(block)
+        values, vectors = torch.linalg.eigh(block)
         root = values.clamp(min=1e-9).sqrt()
         inside = vectors.T @ weighted[own][:, own] @ vectors
-        _, principal = eigh(_symmetric(root[:, None] * inside * root))
-        chosen = principal[:, -leading:].flip(1).T
-        found.append(turn @ (chosen / root) @ vectors.T)
+        _, principal = eigen.leading(_symmetric(root[:, None] * inside * root), leading)
+        found.append(turn @ (principal.T / root) @ vectors.T)
     codes, scale = _rounded(torch.cat(found))
     return codes.view(num_layers, leading, -1), scale.view(num_layers, leading)
 
 
 def _across(
-    left: torch.Tensor, metric: Metric, rows: torch.Tensor, fine: torch.Tensor
+    left: torch.Tensor, metric: Metric, rows: torch.Tensor, fine: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Principal components within the span of all layers' rows [layers, leading, columns], and
-    orthogonal to fine ones: each as a sum of these rows [components, layers x leading], and their
-    deviations, largest first."""
+    """The first principal components within the span of all layers' rows [layers, leading,
+    columns], and orthogonal to fine ones: each as a sum of these rows [components, layers x
+    leading], and their deviations, largest first."""
     num_layers, leading, _ = rows.shape
     spanned = torch.zeros((num_layers, leading, len(left)), dtype=left.dtype, device=left.device)
     for layer, own in enumerate(layer_columns(num_layers, len(left)).to(left.device)):
@@ -141,11 +142,10 @@ def _across(
     inside -= taken @ (taken.T @ inside)
     inside -= (inside @ taken) @ taken.T
     # Below all others, also where those are nearly nothing.
-    inside -= inside.diagonal().max() * (taken @ taken.T)
-    values, vectors = eigh(_symmetric(inside))
-    kept = len(values) - taken.shape[1]
-    across = torch.linalg.solve_triangular(root.T, vectors.flip(1)[:, :kept], upper=True).T
-    return across, values.flip(0)[:kept].clamp(min=0).sqrt()
+    inside -= 1e-4 * inside.diagonal().max() * (taken @ taken.T)
+    values, vectors = eigen.leading(_symmetric(inside), count)
+    across = torch.linalg.solve_triangular(root.T, vectors, upper=True).T
+    return across, values.clamp(min=0).sqrt()
 
 
 def _rotation(size: int, like: torch.Tensor) -> torch.Tensor:

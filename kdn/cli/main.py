@@ -251,14 +251,29 @@ def demo(
 def calibrate(
     model: Annotated[str, typer.Argument(help="smollm2, a local folder, or a name on the hub.")],
     text: Annotated[
-        list[Path] | None, typer.Option(help="Files to learn from; by default what Python carries.")
+        list[Path] | None,
+        typer.Option(
+            help="Files to learn from; by default what Python carries. 'self': the model writes."
+        ),
     ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_COUNT, help="Tokens to read; by default up to 500,000."),
+    ] = None,
+    time: Annotated[
+        float | None, typer.Option(min=0.01, help="Minutes: reading stops in time for the rest.")
+    ] = None,
+    device: DeviceOption = DEVICE,
     out: Annotated[Path | None, typer.Option(help="Where to write the profile.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the report as PNG.")] = None,
 ) -> None:
     """Make the profile that the klt codec needs for a model."""
     from kdn.calibrate import make_profile
 
-    make_profile(model, text=text, out=out)
+    make_profile(
+        model, text=text, out=out, tokens=tokens, minutes=time, device=device, json=json, plot=plot
+    )
 
 
 @app.command()

@@ -112,7 +112,7 @@ def test_steps_are_not_made_finer_than_the_basis_is_worth(
     tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random weights need nearly all components: with fewer, no step comes to the divergence."""
-    monkeypatch.setattr("kdn.calibrate.run._Calibration._count", stop)
+    monkeypatch.setattr("kdn.calibrate.steps.Steps.count", stop)
     with pytest.raises(Stopped) as stopped:
         calibrate(tiny_model("llama"), windows(8), replace(OPTIONS, group_layers=4, leading=48))
     assert stopped.value.args[0] > 1e-3

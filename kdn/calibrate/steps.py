@@ -1,0 +1,272 @@
+"""What follows once a transform is fitted: the finest step, tables, the last level, measurements.
+
+Calibration (`run.py`) and the renewal of a profile for a fine-tuned model (`renewing.py`) both end
+with these steps. Each takes a profile's `meta` and `tensors` as they are so far and returns more of
+them; nothing here changes predictor, metric or basis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
+from kdn.cache.spec import ModelSpec
+from kdn.cache.tensors import KVCache
+from kdn.calibrate import moments, tables
+from kdn.calibrate.sizes import free_memory
+from kdn.codec.format import Bitstream
+from kdn.codec.klt import symbols
+from kdn.codec.klt.codec import KltCodec
+from kdn.codec.klt.profile import Profile
+from kdn.engines.quality import Quality, QualityProbe
+
+if TYPE_CHECKING:
+    from kdn.calibrate.run import CalibrationOptions
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and of how much."""
+
+Tensors = dict[str, npt.NDArray[Any]]
+Parts = tuple[dict[str, Any], Tensors]
+"""`meta` and `tensors` of a profile in the making."""
+
+STEP_ATTEMPTS = 4
+TABLE_STRIDE = 3
+"""Every third chunk of a window is counted, fewer where memory is short."""
+MOST_TABLE_BYTES = 5_000_000_000
+"""Of what is counted, which is all held at once."""
+MEMORY_FOR_TABLES = 0.25
+"""Of what is free."""
+
+
+@dataclass
+class Steps:
+    """The steps of one model with one transform."""
+
+    spec: ModelSpec
+    options: CalibrationOptions
+    progress: Progress
+    deviations: Sequence[torch.Tensor]
+    """Standard deviation of each group's components."""
+    sinks: tuple[torch.Tensor, torch.Tensor]
+    """Mean [sinks, columns] and standard deviation [columns] of the first tokens' values."""
+    _samples: list[tables.Quantised] = field(default_factory=list)
+
+    def with_step(self, meta: dict[str, Any], tensors: Tensors, step: float) -> Parts:
+        """What depends on the finest step: scale classes, and how sinks are quantised."""
+        coarsest = step * 3 ** (self.options.levels - 1)
+        named: Tensors = {
+            f"g{i}.scale": tables.scale_class(d, coarsest) for i, d in enumerate(self.deviations)
+        }
+        mean, deviation = self.sinks[0].cpu(), self.sinks[1].cpu()
+        weight = torch.from_numpy(self._weight(tensors))
+        # Never finer than 8 bits for what is usual: a context's first tokens vary little.
+        usual = deviation + 1e-3 * deviation.mean() + 1e-6
+        sink_step = (step * self.options.sink_fineness / weight).maximum(usual / 128).float()
+        named |= {
+            "sink.mean": mean.half().numpy(),
+            "sink.step": sink_step.numpy(),
+            "sink.scale": tables.scale_class((deviation / sink_step).double(), 1.0),
+            "sink.freqs": tables.laplace_tables(),
+            "fix.step": (1.0 / weight).float().numpy(),
+            "fix.scale": np.full(len(weight), tables.SCALE_ORIGIN, np.uint8),
+        }
+        return meta | {"finest_step": step}, tensors | named
+
+    def find_step(
+        self,
+        meta: dict[str, Any],
+        tensors: Tensors,
+        probes: Sequence[QualityProbe],
+        first: float | None = None,
+    ) -> float:
+        """The step at which all components come to the divergence asked for. `first`: a guess."""
+        # In this metric the divergence of errors uniform over one step would be
+        # context * components * step^2 / 24, were it quadratic; a guess to start from.
+        noisy = sum(len(d) for d in self.deviations) * self.options.context
+        step = first or float(
+            np.sqrt(24 * self.options.fine_kld / moments.CONTINUATION_KLD / noisy)
+        )
+        tried: list[tuple[float, float]] = []
+        for attempt in range(STEP_ATTEMPTS):
+            self.progress("finding the step", attempt, STEP_ATTEMPTS)
+            draft = tables.draft_profile(*self.with_step(meta, tensors, step))
+            codec = KltCodec(self.spec, draft)
+            kld = simulated_kld(codec, probes, levels=self.options.levels - 1)
+            tried.append((step, kld))
+            if is_rounding(tried):
+                step = tried[-2][0]
+                break
+            if abs(np.log(kld / self.options.fine_kld)) < 0.1:
+                break
+            step *= float(np.clip((self.options.fine_kld / kld) ** 0.6, 0.1, 10))
+        self.progress("finding the step", STEP_ATTEMPTS, STEP_ATTEMPTS)
+        return step
+
+    def count(
+        self, meta: dict[str, Any], tensors: Tensors, parts: Iterable[tuple[Chunk, KVCache]]
+    ) -> Parts:
+        """Tables of all levels but the last, from chunks of text and their caches."""
+        meta, tensors = self.with_step(meta, tensors, meta["finest_step"])
+        codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
+        self._samples = [tables.quantise(codec, chunk, part) for chunk, part in parts]
+        counts = tables.components_per_level(self._samples)
+        tensors = tensors | tables.count_tables(codec, self._samples, counts)
+        for group, count in enumerate(counts[-1]):
+            fine = min(count, len(tensors[f"g{group}.fine"]))
+            lengths = {"fine": fine, "basis": count - fine, "basis_scale": count - fine}
+            for name, kept in (lengths | {"scale": count}).items():
+                tensors[f"g{group}.{name}"] = tensors[f"g{group}.{name}"][:kept]
+        return meta | {"num_components": counts}, tensors
+
+    def add_correction(
+        self, meta: dict[str, Any], tensors: Tensors, probes: Sequence[QualityProbe]
+    ) -> Parts:
+        """The last level: steps inverse to the columns' weights, sized for the divergence asked
+        for; then its tables. `count` comes first."""
+        self.progress("correcting", 0, 2)
+        weight = self._weight(tensors)
+        step = self._correction_step(meta, tensors, probes, 1.5 * meta["finest_step"])
+        tensors["fix.step"] = (step / weight).astype(np.float32)
+        codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
+        self.progress("correcting", 1, 2)
+        samples = [tables.with_correction(codec, sample) for sample in self._samples]
+        tensors["fix.scale"] = tables.correction_scales(samples)
+        codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
+        meta = meta | {"num_components": codec.profile.meta["num_components"]}
+        tensors |= tables.count_tables(codec, samples, meta["num_components"])
+        tensors[f"level{self.options.levels - 1}.centroids"] = np.zeros(
+            (symbols.NUM_SCALES, 3), np.float32
+        )
+        self.progress("correcting", 2, 2)
+        return meta, tensors
+
+    def _correction_step(
+        self, meta: dict[str, Any], tensors: Tensors, probes: Sequence[QualityProbe], step: float
+    ) -> float:
+        weight, tried = self._weight(tensors), []
+        for _ in range(STEP_ATTEMPTS):
+            fixed = tensors | {"fix.step": (step / weight).astype(np.float32)}
+            codec = KltCodec(self.spec, tables.draft_profile(meta, fixed))
+            last = simulated_kld(codec, probes, levels=self.options.levels)
+            tried.append((step, last))
+            if is_rounding(tried):
+                return tried[-2][0]
+            if abs(np.log(last / self.options.finest_kld)) < 0.25:
+                break
+            step *= float(np.clip((0.85 * self.options.finest_kld / last) ** 0.5, 0.1, 10))
+        return tried[-1][0]
+
+    def measure(self, profile: Profile, probes: Sequence[QualityProbe]) -> list[dict[str, float]]:
+        """What each level costs and does: the profile's `expected`."""
+        self.progress("measuring", 0, 1)
+        levels = list(range(1, profile.num_levels + 1))
+        measured = decoded_quality(KltCodec(self.spec, profile), probes, levels=levels)
+        self.progress("measuring", 1, 1)
+        values = len(probes) * self.options.context * self.spec.values_per_token
+        return [
+            {
+                "bits": 8 * m.size_bytes / values,
+                "kld": m.quality.kld,
+                "recall_kld": m.quality.recall_kld,
+                "top1": m.quality.top1,
+            }
+            for m in measured
+        ]
+
+    def _weight(self, tensors: Tensors) -> npt.NDArray[np.float32]:
+        """Weights of all columns in the error metric."""
+        return np.concatenate([tensors[f"g{i}.weight"] for i in range(len(self.deviations))])
+
+
+def is_rounding(tried: Sequence[tuple[float, float]]) -> bool:
+    """Of steps and divergences: whether the last step, a finer one, did not help any more. (The
+    divergence falls with the square of the step.) What is left then is the rounding of a model in
+    16 bits, or what a basis lacks, which no step can undo."""
+    if len(tried) < 2 or tried[-1][0] >= tried[-2][0]:
+        return False
+    (before, kld_before), (step, kld) = tried[-2:]
+    return kld > kld_before * float(np.sqrt(step / before))
+
+
+def table_stride(steps: Steps, num_windows: int) -> int:
+    """Every how many chunks are counted: of each, integers of all levels and two float32 of each
+    component, the rest and the correction of each column are held."""
+    options, num_components = steps.options, sum(len(d) for d in steps.deviations)
+    values = num_components * (options.levels + 2) + 2 * steps.spec.values_per_token
+    free = MEMORY_FOR_TABLES * free_memory(torch.device("cpu"))
+    most = max(1.0, min(MOST_TABLE_BYTES, free) / (4 * CHUNK_TOKENS * values))
+    num_chunks = -(-options.context // CHUNK_TOKENS)
+    return min(num_chunks, max(TABLE_STRIDE, int(np.ceil(num_windows * num_chunks / most))))
+
+
+def counted_chunks(
+    model: Any, spec: ModelSpec, windows: Sequence[torch.Tensor], context: int, progress: Progress,
+    stride: int = TABLE_STRIDE,
+) -> Iterator[tuple[Chunk, KVCache]]:  # fmt: skip
+    """Some chunks of every window's context, and what the model reads there."""
+    for index, window in enumerate(windows):
+        progress("counting", index, len(windows))
+        ids = window[:context]
+        cache = on_cpu(moments.read(model, ids))
+        # What a draft's chunks are called does not matter: nothing is stored under their names.
+        chunks = cut(ids.cpu().numpy(), Namespace(spec.fingerprint, b""))
+        for chunk in chunks[index % stride :: stride]:
+            yield chunk, cache.slice(chunk.start, chunk.end)
+    progress("counting", len(windows), len(windows))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What some first levels of all chunks cost and do."""
+
+    size_bytes: int
+    quality: Quality
+
+
+def decoded_quality(
+    codec: KltCodec, probes: Sequence[QualityProbe], *, levels: Sequence[int]
+) -> list[Measured]:
+    """Each number of levels over all probes, through real streams."""
+    parts: dict[int, list[Quality]] = {level: [] for level in levels}
+    sizes = dict.fromkeys(levels, 0)
+    for probe in probes:
+        cache = on_cpu(probe.cache)
+        namespace = Namespace(codec.spec.fingerprint, codec.profile_id)
+        chunks = cut(probe.tokens[: probe.context].numpy(), namespace)
+        streams = [Bitstream.parse(codec.encode(c, cache.slice(c.start, c.end))) for c in chunks]
+        for level in levels:
+            decoded = KVCache(torch.empty_like(cache.keys), torch.empty_like(cache.values))
+            for chunk, stream in zip(chunks, streams, strict=True):
+                out = decoded.slice(chunk.start, chunk.end)
+                codec.decode(stream, chunk, levels=level, out=out)
+                sizes[level] += stream.level_end(level - 1)
+            parts[level].append(probe.measure(decoded))
+    return [Measured(sizes[level], Quality.pooled(parts[level])) for level in levels]
+
+
+def simulated_kld(codec: KltCodec, probes: Sequence[QualityProbe], levels: int) -> float:
+    """Divergence at a number of levels, before there are tables to code them with."""
+    found = []
+    for probe in probes:
+        cache = on_cpu(probe.cache)
+        namespace = Namespace(codec.spec.fingerprint, codec.profile_id)
+        lossy = KVCache(torch.empty_like(cache.keys), torch.empty_like(cache.values))
+        for chunk in cut(probe.tokens[: probe.context].numpy(), namespace):
+            part = codec.simulate(chunk, cache.slice(chunk.start, chunk.end), levels)
+            lossy.slice(chunk.start, chunk.end).keys.copy_(part.keys)
+            lossy.slice(chunk.start, chunk.end).values.copy_(part.values)
+        found.append(probe.measure(lossy))
+    return Quality.pooled(found).kld
+
+
+def on_cpu(cache: KVCache) -> KVCache:
+    return KVCache(
+        cache.keys.cpu().float(), cache.values.cpu().float(), cache.start, cache.valid_from
+    )
