@@ -104,9 +104,7 @@ def is_rival(target: Target) -> bool:
 
 def has_two_stages(target: Target) -> bool:
     """Its sections are those of klt in one stage, which is attacked in full."""
-    return isinstance(target.codec, KltCodec) and any(
-        group.rows is not None for group in target.codec.profile.groups
-    )
+    return isinstance(target.codec, KltCodec) and target.codec.profile.has_two_stages
 
 
 def each(target: Target, purpose: str, count: int) -> Any:

@@ -14,6 +14,7 @@ from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec, Profile
 from kdn.codec.klt.columns import Scaled
+from kdn.codec.klt.device import EVERY
 from kdn.codec.klt.duals import dense_rows, dual_rows
 from kdn.codec.klt.stages import TwoStageTransform
 from kdn.codec.klt.transform import PackedComponents
@@ -163,6 +164,32 @@ def test_stages_may_differ_between_groups(tiny: Any) -> None:
     codec = KltCodec(tiny.spec, Profile.build(meta | {"leading": [0, LEADING]}, tensors))
     stream, chunk, cache = coded(codec, tiny)
     assert (codec.decode(stream, chunk).keys - cache.keys).abs().max() < 0.0101
+
+
+def test_kernels_leave_the_last_level_and_encoding_to_cores(
+    tiny: Any, codec: KltCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not round between the stages, and the last level corrects what is rounded there."""
+    monkeypatch.setattr("kdn.codec.klt.gpu_encoding.find_spec", lambda name: object())
+    chunk, cache = case(codec, tiny)
+    on_gpu = KVCache(OnGpu(cache.keys), OnGpu(cache.values))  # type: ignore[arg-type]
+    one_stage = KltCodec(tiny.spec, make_profile(tiny.spec))
+    for own, suits in ((one_stage, True), (codec, False)):
+        assert own._gpu._can(chunk, EVERY, LEVELS - 1)
+        assert own._gpu._can(chunk, EVERY, LEVELS) is suits
+        assert own._gpu_encoding.suits(chunk, on_gpu) is suits
+
+
+class OnGpu:
+    """A tensor that says it is on one."""
+
+    is_cuda = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
 
 
 @pytest.mark.parametrize(

@@ -145,14 +145,14 @@ def test_all_levels_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_stages_are_one_matrix() -> None:
-    """Nothing is rounded between them here; of the last level that is a part of a step."""
+    """Nothing is rounded between them here, so the last level is left to the reference."""
     ropes = (SMALL, None) if INTERPRETED else (PLAIN,) * 4
     case = Case(spec_of(ropes), 16 if INTERPRETED else 304, leading=24 if INTERPRETED else 96)
     decoder = decoder_of(case)
-    for levels in (3,) if INTERPRETED else (3, 4):
+    for levels in (3,) if INTERPRETED else (1, 2, 3):
         out = case.poisoned()
         assert decode(case, decoder, out, levels) == []
-        assert error(out, case.reference(levels)) < (BOUND if levels < 4 else 0.01)
+        assert error(out, case.reference(levels)) < BOUND
 
 
 @pytest.mark.skipif(INTERPRETED, reason="slow")

@@ -186,6 +186,11 @@ class Profile:
         return tuple(found)
 
     @cached_property
+    def has_two_stages(self) -> bool:
+        """Whether any group has."""
+        return any(group.rows is not None for group in self.groups)
+
+    @cached_property
     def levels(self) -> tuple[Level, ...]:
         return tuple(self._level(index) for index in range(self.num_levels))
 
