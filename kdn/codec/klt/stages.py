@@ -11,7 +11,7 @@ The large components keep rows of their own, as long as the group's columns, in 
 few, and 8 bits are not enough for them in either stage. All others go through both stages in
 integers. Between the stages a token's leading components of a layer are rounded to 8 bits, with a
 unit of their own. Calibration turns each layer's components so that they are about as large as each
-other: the rounding then costs little beside that of the components (`docs/decisions`).
+other: the rounding then costs little beside that of the components (decision 0009).
 """
 
 from __future__ import annotations
