@@ -95,11 +95,16 @@ class Steps:
         step = first or float(
             np.sqrt(24 * self.options.fine_kld / moments.CONTINUATION_KLD / noisy)
         )
+        tried: list[tuple[float, float]] = []
         for attempt in range(STEP_ATTEMPTS):
             self.progress("finding the step", attempt, STEP_ATTEMPTS)
             draft = tables.draft_profile(*self.with_step(meta, tensors, step))
             codec = KltCodec(self.spec, draft)
             kld = simulated_kld(codec, probes, levels=self.options.levels - 1)
+            tried.append((step, kld))
+            if is_rounding(tried):
+                step = tried[-2][0]
+                break
             if abs(np.log(kld / self.options.fine_kld)) < 0.1:
                 break
             step *= float(np.clip((self.options.fine_kld / kld) ** 0.6, 0.1, 10))
@@ -185,7 +190,7 @@ class Steps:
 def is_rounding(tried: Sequence[tuple[float, float]]) -> bool:
     """Of steps and divergences: whether the last step, a finer one, did not help any more. (The
     divergence falls with the square of the step.) What is left then is the rounding of a model in
-    16 bits, which no step can undo."""
+    16 bits, or what a basis lacks, which no step can undo."""
     if len(tried) < 2 or tried[-1][0] >= tried[-2][0]:
         return False
     (before, kld_before), (step, kld) = tried[-2:]

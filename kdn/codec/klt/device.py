@@ -123,7 +123,7 @@ class GpuDecoding:
         shift = 0 if at is None else at - chunks[0].start
         if not self._suits(out.keys, out.values):
             return list(range(len(chunks)))
-        left = [i for i, chunk in enumerate(chunks) if not self._can(chunk, EVERY)]
+        left = [i for i, chunk in enumerate(chunks) if not self._can(chunk, EVERY, levels[i])]
         with self._lock:
             decoder = self._decoder(out.keys.device, range(self._spec.num_kv_heads))
             for count in sorted(set(levels)):
@@ -172,7 +172,7 @@ class GpuDecoding:
         begins a slab, so it comes first."""
         found: dict[int, list[tuple[int, Job]]] = {}
         for i, one in enumerate(batch):
-            if self._can(one.chunk, one.slots):
+            if self._can(one.chunk, one.slots, one.levels):
                 with suppress(KdnError):  # the reference says what is wrong
                     job = decoder.job(one.stream, one.chunk, one.levels, one.slots, one.at)
                     found.setdefault(one.levels, []).append((i, job))
@@ -186,7 +186,9 @@ class GpuDecoding:
         known = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
         return keys.is_cuda and find_spec("triton") is not None and plain and keys.dtype in known
 
-    def _can(self, chunk: Chunk, slots: npt.NDArray[np.int64]) -> bool:
+    def _can(self, chunk: Chunk, slots: npt.NDArray[np.int64], levels: int) -> bool:
+        if self._profile.has_two_stages and levels == self._profile.num_levels:
+            return False  # kernels lack the rounding between stages that the last level corrects
         count = self._profile.num_sinks_of(chunk)
         if self._unrepaired is not None and bool((slots[:count] != NOWHERE).any()):
             return False
