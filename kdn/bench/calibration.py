@@ -22,7 +22,7 @@ from kdn.cache.folder import cache_folder
 from kdn.cache.keys import TokenIds
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
-from kdn.calibrate.corpus import Text, sample_windows
+from kdn.calibrate.corpus import NO_HEAD, Text, sample_windows
 from kdn.engines.transformers import from_dynamic_cache
 from kdn.errors import FormatError
 
@@ -59,9 +59,10 @@ class Calibration:
         seed: int,
         track: Track = iter,
         klt_profile: Path | None = None,
+        head: TokenIds = NO_HEAD,
     ) -> Calibration:
         tokens = [ids for _, ids in texts]
-        windows = sample_windows(tokens, window_tokens, num_tokens, seed)
+        windows = sample_windows(tokens, window_tokens, num_tokens, seed, head)
         if not windows:
             raise FormatError("expected calibration text, found none")
         return cls(model, spec, windows, track, klt_profile)

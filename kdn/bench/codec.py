@@ -28,7 +28,9 @@ from kdn.calibrate.corpus import (
     default_texts,
     load_text,
     overlap,
+    prompt_head,
 )
+from kdn.codec.klt import Profile
 from kdn.engines.models import load_model
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
@@ -62,10 +64,13 @@ def run(
     chosen = options.words("codecs", codecs, NAMES)
     texts = list(_unique(map(load_text, text) if text else default_texts()))
     fitted = [load_text(path) for path in calibration or ()]
+    if profile is not None:
+        Profile.load(profile)  # refused now, not after an hour
     loaded, tokenizer = load_model(model, device=options.device(device))
     spec = spec_of(loaded)
+    head = prompt_head(tokenizer)
     samples = [
-        Sample.of(part, part.tokens(tokenizer), context, contexts, continuation, seed)
+        Sample.of(part, part.tokens(tokenizer), context, contexts, continuation, seed, head)
         for part in texts
     ]
     learnt = [(part, part.tokens(tokenizer)) for part in fitted or default_calibration()]
@@ -77,7 +82,7 @@ def run(
         fit = Calibration.of(
             loaded, spec, learnt, window_tokens=context, num_tokens=calibration_tokens, seed=seed,
             track=lambda windows: iter(progress.track(windows, description="calibrating")),
-            klt_profile=profile,
+            klt_profile=profile, head=head,
         )  # fmt: skip
         rivals = open_rivals(chosen, spec, fit)
         rows = list(measure(loaded, rivals, samples, progress))
@@ -87,7 +92,7 @@ def run(
         "settings": {
             "model": model, "fingerprint": spec.fingerprint.hex(), "device": device, "seed": seed,
             "context": context, "contexts": {s.name: len(s.starts) for s in samples},
-            "continuation": continuation,
+            "continuation": continuation, "begins_with": head.tolist(),
         },
         "calibration": {
             "texts": [part.name for part, _ in learnt], "tokens": fit.num_tokens, "overlap": shared,

@@ -31,7 +31,7 @@ from kdn.bench.options import JsonFile
 from kdn.bench.report import hardware, report_console, write_json
 from kdn.cache.keys import Chunk, Namespace, cut
 from kdn.cache.tensors import KVCache
-from kdn.calibrate.corpus import default_texts, load_text
+from kdn.calibrate.corpus import begun, default_texts, load_text, prompt_head
 from kdn.checked import checked_deadline
 from kdn.codec.base import Codec
 from kdn.errors import UnsupportedError
@@ -129,7 +129,7 @@ def _read(model: Any, tokenizer: Any, source: Any, context: int) -> Document:
 
     spec = spec_of(model)
     codec = open_codec("klt", spec)
-    tokens = source.tokens(tokenizer)[: context + 16]
+    tokens = begun(prompt_head(tokenizer), source.tokens(tokenizer))[: context + 16]
     if len(tokens) < context + 16:
         raise UnsupportedError(f"{source.name} has {len(tokens)} tokens, expected more")
     cache = QualityProbe(model, tokens, context).cache

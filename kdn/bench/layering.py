@@ -20,7 +20,14 @@ from rich.table import Table
 from kdn.bench import options
 from kdn.cache.keys import Namespace, TokenIds, cut
 from kdn.calibrate import moments, tables
-from kdn.calibrate.corpus import Text, default_calibration, default_texts, load_text, windows_of
+from kdn.calibrate.corpus import (
+    Text,
+    default_calibration,
+    default_texts,
+    load_text,
+    prompt_head,
+    windows_of,
+)
 from kdn.calibrate.tables import Quantised
 from kdn.codec import open_codec
 from kdn.codec.klt import KltCodec, symbols_numba
@@ -47,7 +54,8 @@ def run(
     assert isinstance(codec, KltCodec)
 
     def samples(texts: Sequence[Text], count: int) -> list[Quantised]:
-        windows = windows_of([t.tokens(tokenizer) for t in texts], context, count)
+        ids = [t.tokens(tokenizer) for t in texts]
+        windows = windows_of(ids, context, count, head=prompt_head(tokenizer))
         return [sample for ids in windows for sample in _quantised(loaded, codec, ids)]
 
     learnt = samples(fitted or default_calibration(), counted)

@@ -45,7 +45,7 @@ def measure(
         task = progress.add_task(sample.name, total=levels * len(sample.starts))
         points: dict[tuple[str, int], list[Point]] = {}
         for start in sample.starts:
-            ids = sample.tokens[start : start + sample.window]
+            ids = sample.ids(start)
             if not warm:
                 _warm_up(model, rivals, ids[:WARM_UP_TOKENS])
                 warm = True

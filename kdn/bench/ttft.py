@@ -31,7 +31,13 @@ from kdn.bench.report import hardware, report_console, write_json
 from kdn.bench.ttft_report import TtftRow, document, plot, print_report
 from kdn.cache.keys import Namespace, TokenIds, cut
 from kdn.cache.tensors import KVCache
-from kdn.calibrate.corpus import default_calibration, default_texts, load_text
+from kdn.calibrate.corpus import (
+    begun,
+    default_calibration,
+    default_texts,
+    load_text,
+    prompt_head,
+)
 from kdn.errors import UnsupportedError
 from kdn.node.traces import TraceRate
 from kdn.session.quality import enough_kld
@@ -92,7 +98,8 @@ def run(
     with told.status(f"loading {model}"):
         loaded, tokenizer = load_model(model)
         use_grouped_attention(loaded)
-    tokens = source.tokens(tokenizer)[: context + CONTINUATION_TOKENS]
+    tokens = begun(prompt_head(tokenizer), source.tokens(tokenizer))
+    tokens = tokens[: context + CONTINUATION_TOKENS]
     if len(tokens) < context + CONTINUATION_TOKENS:
         raise UnsupportedError(f"{source.name} has {len(tokens)} tokens, expected more")
     with told.status(f"reading {context} tokens of {source.name}"):
@@ -165,7 +172,7 @@ class Bench:
                 with self._told.status("fitting CacheGen's tables"):
                     profile = Calibration.of(
                         self._model, spec, texts, window_tokens=3072,
-                        num_tokens=CALIBRATION_TOKENS, seed=0,
+                        num_tokens=CALIBRATION_TOKENS, seed=0, head=prompt_head(tokenizer),
                     ).cachegen()  # fmt: skip
                 codec = cachegen_at(CacheGenCodec(spec, profile), CACHEGEN_LEVEL)
                 ways.append(Way("cachegen", codec, fixed, (0.0,)))

@@ -49,7 +49,14 @@ from kdn.bench.vllm_systems import (
     Route,
     System,
 )
-from kdn.calibrate.corpus import Text, default_texts, load_text, window_starts
+from kdn.calibrate.corpus import (
+    Text,
+    begun,
+    default_texts,
+    load_text,
+    prompt_head,
+    window_starts,
+)
 from kdn.errors import FormatError, ModelUnavailableError, UnsupportedError
 from kdn.session.quality import enough_kld
 
@@ -209,13 +216,14 @@ def make_task(
     except (OSError, ValueError) as error:
         raise ModelUnavailableError(f"expected {SMOLLM2} or a folder: {model!r}") from error
     source = load_text(path) if path else default_texts()[0]
-    ids = source.tokens(tokenizer)
-    starts = window_starts(len(ids), context, documents, seed)
+    ids, head = source.tokens(tokenizer), prompt_head(tokenizer)
+    body = context - len(head)
+    starts = window_starts(len(ids), body, documents, seed)
     if len(starts) < documents:
         raise FormatError(f"{source.name}: too short for {documents} documents of {context} tokens")
     task = Task(
         str(folder),
-        tuple(tuple(ids[at : at + context].tolist()) for at in starts),
+        tuple(tuple(begun(head, ids[at : at + body]).tolist()) for at in starts),
         tuple(Text("", QUESTION).tokens(tokenizer).tolist()),
         tuple(Text("", WARM_UP * 60).tokens(tokenizer).tolist()),
         answer,

@@ -1,7 +1,8 @@
 """Texts to measure on and to calibrate with: files, or prose every Python installation carries.
 
-Windows of a text are drawn with a seed and do not overlap where the text is long enough. A text
-used for calibration must not be measured on: `overlap` says how much of one is in the other.
+Windows of a text are drawn with a seed and do not overlap where the text is long enough. Each
+begins as prompts do (`prompt_head`): without their first token many models compute something else.
+A text used for calibration must not be measured on: `overlap` says how much of one is in the other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,21 @@ def default_calibration() -> list[Text]:
     return [Text("python-docstrings", "\n\n".join(filter(None, docs)))]
 
 
+NO_HEAD: TokenIds = np.zeros(0, dtype=np.uint32)
+
+
+def prompt_head(tokenizer: Any) -> TokenIds:
+    """The tokens that every context to calibrate with or to measure on begins with."""
+    from kdn.engines.prompts import Prompts
+
+    return np.asarray(Prompts(tokenizer).first_tokens(), dtype=np.uint32)
+
+
+def begun(head: TokenIds, body: TokenIds) -> TokenIds:
+    """A window: its head, then a part of a text."""
+    return np.concatenate([head, body])
+
+
 def window_starts(num_tokens: int, length: int, count: int, seed: int) -> list[int]:
     """Where up to `count` windows of `length` tokens begin; fewer, or none, in a short text."""
     slack = num_tokens - count * length
@@ -97,43 +113,52 @@ def window_starts(num_tokens: int, length: int, count: int, seed: int) -> list[i
 
 @dataclass(frozen=True)
 class Sample:
-    """A text and where its contexts begin. A context's window ends with its continuation and one
-    token more: the last one that is predicted."""
+    """A text and where its contexts begin in it, each behind the same head. A context's window ends
+    with its continuation and one token more: the last one that is predicted."""
 
     name: str
     tokens: TokenIds
     context: int
     window: int
     starts: list[int]
+    head: TokenIds = field(default_factory=NO_HEAD.copy)
 
     @classmethod
     def of(
-        cls, text: Text, tokens: TokenIds, context: int, count: int, continuation: int, seed: int
-    ) -> Sample:
+        cls, text: Text, tokens: TokenIds, context: int, count: int, continuation: int, seed: int,
+        head: TokenIds = NO_HEAD,
+    ) -> Sample:  # fmt: skip
         window = context + continuation + 1
-        starts = window_starts(len(tokens), window, count, seed)
+        body = window - len(head)
+        starts = window_starts(len(tokens), body, count, seed)
         if not starts:
             raise FormatError(
-                f"{text.name}: expected at least {window} tokens, found {len(tokens)}; "
+                f"{text.name}: expected at least {body} tokens, found {len(tokens)}; "
                 "choose a longer text or a smaller --context"
             )
-        return cls(text.name, tokens, context, window, starts)
+        return cls(text.name, tokens, context, window, starts, head)
+
+    def ids(self, start: int) -> TokenIds:
+        """The window that begins there in the text."""
+        return begun(self.head, self.tokens[start : start + self.window - len(self.head)])
 
     @property
     def overlaps(self) -> bool:
-        return any(b - a < self.window for a, b in pairwise(self.starts))
+        body = self.window - len(self.head)
+        return any(b - a < body for a, b in pairwise(self.starts))
 
 
 def sample_windows(
-    texts: Sequence[TokenIds], length: int, num_tokens: int, seed: int
+    texts: Sequence[TokenIds], length: int, num_tokens: int, seed: int, head: TokenIds = NO_HEAD
 ) -> list[TokenIds]:
     """About `num_tokens` tokens in windows of `length`, the same number from each text."""
     per_text = max(1, round(num_tokens / length / len(texts)))
+    body = length - len(head)
     return [
-        ids[start : start + length]
+        begun(head, ids[start : start + body])
         for ids in texts
         if len(ids)
-        for start in window_starts(len(ids), min(length, len(ids)), per_text, seed)
+        for start in window_starts(len(ids), min(body, len(ids)), per_text, seed)
     ]
 
 
@@ -153,9 +178,12 @@ def _ngrams(tokens: TokenIds) -> npt.NDArray[np.uint64]:
     return np.unique(hashes)
 
 
-def windows_of(texts: Sequence[TokenIds], length: int, count: int, seed: int = 0) -> list[TokenIds]:
+def windows_of(
+    texts: Sequence[TokenIds], length: int, count: int, seed: int = 0, head: TokenIds = NO_HEAD
+) -> list[TokenIds]:
     """Up to `count` windows of `length` tokens, in equal shares from all texts where they are long
     enough, in a seeded order. Short texts are joined first."""
+    length -= len(head)
     long = [ids for ids in texts if len(ids) >= length]
     short = [ids for ids in texts if len(ids) < length]
     if short:
@@ -170,4 +198,4 @@ def windows_of(texts: Sequence[TokenIds], length: int, count: int, seed: int = 0
         for queue in queues:
             if queue and len(chosen) < count:
                 chosen.append(queue.pop())
-    return [chosen[i] for i in rng.permutation(len(chosen))]
+    return [begun(head, chosen[i]) for i in rng.permutation(len(chosen))]

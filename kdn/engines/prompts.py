@@ -95,6 +95,24 @@ class Prompts:
             raise UnsupportedError("the chat template drops system prompts")
         return self._ids(head)
 
+    def first_tokens(self) -> list[int]:
+        """What every prompt begins with, whatever it says: the tokens that the tokenizer puts
+        before any text (BOS), else the special token that its chat template begins with, else
+        nothing. It is what later tokens attend to when nothing else matters (the attention sink);
+        the rest of a template's head differs between system prompts, and even between days."""
+        plain, whole = self._ids(FOLLOWING), self._ids(FOLLOWING, special=True)
+        for count in range(1, len(whole) - len(plain) + 1):
+            if whole[count : count + len(plain)] == plain:
+                return whole[:count]
+        if not self.has_template:
+            return []
+        try:
+            head = self.begin()
+        except UnsupportedError:  # a template that no prompt of ours can be made with
+            return []
+        special = set(getattr(self._tokenizer, "all_special_ids", None) or ())
+        return head[:1] if head and head[0] in special else []
+
     def follow_up(self, question: str, style: str) -> list[int]:
         """What follows an answer: the end of the turn, and the next question."""
         if style == PLAIN:

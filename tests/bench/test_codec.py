@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kdn.bench import codec
+from kdn.bench import codec, measure
 from kdn.engines.transformers import spec_of
 from kdn.errors import FormatError, UnsupportedError
 
@@ -125,3 +125,33 @@ def test_refusals(bench: Any, tmp_path: Path) -> None:
         bench(codecs="fp16,nope")
     with pytest.raises(FormatError, match="tiny: expected at least 533 tokens, found 100"):
         bench(text=[write_text(tmp_path / "tiny.txt", 100, 0)])
+
+
+def test_what_is_no_profile_is_refused_before_any_work(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(codec, "load_model", loaded)
+    wrong = tmp_path / "wrong.safetensors"
+    wrong.write_bytes(b"no profile")
+    for path in (wrong, tmp_path / "absent.safetensors"):
+        with pytest.raises(FormatError, match="kdn klt profile"):
+            bench(profile=path)
+
+
+def test_contexts_begin_as_prompts_do(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    probe = measure.QualityProbe
+
+    def watched(model: Any, ids: Any, context: int) -> Any:
+        read.append(list(ids[:2]))
+        return probe(model, ids, context)
+
+    monkeypatch.setattr(measure, "QualityProbe", watched)
+    monkeypatch.setattr(codec, "prompt_head", lambda _: np.array([1], dtype=np.uint32))
+    found = bench(codecs="fp16")
+    assert found["settings"]["begins_with"] == [1]
+    assert {first for first, _ in read} == {1}
+    assert all(second > 2 for _, second in read)

@@ -13,14 +13,18 @@ import pytest
 from kdn.calibrate.corpus import (
     Sample,
     Text,
+    begun,
     default_calibration,
     default_texts,
     load_text,
     overlap,
+    prompt_head,
     sample_windows,
     window_starts,
+    windows_of,
 )
 from kdn.errors import FormatError
+from tests.client.letters import Letters
 
 
 def ids(*values: int) -> np.ndarray:
@@ -119,3 +123,16 @@ def test_what_every_machine_has() -> None:
     both = words(text.content + " " + calibration.content)
     count = len(text.content.split())
     assert overlap(both[:count], both[count:]) < 0.02
+
+
+def test_windows_begin_as_prompts_do() -> None:
+    head, text = prompt_head(Letters(chat=False)), np.arange(10, 2_000, dtype=np.uint32)
+    assert head.tolist() == [1]
+    sample = Sample.of(Text("t", ""), text, 500, 2, 20, seed=0, head=head)
+    sampled = [sample.ids(start) for start in sample.starts]
+    every = [*windows_of([text], 521, 3, head=head), *sample_windows([text], 521, 1_042, 0, head)]
+    for ids in [*sampled, *every]:
+        assert len(ids) == 521
+        assert ids[0] == 1
+        assert (np.diff(ids[1:].astype(int)) == 1).all()
+    assert begun(head, text[:2]).tolist() == [1, 10, 11]

@@ -33,13 +33,12 @@ LAST = 1e-3
 
 @cache
 def windows() -> list[Any]:
-    from kdn.calibrate.corpus import default_texts, window_starts
+    from kdn.calibrate.corpus import default_texts, prompt_head, windows_of
     from kdn.engines.models import load_model
 
     _, tokenizer = load_model()
     ids = default_texts()[0].tokens(tokenizer)
-    starts = window_starts(len(ids), CONTEXT + FOLLOWING, WINDOWS, 0)
-    return [ids[start : start + CONTEXT + FOLLOWING] for start in starts]
+    return windows_of([ids], CONTEXT + FOLLOWING, WINDOWS, head=prompt_head(tokenizer))
 
 
 @cache

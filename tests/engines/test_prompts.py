@@ -146,3 +146,38 @@ def test_what_was_learned_stands_before_the_first_question() -> None:
             prompts.conversation(odd)
     with pytest.raises(UnsupportedError, match="no chat template"):
         Prompts(Letters(chat=False)).conversation(messages)
+
+
+class Special(Letters):
+    all_special_ids = (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"),
+    [
+        (Letters(chat=False), [1]),
+        (Letters(), [1]),  # both begin with it
+        (Special(bos=False), [1]),  # only its template does
+        (Letters(bos=False), []),  # its template begins with nothing special
+        (Letters(chat=False, bos=False), []),
+    ],
+)
+def test_what_every_prompt_begins_with(tokenizer: Letters, expected: list[int]) -> None:
+    assert Prompts(tokenizer).first_tokens() == expected
+
+
+def test_what_ends_a_text_is_no_beginning() -> None:
+    class Ending(Letters):
+        def __call__(self, text: str, add_special_tokens: bool = True, **options: Any) -> Any:
+            found = super().__call__(text, add_special_tokens, **options)
+            found.input_ids += [2] if add_special_tokens else []
+            return found
+
+    assert Prompts(Ending(chat=False)).first_tokens() == [1]
+    assert Prompts(Ending(chat=False, bos=False)).first_tokens() == []
+
+
+@pytest.mark.model
+def test_smollm2_begins_with_its_start_of_a_turn(smollm2: tuple[Any, Any]) -> None:
+    _, tokenizer = smollm2
+    assert tokenizer.decode(Prompts(tokenizer).first_tokens()) == "<|im_start|>"
