@@ -254,8 +254,20 @@ def calibrate(
         list[Path] | None, typer.Option(help="Files to learn from; by default what Python carries.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write the profile.")] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Of a fine-tune: its base's profile (a file, 'shipped', or the base model).",
+        ),
+    ] = None,
 ) -> None:
     """Make the profile that the klt codec needs for a model."""
+    if base is not None:
+        from kdn.calibrate.renew_command import renew_profile
+
+        renew_profile(model, base, text=text or (), out=out)
+        return
     from kdn.calibrate import make_profile
 
     make_profile(model, text=text, out=out)

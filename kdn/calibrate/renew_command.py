@@ -1,0 +1,115 @@
+"""`kdn calibrate MODEL --from PROFILE`: from names and files to a renewed profile, and its verdict.
+
+Named by its model, the base can be measured beside the fine-tune, on the same text: then text plays
+no part in the verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kdn.calibrate.base_profile import (
+    Point,
+    expected_of,
+    kept_parts,
+    load_base,
+    points_of,
+    shipped_profile,
+)
+from kdn.calibrate.corpus import default_calibration, load_text, prompt_head, windows_of
+from kdn.calibrate.moments import normalised_embeddings
+from kdn.calibrate.progress import bar
+from kdn.calibrate.renewing import Renewed, measure_base, options_for, renew
+from kdn.checked import checked_output
+from kdn.codec.klt.profile import Profile
+from kdn.codec.profiles import find_profile, local_profile
+from kdn.engines.models import load_model
+from kdn.engines.transformers import spec_of
+from kdn.errors import UnsupportedError
+from kdn.files import write_whole
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SHIPPED = "shipped"
+NUM_WINDOWS = 20
+
+
+def renew_profile(
+    model: str,
+    base: str,
+    *,
+    text: Sequence[Path] = (),
+    out: Path | None = None,
+    num_windows: int = NUM_WINDOWS,
+) -> Path:
+    """Renew for `model` the profile `base`: a file, `shipped`, or the base model, whose profile is
+    found as if it were to be used. It is written where `open_codec` finds it, or to `out`."""
+    from rich.console import Console
+
+    if out is not None:
+        checked_output(out)
+    texts = [load_text(path) for path in text] or default_calibration()
+    profile = load_base(Path(base)) if _is_file(base) else None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded, tokenizer = load_model(model, device=device)
+    spec = spec_of(loaded)
+    other: Any = None
+    if base == SHIPPED:
+        profile = shipped_profile(spec)
+    elif profile is None:
+        other, profile = _base_model(base, device)
+    # What cannot be renewed is refused before anything is read.
+    kept_parts(profile, spec, normalised_embeddings(loaded))
+    ids = [one.tokens(tokenizer) for one in texts]
+    window = options_for(profile).window
+    windows = windows_of(ids, window, num_windows, head=prompt_head(tokenizer))
+    target = out or local_profile(spec)
+    source = {"texts": [one.name for one in texts]}
+    with bar() as progress:
+        reference = None
+        if other is not None:
+            progress("measuring the base", 0, 1)
+            reference = measure_base(other, profile, windows)
+            progress("measuring the base", 1, 1)
+            del other
+        done = renew(
+            loaded, profile, windows, reference=reference, progress=progress, source=source
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Meant to be shared: it holds statistics of texts, and who may read it the umask says.
+    write_whole(target, done.profile.to_bytes(), target.with_suffix(".writing"), mode=0o666)
+    _show(Console(), target, done, reference or expected_of(profile))
+    return target
+
+
+def _is_file(base: str) -> bool:
+    """Whether it names a profile's file rather than a model: a file that is missing is no model."""
+    path = Path(base)
+    return base != SHIPPED and (path.suffix == ".safetensors" or path.is_file())
+
+
+def _base_model(name: str, device: str) -> tuple[Any, Profile]:
+    model, _ = load_model(name, device=device)
+    profile = find_profile(spec_of(model))
+    if profile is None:
+        raise UnsupportedError(
+            f"no klt profile of the base model {name!r} is here: make one with `kdn calibrate "
+            f"{name}`, or name its file"
+        )
+    return model, profile
+
+
+def _show(console: Console, target: Path, done: Renewed, base: Sequence[Point]) -> None:
+    console.print(f"{target} ({target.stat().st_size / 1e6:.1f} MB)")
+    found = points_of(done.profile.meta["expected"])
+    for level, (own, other) in enumerate(zip(found, base, strict=True)):
+        console.print(
+            f"level {level}: {own.bits:.3f} bits a value, KLD {own.kld:.4f} "
+            f"(base: {other.bits:.3f} bits, KLD {other.kld:.4f})"
+        )
+    console.print(done.verdict.reason)
