@@ -53,7 +53,7 @@ def renew_profile(
 
     if out is not None:
         checked_output(out)
-    texts = [load_text(path) for path in text] or default_calibration()
+    given = [load_text(path) for path in text]
     profile = load_base(Path(base)) if _is_file(base) else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded, tokenizer = load_model(model, device=device)
@@ -65,6 +65,7 @@ def renew_profile(
         other, profile = _base_model(base, device)
     # What cannot be renewed is refused before anything is read.
     kept_parts(profile, spec, normalised_embeddings(loaded))
+    texts = given or default_calibration()
     ids = [one.tokens(tokenizer) for one in texts]
     window = options_for(profile).window
     windows = windows_of(ids, window, num_windows, head=prompt_head(tokenizer))

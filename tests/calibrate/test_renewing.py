@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -249,3 +250,50 @@ def test_the_verdict_has_limits_and_a_reason() -> None:
         verdict = judge(bits, limit, 0.01, over_rounding)
         assert not verdict.good
         assert re.match(reason, verdict.reason)
+
+
+class Letters:
+    """A tokenizer of letters, which begins every prompt with token 1."""
+
+    chat_template = None
+
+    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> Any:
+        ids = [2 + ord(letter) % 100 for letter in text]
+        return SimpleNamespace(input_ids=[1] * add_special_tokens + ids)
+
+
+@pytest.fixture
+def command(
+    tiny_model: Callable[..., Any], base: Profile, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Path]:
+    """`renew_profile` where there are two models, and a profile of one."""
+    from kdn.calibrate import renew_command
+
+    models = {"base": tiny_model("llama"), "tuned": tuned(tiny_model("llama"), 0.1)}
+    known = {spec_of(models["base"]).fingerprint: base}
+    monkeypatch.setattr(renew_command, "load_model", lambda name, device: (models[name], Letters()))
+    monkeypatch.setattr(renew_command, "find_profile", lambda spec: known.get(spec.fingerprint))
+    return renew_command.renew_profile
+
+
+def test_the_command_measures_the_base_model_beside_its_fine_tune(
+    command: Callable[..., Path], base: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "some.txt"
+    text.write_text(" ".join(str(number**3) for number in range(900)))
+    path = command("tuned", "base", text=[text], out=tmp_path / "p.safetensors", num_windows=8)
+    profile = load_base(path)
+    assert profile.meta["calibration"]["renewed_from"] == base.profile_id.hex()
+    assert profile.meta["calibration"]["texts"] == ["some"]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert profile.meta["calibration"]["verdict"]["reason"] in shown
+    assert "(limit 1.10)" in shown, "the limit for equal text"
+
+
+def test_the_command_refuses_by_name(command: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"absent\.safetensors"):
+        command("tuned", str(tmp_path / "absent.safetensors"))
+    with pytest.raises(UnsupportedError, match="no klt profile of the base model 'tuned'"):
+        command("base", "tuned")
+    with pytest.raises(UnsupportedError, match="expected one shipped profile for 4 layers"):
+        command("tuned", "shipped")
