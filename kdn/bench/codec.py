@@ -22,6 +22,7 @@ from kdn.bench.report import hardware, progress_bar, report_console, write_json
 from kdn.bench.rivals import NAMES, open_rivals
 from kdn.cache.keys import TAIL_MULTIPLE
 from kdn.calibrate.corpus import (
+    OVERLAP_WARNING,
     Sample,
     Text,
     default_calibration,
@@ -34,9 +35,6 @@ from kdn.codec.klt import Profile
 from kdn.engines.models import load_model
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
-
-OVERLAP_WARNING = 0.05
-"""Part of a text's 8-grams in the calibration text from which it is no fair measure any more."""
 
 
 def run(

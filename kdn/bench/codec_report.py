@@ -11,16 +11,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kdn.bench.figures import (
-    KLD_LIMIT,
-    RECALL_LIMIT,
-    CodecRow,
-    Comparison,
-    by_codec,
-    compare,
-    ratio_at_quality,
-)
+from kdn.bench.figures import CodecRow, Comparison, by_codec, compare, ratio_at_quality
 from kdn.bench.report import drawing, table_of
+from kdn.calibrate.ratios import KLD_LIMIT, RECALL_LIMIT
 
 # Colour-blind safe, in the order of the codecs' names below.
 _COLOURS = {

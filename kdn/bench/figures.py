@@ -1,19 +1,11 @@
-"""The figures that follow from a benchmark's rows: the headline, and rivals at equal quality.
-
-A codec's levels are points (ratio, divergence); between neighbouring levels both are interpolated
-on log scale, beyond the coarsest nothing is assumed.
-"""
+"""The figures that follow from a benchmark's rows: the headline, and rivals at equal quality."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-KLD_LIMIT = 0.01
-RECALL_LIMIT = 0.05
-_FLOOR = 1e-12  # the logarithm of an exact codec's divergence
+from kdn.calibrate.ratios import ratio_within
 
 
 @dataclass(frozen=True)
@@ -48,30 +40,6 @@ class Comparison:
     rival: str
     factor: float | None
     at_coarsest: bool
-
-
-def ratio_at(points: Sequence[tuple[float, float]], limit: float) -> float:
-    """The largest ratio at which the divergence of `(ratio, divergence)` points is within the
-    limit; 0 if no point is."""
-    ordered = sorted(points, reverse=True)
-    if ordered and ordered[0][1] <= limit:
-        return ordered[0][0]
-    for (coarse, above), (fine, below) in pairwise(ordered):
-        if below <= limit < above:
-            low, high = math.log(max(below, _FLOOR)), math.log(above)
-            part = (math.log(max(limit, _FLOOR)) - low) / (high - low)
-            return float(fine * (coarse / fine) ** part)
-    return 0.0
-
-
-def ratio_within(
-    rows: Sequence[CodecRow], kld: float = KLD_LIMIT, recall_kld: float = RECALL_LIMIT
-) -> float:
-    """The largest ratio of one codec's levels within both limits, each interpolated apart."""
-    return min(
-        ratio_at([(row.ratio, row.kld) for row in rows], kld),
-        ratio_at([(row.ratio, row.recall_kld) for row in rows], recall_kld),
-    )
 
 
 def by_codec(rows: Sequence[CodecRow]) -> dict[str, dict[str, list[CodecRow]]]:

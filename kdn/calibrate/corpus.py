@@ -24,6 +24,8 @@ from kdn.cache.keys import TokenIds
 from kdn.errors import FormatError
 
 NGRAM_TOKENS = 8
+OVERLAP_WARNING = 0.05
+"""Part of a text's 8-grams in the calibration text from which it is no fair measure any more."""
 _MIN_SHIFT = 4
 """Windows of a short text may overlap, but each begins at least 1 / _MIN_SHIFT of a window on."""
 
@@ -166,6 +168,12 @@ def overlap(tokens: TokenIds, other: TokenIds) -> float:
     """Part of the distinct 8-grams of `tokens` that also occur in `other`."""
     mine, theirs = _ngrams(tokens), _ngrams(other)
     return float(np.isin(mine, theirs).mean()) if len(mine) else 0.0
+
+
+def distinct_ngrams(tokens: TokenIds) -> float:
+    """Part of the 8-grams of `tokens` that no other repeats: 1 if all differ."""
+    count = len(tokens) - NGRAM_TOKENS + 1
+    return len(_ngrams(tokens)) / count if count > 0 else 1.0
 
 
 def _ngrams(tokens: TokenIds) -> npt.NDArray[np.uint64]:

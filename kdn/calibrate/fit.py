@@ -1,7 +1,7 @@
 """From the sums of pass one to predictor, error metric and basis (see codec/klt/transform.py).
 
-All of it is closed form: ridge regression cut to a rank, an eigendecomposition of the normalised
-Fisher information, and one of the residuals' covariance in that metric.
+All of it is closed form: ridge regression cut to a rank, leading eigenvectors of the normalised
+Fisher information, and those of the residuals' covariance in that metric.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from kdn.calibrate.eigen import leading
 from kdn.calibrate.moments import NUM_SINKS, Moments
 
 RIDGE = 3e-4
-PRECISE_LATENTS = 16
 """Relative to the mean variance of the predictor's inputs."""
+PRECISE_LATENTS = 16
 SHRINKAGE = 0.1
 """Part of the Fisher information's off-diagonal that is taken for sampling noise."""
 
@@ -57,10 +58,11 @@ def fit_metric(fisher: torch.Tensor, num_tokens: int, rank: int) -> Metric:
     normalised = fisher / num_tokens / deviation[:, None] / deviation
     normalised = (normalised + normalised.T) / 2 / (1 + SHRINKAGE)
     normalised.diagonal().fill_(1.0)
-    values, vectors = eigh(normalised)
-    rest = values[:-rank].mean().clamp(min=1e-6) if rank else values.mean()
-    gain = (values[len(values) - rank :].flip(0) / rest).clamp(min=1e-6).sqrt() - 1
-    directions = vectors[:, vectors.shape[1] - rank :].flip(1)
+    rank = min(rank, len(normalised) - 1)
+    values, directions = leading(normalised, rank)
+    # The mean of all other eigenvalues: together they are the trace.
+    rest = ((len(normalised) - values.sum()) / (len(normalised) - rank)).clamp(min=1e-6)
+    gain = (values / rest).clamp(min=1e-6).sqrt() - 1
     # Rounded as the profile stores them, so that everything fitted later sees what readers see.
     return Metric(
         (deviation * rest.sqrt()).float().double(),
@@ -103,8 +105,7 @@ def fit_regression(
     whitened = torch.linalg.solve_triangular(root, cross, upper=False)
     seen = torch.cat([m.apply(whitened[:, s]) for m, s in zip(metrics, slices, strict=True)], dim=1)
     # Left singular vectors of `seen`, from the smaller of the two Gram matrices.
-    _, left = eigh(seen @ seen.T)
-    left = left[:, -rank:].flip(1)
+    _, left = leading(seen @ seen.T, rank)
     codes, unit = to_bytes(torch.linalg.solve_triangular(root.T, left, upper=True) * scale[:, None])
     mix = codes.double() * unit / scale[:, None]
     # The best `out` for the rounded `mix`.
@@ -151,12 +152,8 @@ def residual_covariance(
 
 def fit_basis(covariance: torch.Tensor, metric: Metric, count: int) -> Basis:
     seen = metric.apply(metric.apply(covariance).T)
-    values, vectors = eigh((seen + seen.T) / 2)
-    count = min(count, len(values))
-    return Basis(
-        metric.unapply_gain(vectors[:, -count:].flip(1).T),
-        values[-count:].flip(0).clamp(min=0).sqrt(),
-    )
+    values, vectors = leading((seen + seen.T) / 2, count)
+    return Basis(metric.unapply_gain(vectors.T), values.clamp(min=0).sqrt())
 
 
 def fit_sinks(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,10 +162,3 @@ def fit_sinks(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
     variance = moments.sinks_squared / moments.num_windows - mean * mean
     assert len(mean) == NUM_SINKS
     return mean, variance.clamp(min=0).mean(dim=0).sqrt()
-
-
-def eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvalues (ascending) and vectors. float32 is several times faster, and errors of that
-    size only turn components of equal variance into each other."""
-    values, vectors = torch.linalg.eigh(matrix.float())
-    return values.double(), vectors.double()

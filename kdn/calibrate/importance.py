@@ -15,6 +15,8 @@ import torch
 STEPS = 1500
 BATCH_TOKENS = 4096
 LEARNING_RATE = 1e-4
+SAMPLE_VALUES = 1 << 28
+"""Taken for means and deviations at most: 1 GB of them."""
 LARGEST = 50.0
 """Rarer and larger importances than this multiple of the mean would rule the fit."""
 
@@ -42,7 +44,8 @@ def relative(importance: torch.Tensor) -> torch.Tensor:
 
 def fit_importance(columns: torch.Tensor, importance: torch.Tensor) -> Importance:
     """`columns` [tokens, columns] (half precision will do), `importance` [tokens], mean near 1."""
-    sample = columns[:: max(1, len(columns) // 50_000)].float()
+    num_sampled = min(50_000, SAMPLE_VALUES // columns.shape[1])
+    sample = columns[:: max(1, len(columns) // num_sampled)].float()
     mean, deviation = sample.mean(dim=0), sample.std(dim=0) + 1e-4
     known = int(0.9 * len(columns))
     generator = torch.Generator(device="cpu").manual_seed(0)

@@ -23,10 +23,12 @@ from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec import rope
 from kdn.codec.klt.profile import CONTEXT_TOKENS
-from kdn.engines.transformers import from_dynamic_cache, to_dynamic_cache
-from kdn.errors import UnsupportedError
+from kdn.engines.reading import read_whole
+from kdn.engines.spread import placed
+from kdn.engines.transformers import to_dynamic_cache
 
 NUM_SINKS = 4
+BLOCK_COLUMNS = 2048
 PASSAGE_TOKENS = 160
 UNSCORED_TOKENS = 32
 PASSAGE_STARTS = (0.1, 0.3, 0.5)
@@ -57,11 +59,22 @@ class Columns:
     def of_gradient(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Gradients by the cache's values as gradients by the columns: a rotation's transpose is
         its inverse, an amplitude's is itself."""
-        scale = torch.ones(self.spec.num_layers, device=keys.device)
+        amplitude = torch.ones(self.spec.num_layers, 1, 1, 1, device=keys.device)
+        reach = torch.ones_like(amplitude)
         for layer, layer_rope in enumerate(self.spec.ropes):
             if layer_rope is not None:
-                scale[layer] = layer_rope.amplitude**2
-        return self.of(KVCache(keys * scale[:, None, None, None], values))
+                amplitude[layer] = layer_rope.amplitude**2
+            reach[layer] = self._reach(layer, keys.shape[1])
+        keys, values = keys.float() * amplitude * reach, values.float() * reach
+        return self.of(KVCache(keys, values))
+
+    def _reach(self, layer: int, num_tokens: int) -> float:
+        """Layers with a window are read at their last tokens only: all others have no gradient.
+        What matters is how much a token's errors count where they are read at all, so the mean
+        must be over those; its root, for gradients are squared."""
+        window = self.spec.windows[layer]
+        held = num_tokens if window is None else max(1, min(window - 1, num_tokens))
+        return float(np.sqrt(num_tokens / held))
 
 
 @dataclass
@@ -118,16 +131,28 @@ class Moments:
         inputs, columns = inputs[NUM_SINKS:], columns[NUM_SINKS:]
         self.num_tokens += len(columns)
         self.num_windows += 1
-        self.features += (inputs.T @ inputs).double()
-        self.cross += (inputs.T @ columns).double()
+        add_products(self.features, inputs)
+        for part in slices:
+            self.cross[:, part] += inputs.T @ columns[:, part]
         for total, part in zip(self.values, slices, strict=True):
-            total += (columns[:, part].T @ columns[:, part]).double()
+            add_products(total, columns[:, part])
 
     def add_fisher(self, gradients: Sequence[torch.Tensor], slices: list[slice]) -> None:
         for gradient in gradients:
             for total, part in zip(self.fisher, slices, strict=True):
-                rows = gradient[NUM_SINKS:, part]
-                total += (rows.T @ rows).double()
+                add_products(total, gradient[NUM_SINKS:, part])
+
+
+def add_products(total: torch.Tensor, rows: torch.Tensor) -> None:
+    """Adds rows' rows. The products of one window are taken in float32, and summed in float64:
+    GPUs for games are slow in that, and adding is little work. In blocks, so that memory beside the
+    sums stays small, and each pair of blocks once: the sum is symmetric."""
+    width = rows.shape[1]
+    for first in range(0, width, BLOCK_COLUMNS):
+        last = min(first + BLOCK_COLUMNS, width)
+        part = rows[:, first:last].T @ rows[:, first:]
+        total[first:last, first:] += part
+        total[last:, first:last] += part[:, last - first :].T
 
 
 class Features:
@@ -164,17 +189,9 @@ def normalised_embeddings(model: Any) -> torch.Tensor:
     return table * torch.rsqrt(table.square().mean(dim=-1, keepdim=True) + 1e-6)
 
 
-@torch.no_grad()
 def read(model: Any, ids: torch.Tensor) -> KVCache:
-    """The cache of a window's context."""
-    past = model(ids[None], use_cache=True, logits_to_keep=1).past_key_values
-    cache = from_dynamic_cache(past)
-    if not cache.is_complete:
-        raise UnsupportedError(
-            f"a context of {len(ids)} tokens is longer than a sliding window of this model: "
-            f"calibrate with a context of at most {cache.end - max(cache.valid_from)} tokens"
-        )
-    return cache
+    """The complete cache of a window's context."""
+    return read_whole(model, ids.cpu().numpy())
 
 
 def gradients(
@@ -194,6 +211,7 @@ def gradients(
     keys = cache.keys.detach().requires_grad_(True)
     values = cache.values.detach().requires_grad_(True)
     past = to_dynamic_cache(KVCache(keys, values), model.config)
+    placed(past, model)
     past.batch_repeat_interleave(len(rows))
     logits = model(torch.stack(rows), past_key_values=past, use_cache=True).logits.float()
     log_probs = torch.log_softmax(logits, dim=-1)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kdn.cache.keys import TokenIds
 from kdn.calibrate.base_profile import (
     Point,
     expected_of,
@@ -20,10 +21,12 @@ from kdn.calibrate.base_profile import (
     points_of,
     shipped_profile,
 )
-from kdn.calibrate.corpus import default_calibration, load_text, prompt_head, windows_of
+from kdn.calibrate.corpus import Text, default_calibration, load_text, prompt_head, windows_of
 from kdn.calibrate.moments import normalised_embeddings
 from kdn.calibrate.progress import bar
 from kdn.calibrate.renewing import Renewed, measure_base, options_for, renew
+from kdn.calibrate.self_text import SELF, write_text
+from kdn.calibrate.steps import Progress
 from kdn.checked import checked_output
 from kdn.codec.klt.profile import Profile
 from kdn.codec.profiles import find_profile, local_profile
@@ -53,7 +56,7 @@ def renew_profile(
 
     if out is not None:
         checked_output(out)
-    given = [load_text(path) for path in text]
+    given = None if list(text) == [SELF] else [load_text(path) for path in text]
     profile = load_base(Path(base)) if _is_file(base) else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded, tokenizer = load_model(model, device=device)
@@ -65,13 +68,10 @@ def renew_profile(
         other, profile = _base_model(base, device)
     # What cannot be renewed is refused before anything is read.
     kept_parts(profile, spec, normalised_embeddings(loaded))
-    texts = given or default_calibration()
-    ids = [one.tokens(tokenizer) for one in texts]
     window = options_for(profile).window
-    windows = windows_of(ids, window, num_windows, head=prompt_head(tokenizer))
     target = out or local_profile(spec)
-    source = {"texts": [one.name for one in texts]}
     with bar() as progress:
+        windows, source = _windows(loaded, tokenizer, given, window, num_windows, progress)
         reference = None
         if other is not None:
             progress("measuring the base", 0, 1)
@@ -79,7 +79,12 @@ def renew_profile(
             progress("measuring the base", 1, 1)
             del other
         done = renew(
-            loaded, profile, windows, reference=reference, progress=progress, source=source
+            loaded,
+            profile,
+            windows,
+            reference=reference,
+            progress=progress,
+            source={"texts": source},
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     # Meant to be shared: it holds statistics of texts, and who may read it the umask says.
@@ -92,6 +97,27 @@ def _is_file(base: str) -> bool:
     """Whether it names a profile's file rather than a model: a file that is missing is no model."""
     path = Path(base)
     return base != SHIPPED and (path.suffix == ".safetensors" or path.is_file())
+
+
+def _windows(
+    model: Any,
+    tokenizer: Any,
+    given: Sequence[Text] | None,
+    length: int,
+    count: int,
+    progress: Progress,
+) -> tuple[list[TokenIds], list[str]]:
+    """Windows of the texts given, or of what every Python carries; None: the model writes them. And
+    what their texts are called."""
+    head = prompt_head(tokenizer)
+    if given is None:
+        written = write_text(
+            model, tokenizer, length - len(head), count, head=head, progress=progress
+        )
+        return windows_of(written.windows, length, count, head=head), [str(SELF)]
+    texts = given or default_calibration()
+    bodies = [one.tokens(tokenizer) for one in texts]
+    return windows_of(bodies, length, count, head=head), [one.name for one in texts]
 
 
 def _base_model(name: str, device: str) -> tuple[Any, Profile]:

@@ -29,7 +29,7 @@ from kdn.calibrate.base_profile import (
 )
 from kdn.calibrate.fit import Metric
 from kdn.calibrate.run import PROBE_WINDOWS, CalibrationOptions
-from kdn.calibrate.steps import Progress, Steps, counted_chunks
+from kdn.calibrate.steps import Progress, Steps, counted_chunks, table_stride
 from kdn.codec.klt.codec import KltCodec
 from kdn.codec.klt.profile import Profile
 from kdn.engines.quality import QualityProbe
@@ -43,14 +43,12 @@ OTHER_TEXT_LIMIT = 1.25
 text takes up to a quarter more than another, for the same model and profile."""
 SAME_TEXT_LIMIT = 1.1
 """And where it was measured on the same windows."""
-MAX_FINER = 50
-"""Steps that much finer than the base's do not make up for a transform that does not fit."""
-LEFT_OUT_LIMIT = 3.0
-"""What the basis leaves out, relative to what rounding to the finest step adds."""
+LEFT_OUT_LIMIT = 0.1
+"""Part of the residuals' variance, in the metric, that a basis may leave out."""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TransformVerdict:
     """Whether the base's transform serves the fine-tuned model. `bits` is how many times the base's
     bits the same divergence takes, None if no divergence is reached by both; `left_out` the part of
     the residuals' variance, in the metric, that no component holds; `reason` a sentence."""
@@ -64,7 +62,7 @@ class Verdict:
 @dataclass(frozen=True)
 class Renewed:
     profile: Profile
-    verdict: Verdict
+    verdict: TransformVerdict
 
 
 def options_for(base: Profile, context: int | None = None) -> CalibrationOptions:
@@ -123,19 +121,20 @@ class _Renewal:
 
     def run(self, reference: Sequence[Point] | None, source: dict[str, Any]) -> Renewed:
         probes = [_probe(self.model, w, self.options) for w in self.kept_out]
-        # They are needed twice. As views they would keep whole windows in memory.
-        read = counted_chunks(
-            self.model, self.spec, self.windows, self.options.context, self.progress
-        )
-        chunks = [(chunk, _copied(part)) for chunk, part in read]
-        meta, tensors = self.parts
         unknown = [torch.ones(len(group.scale)) for group in self.base.groups]
         steps = Steps(self.spec, self.options, self.progress, unknown, self._sinks())
+        read = counted_chunks(
+            self.model, self.spec, self.windows, self.options.context, self.progress,
+            table_stride(steps, len(self.windows)),
+        )  # fmt: skip
+        # They are needed twice. As views they would keep whole windows in memory.
+        chunks = [(chunk, _copied(part)) for chunk, part in read]
+        meta, tensors = self.parts
         draft = tables.draft_profile(*steps.with_step(meta, tensors, self.base.finest_step))
         spread = _spread(KltCodec(self.spec, draft), chunks)
         steps.deviations = spread.deviations
         try:
-            meta["finest_step"] = self._find_step(steps, probes)
+            meta["finest_step"] = steps.find_step(meta, tensors, probes[:2], self.base.finest_step)
             meta, tensors = steps.count(meta, tensors, chunks)
             meta, tensors = steps.add_correction(meta, tensors, probes[:1])
             profile = Profile.build(meta | {"expected": [{}] * self.options.levels}, tensors)
@@ -145,16 +144,13 @@ class _Renewal:
                 f"this model is too far from the one the profile is of ({error}): calibrate it "
                 "anew, without --from"
             ) from error
-        verdict = self._judge(points_of(expected), reference, spread, profile.finest_step)
+        verdict = judge_transform(
+            bits_at_equal_kld(points_of(expected), reference or expected_of(self.base)),
+            SAME_TEXT_LIMIT if reference else OTHER_TEXT_LIMIT,
+            spread.left_out,
+        )
         meta |= {"expected": expected, "calibration": self._origin(verdict) | source}
         return Renewed(Profile.build(meta, tensors), verdict)
-
-    def _find_step(self, steps: Steps, probes: Sequence[QualityProbe]) -> float:
-        first = self.base.finest_step
-        step = steps.find_step(*self.parts, probes[:2], first)
-        if step < first / MAX_FINER:
-            raise UnsupportedError(f"its steps would be {first / step:.0f} times finer")
-        return step
 
     def _sinks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and deviation of the first tokens. What comes after them does not change them."""
@@ -164,22 +160,7 @@ class _Renewal:
         mean = rows.mean(dim=0).half().double()
         return mean, (rows - mean).square().mean(dim=(0, 1)).sqrt()
 
-    def _judge(
-        self,
-        found: Sequence[Point],
-        reference: Sequence[Point] | None,
-        spread: Spread,
-        step: float,
-    ) -> Verdict:
-        rounding = sum(len(d) for d in spread.deviations) * step**2 / 12
-        return judge(
-            bits_at_equal_kld(found, reference or expected_of(self.base)),
-            SAME_TEXT_LIMIT if reference else OTHER_TEXT_LIMIT,
-            spread.left_out,
-            spread.left_out * spread.variance / rounding,
-        )
-
-    def _origin(self, verdict: Verdict) -> dict[str, Any]:
+    def _origin(self, verdict: TransformVerdict) -> dict[str, Any]:
         told = self.base.meta.get("calibration")
         return (told if isinstance(told, dict) else {}) | {
             "renewed_from": self.base.profile_id.hex(),
@@ -211,10 +192,9 @@ def measure_base(
 @dataclass(frozen=True)
 class Spread:
     """Residuals of the fine-tuned model in the base's metric: the standard deviation of each
-    group's components, a token's whole variance, and the part of it that no component holds."""
+    group's components, and the part of the variance that no component holds."""
 
     deviations: list[torch.Tensor]
-    variance: float
     left_out: float
 
 
@@ -233,26 +213,20 @@ def _spread(codec: KltCodec, chunks: Sequence[tuple[Chunk, KVCache]]) -> Spread:
             residual = part.rest + part.components[: len(rows)].T @ rows
             total += float(metrics[index].apply(residual).double().square().sum())
     held = sum(float(one.sum()) for one in squares)
-    return Spread(
-        [(one / count).sqrt() for one in squares],
-        total / count,
-        max(0.0, 1 - held / max(total, 1e-30)),
-    )
+    left_out = max(0.0, 1 - held / max(total, 1e-30))
+    return Spread([(one / count).sqrt() for one in squares], left_out)
 
 
-def judge(bits: float | None, limit: float, left_out: float, over_rounding: float) -> Verdict:
-    """`over_rounding`: what is left out, relative to what rounding to the finest step adds."""
-    outside = f"the basis leaves out {left_out:.1%} of the residuals' variance"
+def judge_transform(bits: float | None, limit: float, left_out: float) -> TransformVerdict:
+    """From what `TransformVerdict` says; `limit` is of the bits."""
+    outside = f"the basis leaves out {left_out:.1%} of the variance (limit {LEFT_OUT_LIMIT:.0%})"
     if bits is None:
-        why = "no level comes to a divergence that the base reaches too"
-    elif bits > limit:
-        why = f"{bits:.2f} times the base's bits at equal divergence (limit {limit:.2f}); {outside}"
-    elif over_rounding > LEFT_OUT_LIMIT:
-        why = f"{outside}, {over_rounding:.1f} times what rounding adds (limit {LEFT_OUT_LIMIT:g})"
+        size = "no level comes to a divergence that the base reaches too"
     else:
-        why = f"{bits:.2f} times the base's bits at equal divergence (limit {limit:.2f}); {outside}"
-        return Verdict(True, bits, left_out, f"good enough: {why}")
-    return Verdict(False, bits, left_out, f"calibrate anew: {why}")
+        size = f"{bits:.2f} times the base's bits at equal divergence (limit {limit:.2f})"
+    good = bits is not None and bits <= limit and left_out <= LEFT_OUT_LIMIT
+    words = "good enough" if good else "calibrate anew"
+    return TransformVerdict(good, bits, left_out, f"{words}: {size}; {outside}")
 
 
 def _probe(model: Any, window: torch.Tensor, options: CalibrationOptions) -> QualityProbe:

@@ -1,6 +1,6 @@
 """Calibration from end to end: windows of text to a profile.
 
-1. Read every window with the model and sum up (`moments.py`); resumable.
+1. Read every window with the model and sum up (`moments.py`, `first_pass.py`); resumable.
 2. Fit predictor, metric and basis (`fit.py`).
 3. Read some windows again: fit token importance; then find the finest step and count tables
    (`steps.py`).
@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -20,23 +19,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import load_file, save_file
 
 from kdn.cache.tensors import KVCache
 from kdn.calibrate import fit, importance, moments
-from kdn.calibrate.steps import Progress, Steps, counted_chunks
+from kdn.calibrate.first_pass import FirstPass, until
+from kdn.calibrate.sizes import free_memory, layer_groups
+from kdn.calibrate.steps import Progress, Steps, counted_chunks, table_stride
 from kdn.codec.klt.profile import CONTEXT_TOKENS, FORMAT, VERSION, Profile
 from kdn.engines.quality import QualityProbe
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
 
-CHECKPOINT_S = 120.0
 PROBE_WINDOWS = 4
+LEAST_WINDOWS = 4
+"""Beside those."""
+READING_SHARE, WEIGHING_SHARE = 0.55, 0.75
+"""Parts of the time asked for that are over when reading ends, and weighing: the rest takes about
+as long whatever was read."""
+MEMORY_SHARE = 0.25
+"""Of what is free, for the values that importance is fitted on."""
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What may be traded: quality against profile size, codec speed and calibration time."""
+    """What may be traded: quality against profile size, codec speed and calibration time.
+    `sizes.py` chooses what depends on the model; a group has at most `group_layers`."""
 
     context: int = 3072
     group_layers: int = 15
@@ -66,15 +73,19 @@ def calibrate(
     progress: Progress = lambda *_: None,
     checkpoint: Path | None = None,
     source: dict[str, Any] | None = None,
+    time_s: float | None = None,
 ) -> Profile:
     """A profile for `model` from token windows of `options.window` tokens each; the last few are
-    kept for measuring. Deterministic for the same machine, windows and options."""
-    if len(windows) < PROBE_WINDOWS + 4:
+    kept for measuring. Deterministic for the same machine, windows and options, unless `time_s`
+    ends its reading: the profile then says how many windows were read."""
+    least = PROBE_WINDOWS + LEAST_WINDOWS
+    if len(windows) < least:
         raise UnsupportedError(
-            f"calibration needs at least {PROBE_WINDOWS + 4} windows of {options.window} tokens, "
-            f"found {len(windows)}: give more text or a smaller context"
+            f"calibration needs at least {least} windows of {options.window} tokens, found "
+            f"{len(windows)}: give at least {least * options.window:,} tokens of text"
         )
-    return _Calibration(model, windows, options, progress, checkpoint, source or {}).run()
+    made = _Calibration(model, windows, options, progress, checkpoint, source or {}, time_s)
+    return made.run()
 
 
 class _Calibration:
@@ -86,17 +97,19 @@ class _Calibration:
         progress: Progress,
         checkpoint: Path | None,
         source: dict[str, Any],
+        time_s: float | None,
     ) -> None:
+        self.enough_read, self.enough_weighed = (
+            until(time_s and time_s * share, LEAST_WINDOWS)
+            for share in (READING_SHARE, WEIGHING_SHARE)
+        )
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         self.model, self.options, self.progress = model.eval(), options, progress
         self.checkpoint, self.source = checkpoint, source
         self.spec = spec_of(model)
-        step = min(options.group_layers, self.spec.num_layers)
-        starts = range(0, self.spec.num_layers, step)
-        self.columns = moments.Columns(
-            self.spec, tuple((a, min(a + step, self.spec.num_layers)) for a in starts)
-        )
+        groups = layer_groups(self.spec.num_layers, options.group_layers)
+        self.columns = moments.Columns(self.spec, groups)
         self.slices = self.columns.slices()
         ids = [torch.as_tensor(np.asarray(w, dtype=np.int64), device=model.device) for w in windows]
         self.probe_windows, self.windows = ids[-PROBE_WINDOWS:], ids[:-PROBE_WINDOWS]
@@ -116,7 +129,10 @@ class _Calibration:
         meta["finest_step"] = steps.find_step(meta, tensors, probes[:2])
         # From the end: windows the second pass has not fitted importance on, where there are any.
         chosen = self.windows[-self.options.table_windows :]
-        parts = counted_chunks(self.model, self.spec, chosen, self.options.context, self.progress)
+        stride = table_stride(steps, len(chosen))
+        parts = counted_chunks(
+            self.model, self.spec, chosen, self.options.context, self.progress, stride
+        )
         meta, tensors = steps.count(meta, tensors, parts)
         meta, tensors = steps.add_correction(meta, tensors, probes[:1])
         profile = Profile.build(meta | {"expected": [{}] * self.options.levels}, tensors)
@@ -126,29 +142,20 @@ class _Calibration:
         return Profile.build(meta | {"expected": expected}, tensors)
 
     def _read_all(self) -> moments.Moments:
-        device = self.model.device
-        sums = moments.Moments.zeros(self.features.count, self.slices, device)
-        digest = self._digest()
-        if self.checkpoint is not None and self.checkpoint.exists():
-            saved = load_file(self.checkpoint, device=str(device))
-            if bytes(saved.pop("digest").cpu().tolist()) == digest:
-                sums.restore(saved)
-        saved_at = time.monotonic()
-        for index in range(sums.num_windows, len(self.windows)):
-            self.progress("reading", index, len(self.windows))
-            window = self.windows[index]
-            ids = window[: self.options.context]
-            cache = moments.read(self.model, ids)
-            sums.add_values(self.features(ids), self.columns.of(cache), self.slices)
-            sums.add_fisher(self._gradients(cache, window, index), self.slices)
-            if self.checkpoint is not None and time.monotonic() - saved_at > CHECKPOINT_S:
-                named = {k: t.contiguous() for k, t in sums.tensors().items()}
-                aside = self.checkpoint.with_suffix(".writing")
-                save_file(named | {"digest": torch.tensor(list(digest))}, aside)
-                aside.replace(self.checkpoint)
-                saved_at = time.monotonic()
-        self.progress("reading", len(self.windows), len(self.windows))
+        sums = moments.Moments.zeros(self.features.count, self.slices, self.model.device)
+        FirstPass(
+            self._add, len(self.windows), self._digest(), self.checkpoint, self.progress,
+            self.enough_read,
+        ).run(sums)  # fmt: skip
+        self.windows = self.windows[: sums.num_windows]
         return sums
+
+    def _add(self, sums: moments.Moments, index: int) -> None:
+        window = self.windows[index]
+        ids = window[: self.options.context]
+        cache = moments.read(self.model, ids)
+        sums.add_values(self.features(ids), self.columns.of(cache), self.slices)
+        sums.add_fisher(self._gradients(cache, window, index), self.slices)
 
     def _gradients(self, cache: KVCache, window: torch.Tensor, index: int) -> list[torch.Tensor]:
         generator = torch.Generator(self.model.device).manual_seed(self.options.seed + index)
@@ -199,8 +206,7 @@ class _Calibration:
         self, metrics: list[fit.Metric], tensors: dict[str, npt.NDArray[Any]]
     ) -> dict[str, npt.NDArray[Any]]:
         """How errors of unit components of a token move the model, and its prediction."""
-        device, rows, found = self.model.device, [], []
-        synthesis = []
+        device, synthesis = self.model.device, []
         for index, metric in enumerate(metrics):
             coarse = torch.from_numpy(tensors[f"g{index}.basis"]).to(device).double()
             coarse *= torch.from_numpy(tensors[f"g{index}.basis_scale"]).to(device)[:, None]
@@ -209,7 +215,11 @@ class _Calibration:
             # Only components coarse enough to be coded take part.
             synthesis.append((basis[: len(basis) // 2] / metric.weight).float())
         chosen = self.windows[: self.options.second_pass_windows]
+        every = self._weighed_tokens(len(chosen))
+        found: list[torch.Tensor] = []
         for index, window in enumerate(chosen):
+            if self.enough_weighed(index):
+                break
             self.progress("weighing", index, len(chosen))
             cache = moments.read(self.model, window[: self.options.context])
             total = torch.zeros(self.options.context, device=device)
@@ -217,12 +227,24 @@ class _Calibration:
                 for part, matrix in zip(self.slices, synthesis, strict=True):
                     total += (gradient[:, part] @ matrix.T).square().sum(dim=1)
             found.append(total[moments.NUM_SINKS :])
-            rows.append(self.columns.of(cache)[moments.NUM_SINKS :].half())
-        measured = importance.relative(torch.stack(found))
-        fitted = importance.fit_importance(torch.cat(rows), measured.flatten())
-        self.progress("weighing", len(chosen), len(chosen))
+            rows = self.columns.of(cache)[moments.NUM_SINKS :: every.stride]
+            every.rows[index * len(rows) : (index + 1) * len(rows)] = rows
+        measured = importance.relative(torch.stack(found))[:, :: every.stride].flatten()
+        fitted = importance.fit_importance(every.rows[: len(measured)], measured)
+        self.progress("weighing", len(found), len(found))
         self.importance_bias, self.importance_gain = fitted.bias, fitted.gain
         return {"importance": _f32(fitted.weight)}
+
+    def _weighed_tokens(self, num_windows: int) -> _Weighed:
+        """Values of as many tokens of each window as there is memory for, every so many."""
+        columns = self.slices[-1].stop
+        most = MEMORY_SHARE * free_memory(self.model.device) / (2 * columns)
+        tokens = self.options.context - moments.NUM_SINKS
+        stride = max(1, int(np.ceil(num_windows * tokens / max(most, num_windows))))
+        count = num_windows * -(-tokens // stride)
+        return _Weighed(
+            torch.empty(count, columns, dtype=torch.float16, device=self.model.device), stride
+        )
 
     def _meta(self, tensors: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
         return {
@@ -237,9 +259,21 @@ class _Calibration:
             "levels": self.options.levels,
             "importance_bias": self.importance_bias,
             "calibration": asdict(self.options)
-            | {"windows": len(self.windows), "importance_gain": self.importance_gain}
+            | {
+                "windows": len(self.windows),
+                "tokens": len(self.windows) * self.options.context,
+                "importance_gain": self.importance_gain,
+            }
             | self.source,
         }
+
+
+@dataclass(frozen=True)
+class _Weighed:
+    """Values [tokens, columns] that importance is fitted on: every `stride`th of a window."""
+
+    rows: torch.Tensor
+    stride: int
 
 
 def _f32(tensor: torch.Tensor) -> npt.NDArray[np.float32]:

@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kdn.cache.keys import Chunk, Namespace, cut
+from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.calibrate import moments, tables
+from kdn.calibrate.sizes import free_memory
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import symbols
 from kdn.codec.klt.codec import KltCodec
@@ -37,7 +38,11 @@ Parts = tuple[dict[str, Any], Tensors]
 
 STEP_ATTEMPTS = 4
 TABLE_STRIDE = 3
-"""Every third chunk of a window is counted."""
+"""Every third chunk of a window is counted, fewer where memory is short."""
+MOST_TABLE_BYTES = 5_000_000_000
+"""Of what is counted, which is all held at once."""
+MEMORY_FOR_TABLES = 0.25
+"""Of what is free."""
 
 
 @dataclass
@@ -88,11 +93,16 @@ class Steps:
         step = first or float(
             np.sqrt(24 * self.options.fine_kld / moments.CONTINUATION_KLD / noisy)
         )
+        tried: list[tuple[float, float]] = []
         for attempt in range(STEP_ATTEMPTS):
             self.progress("finding the step", attempt, STEP_ATTEMPTS)
             draft = tables.draft_profile(*self.with_step(meta, tensors, step))
             codec = KltCodec(self.spec, draft)
             kld = simulated_kld(codec, probes, levels=self.options.levels - 1)
+            tried.append((step, kld))
+            if is_rounding(tried):  # or what matters to this model is not in the basis
+                step = tried[-2][0]
+                break
             if abs(np.log(kld / self.options.fine_kld)) < 0.1:
                 break
             step *= float(np.clip((self.options.fine_kld / kld) ** 0.6, 0.1, 10))
@@ -122,14 +132,9 @@ class Steps:
         for; then its tables. `count` comes first."""
         self.progress("correcting", 0, 2)
         weight = self._weight(tensors)
-        step = 1.5 * meta["finest_step"]
-        for _ in range(STEP_ATTEMPTS):
-            tensors["fix.step"] = (step / weight).astype(np.float32)
-            codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
-            last = simulated_kld(codec, probes, levels=self.options.levels)
-            if abs(np.log(last / self.options.finest_kld)) < 0.25:
-                break
-            step *= float(np.clip((0.85 * self.options.finest_kld / last) ** 0.5, 0.1, 10))
+        step = self._correction_step(meta, tensors, probes, 1.5 * meta["finest_step"])
+        tensors["fix.step"] = (step / weight).astype(np.float32)
+        codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
         self.progress("correcting", 1, 2)
         samples = [tables.with_correction(codec, sample) for sample in self._samples]
         tensors["fix.scale"] = tables.correction_scales(samples)
@@ -141,6 +146,22 @@ class Steps:
         )
         self.progress("correcting", 2, 2)
         return meta, tensors
+
+    def _correction_step(
+        self, meta: dict[str, Any], tensors: Tensors, probes: Sequence[QualityProbe], step: float
+    ) -> float:
+        weight, tried = self._weight(tensors), []
+        for _ in range(STEP_ATTEMPTS):
+            fixed = tensors | {"fix.step": (step / weight).astype(np.float32)}
+            codec = KltCodec(self.spec, tables.draft_profile(meta, fixed))
+            last = simulated_kld(codec, probes, levels=self.options.levels)
+            tried.append((step, last))
+            if is_rounding(tried):
+                return tried[-2][0]
+            if abs(np.log(last / self.options.finest_kld)) < 0.25:
+                break
+            step *= float(np.clip((0.85 * self.options.finest_kld / last) ** 0.5, 0.1, 10))
+        return tried[-1][0]
 
     def measure(self, profile: Profile, probes: Sequence[QualityProbe]) -> list[dict[str, float]]:
         """What each level costs and does: the profile's `expected`."""
@@ -164,9 +185,31 @@ class Steps:
         return np.concatenate([tensors[f"g{i}.weight"] for i in range(len(self.deviations))])
 
 
+def is_rounding(tried: Sequence[tuple[float, float]]) -> bool:
+    """Of steps and divergences: whether the last step, a finer one, did not help any more. (The
+    divergence falls with the square of the step.) What is left then is the rounding of a model in
+    16 bits, which no step can undo."""
+    if len(tried) < 2 or tried[-1][0] >= tried[-2][0]:
+        return False
+    (before, kld_before), (step, kld) = tried[-2:]
+    return kld > kld_before * float(np.sqrt(step / before))
+
+
+def table_stride(steps: Steps, num_windows: int) -> int:
+    """Every how many chunks are counted: of each, integers of all levels and two float32 of each
+    component, the rest and the correction of each column are held."""
+    options, num_components = steps.options, sum(len(d) for d in steps.deviations)
+    values = num_components * (options.levels + 2) + 2 * steps.spec.values_per_token
+    free = MEMORY_FOR_TABLES * free_memory(torch.device("cpu"))
+    most = max(1.0, min(MOST_TABLE_BYTES, free) / (4 * CHUNK_TOKENS * values))
+    num_chunks = -(-options.context // CHUNK_TOKENS)
+    return min(num_chunks, max(TABLE_STRIDE, int(np.ceil(num_windows * num_chunks / most))))
+
+
 def counted_chunks(
-    model: Any, spec: ModelSpec, windows: Sequence[torch.Tensor], context: int, progress: Progress
-) -> Iterator[tuple[Chunk, KVCache]]:
+    model: Any, spec: ModelSpec, windows: Sequence[torch.Tensor], context: int, progress: Progress,
+    stride: int = TABLE_STRIDE,
+) -> Iterator[tuple[Chunk, KVCache]]:  # fmt: skip
     """Some chunks of every window's context, and what the model reads there."""
     for index, window in enumerate(windows):
         progress("counting", index, len(windows))
@@ -174,7 +217,7 @@ def counted_chunks(
         cache = on_cpu(moments.read(model, ids))
         # What a draft's chunks are called does not matter: nothing is stored under their names.
         chunks = cut(ids.cpu().numpy(), Namespace(spec.fingerprint, b""))
-        for chunk in chunks[index % TABLE_STRIDE :: TABLE_STRIDE]:
+        for chunk in chunks[index % stride :: stride]:
             yield chunk, cache.slice(chunk.start, chunk.end)
     progress("counting", len(windows), len(windows))
 

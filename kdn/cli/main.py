@@ -15,7 +15,7 @@ import typer
 from kdn.checked import MAX_COUNT
 from kdn.cli.lazy import lazy_group
 from kdn.defaults import CODEC, DEVICE, MAX_NEW_TOKENS, MODEL, QUALITY
-from kdn.errors import KdnError
+from kdn.errors import KdnError, UnsupportedError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -251,7 +251,10 @@ def demo(
 def calibrate(
     model: Annotated[str, typer.Argument(help="smollm2, a local folder, or a name on the hub.")],
     text: Annotated[
-        list[Path] | None, typer.Option(help="Files to learn from; by default what Python carries.")
+        list[Path] | None,
+        typer.Option(
+            help="Files to learn from; by default what Python carries. 'self': the model writes."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write the profile.")] = None,
     base: Annotated[
@@ -261,16 +264,20 @@ def calibrate(
             help="Of a fine-tune: its base's profile (a file, 'shipped', or the base model).",
         ),
     ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the report as PNG.")] = None,
 ) -> None:
     """Make the profile that the klt codec needs for a model."""
     if base is not None:
         from kdn.calibrate.renew_command import renew_profile
 
+        if json is not None or plot is not None:
+            raise UnsupportedError("--json and --plot are of whole calibrations, without --from")
         renew_profile(model, base, text=text or (), out=out)
         return
     from kdn.calibrate import make_profile
 
-    make_profile(model, text=text, out=out)
+    make_profile(model, text=text, out=out, json=json, plot=plot)
 
 
 @app.command()

@@ -7,6 +7,8 @@ are laid side by side instead, as if they were more tokens of one head. The same
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,18 @@ def use_grouped_attention(model: PreTrainedModel) -> bool:
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
     return True
+
+
+@contextmanager
+def grouped_reading(model: PreTrainedModel) -> Iterator[None]:
+    """Switch a model over for a while, if it is one that this is for."""
+    before = model.config._attn_implementation
+    is_switched = use_grouped_attention(model)
+    try:
+        yield
+    finally:
+        if is_switched:
+            model.set_attn_implementation(before)
 
 
 def grouped_attention(

@@ -25,6 +25,8 @@ import numpy.typing as npt
 import torch
 
 from kdn.cache.tensors import KVCache
+from kdn.engines.reading import read_whole
+from kdn.engines.spread import placed
 from kdn.engines.transformers import from_dynamic_cache, to_dynamic_cache
 from kdn.errors import MismatchError
 
@@ -143,7 +145,12 @@ class QualityProbe:
         with torch.no_grad():
             past = self._model(ids, use_cache=True, logits_to_keep=1).past_key_values
         _synchronise(ids.device)
-        return from_dynamic_cache(past), time.perf_counter() - begin
+        prefill_s, cache = time.perf_counter() - begin, from_dynamic_cache(past)
+        if not cache.is_complete:
+            # What windows have dropped is coded all the same: a shorter context needs it.
+            del past
+            cache = read_whole(self._model, ids[0].cpu().numpy())
+        return cache, prefill_s
 
     @torch.no_grad()
     def _log_probs(self, cache: KVCache, kept: npt.NDArray[np.bool_] | None) -> list[torch.Tensor]:
@@ -152,6 +159,7 @@ class QualityProbe:
         rows, width = self._batch.shape
         # The model appends to the cache it gets: each call makes a new one.
         past = to_dynamic_cache(_to_model(cache, self._model), self._model.config)
+        placed(past, self._model)
         past.batch_repeat_interleave(rows)
         inputs: dict[str, Any] = {}
         if kept is not None:

@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from kdn.cache.keys import CHUNK_TOKENS, Tokens
 from kdn.cache.tensors import KVCache
 from kdn.engines.growing import growing_cache
+from kdn.engines.transformers import from_dynamic_cache, windows_of
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
@@ -64,6 +65,24 @@ def read(model: PreTrainedModel, tokens: Tokens, past: Cache) -> torch.Tensor:
     for at, stop in pieces(start, start + len(tokens)):
         logits = forward(model, tokens[at - start : stop - start], past)
     return logits
+
+
+def read_whole(model: PreTrainedModel, tokens: Tokens) -> KVCache:
+    """The complete cache of a context. A layer with a window drops tokens as it reads on: a model
+    with such layers reads in pieces that the shortest window holds, and the values of each piece
+    are taken at once."""
+    past = new_cache(model)
+    held = min((window - 1 for window in windows_of(past) if window is not None), default=None)
+    if held is None or held >= len(tokens):
+        forward(model, tokens, past)
+        return from_dynamic_cache(past)
+    size, parts = min(CHUNK_TOKENS, max(1, held)), []
+    for at in range(0, len(tokens), size):
+        piece = tokens[at : at + size]
+        forward(model, piece, past)
+        parts.append(last_tokens(past, at, at + len(piece)))
+    keys, values = (torch.cat([getattr(p, side) for p in parts], 1) for side in ("keys", "values"))
+    return KVCache(keys, values)
 
 
 def last_tokens(past: Cache, start: int, end: int | None = None) -> KVCache:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kdn.bench.figures import CodecRow, compare, ratio_at, ratio_at_quality
+from kdn.bench.figures import CodecRow, compare, ratio_at_quality
+from kdn.calibrate.ratios import ratio_at
 
 ROW = CodecRow("klt", 0, "wt", 100.0, 1.0, 16.0, 0.01, 0.1, 0.05, 0.9, 8.0, 1.0, 0.1, 9.0)
 

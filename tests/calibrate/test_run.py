@@ -108,7 +108,8 @@ def test_is_deterministic_and_resumes(
             raise Interrupted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kdn.calibrate.run.CHECKPOINT_S", 0.0)
+        patch.setattr("kdn.calibrate.first_pass.CHECKPOINT_S", 0.0)
+        patch.setattr("kdn.calibrate.first_pass.CHECKPOINT_SHARE", 1e9)
         with pytest.raises(Interrupted):
             calibrate(model, texts, OPTIONS, checkpoint=path, progress=stop)
     assert path.exists()
@@ -129,10 +130,17 @@ def test_too_little_text_is_refused(tiny_model: Callable[..., Any]) -> None:
         calibrate(make(tiny_model, "llama"), windows(5), OPTIONS)
 
 
-def test_a_window_shorter_than_the_context_is_refused(tiny_model: Callable[..., Any]) -> None:
-    model = tiny_model("mistral", sliding_window=128)
-    with pytest.raises(UnsupportedError, match="sliding window"):
-        calibrate(model, windows(10), OPTIONS)
+@pytest.mark.parametrize("window", [100, 300])
+def test_windows_shorter_than_the_context(tiny_model: Callable[..., Any], window: int) -> None:
+    """Shorter and longer than a chunk; every sixth layer of Gemma 3 reads everything."""
+    model = tiny_model(
+        "gemma3_text", head_dim=16, sliding_window=window, num_hidden_layers=6,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+    )  # fmt: skip
+    profile = calibrate(model, windows(8), OPTIONS)
+    klds = [level["kld"] for level in profile.meta["expected"]]
+    assert klds == sorted(klds, reverse=True)
+    assert klds[-1] < 0.002
 
 
 def test_a_profile_is_for_one_model(

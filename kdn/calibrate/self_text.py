@@ -1,0 +1,214 @@
+"""Calibration text that the model writes itself: `kdn calibrate --text self`.
+
+Many windows are sampled side by side, at several temperatures, after short openings of many kinds
+or after nothing but what prompts begin with. Where a text ends, another one opens. A window that
+repeats itself leaves the batch and is counted: its statistics would be those of a loop.
+
+Deterministic for a seed, a device and a memory limit: the limit decides how many rows share a
+random generator.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kdn.cache.keys import TokenIds
+from kdn.calibrate.corpus import distinct_ngrams
+from kdn.engines.generating import stop_tokens
+from kdn.engines.grouped import grouped_reading
+from kdn.engines.reading import new_cache
+from kdn.engines.transformers import spec_of
+from kdn.errors import UnsupportedError
+
+Progress = Callable[[str, int, int], None]
+
+SELF = Path("self")
+"""Given in the place of text files. A file of that name can be given by its whole path."""
+
+TEMPERATURES = (0.8, 0.9, 1.0, 1.1)
+LEAST_CHANCE = 0.02
+"""Tokens this much less likely than the likeliest are not drawn: over thousands of tokens a small
+model would otherwise lose the thread."""
+BARE = 0.25
+"""Part of the texts that begin with nothing but what prompts begin with."""
+LOOP_TOKENS = 256
+LOOP_EVERY = 64
+LEAST_DISTINCT = 0.6
+"""Part of a stretch's 8-grams that must differ from each other. Prose and code: above 0.9."""
+MAX_TRIES = 4
+"""Times the windows asked for."""
+MAX_ROWS = 64
+MEMORY_BYTES = 2 << 30
+"""For the caches of a batch; on a GPU up to a third of what is free."""
+
+OPENINGS = (
+    "The history of", "In recent years,", "Once upon a time", "It was late in the evening when",
+    "Abstract\n\n", "1. Introduction\n\n", "Chapter 1\n\n", "# Getting started\n\n",
+    "def main():\n", "import ", "/* ", "#include <", "SELECT ", "{\n  \"", "<html>\n",
+    "Question: ", "Q: What is", "How do I", "Dear ", "Hello,", "- ", "1. ", "Summary: ",
+    "According to the report,", "The purpose of this document is to", "The patient",
+    "Under the terms of this agreement,", "Let x be", "Theorem 1.", "The recipe calls for",
+    "\"I don't know,\" she said.", "My grandmother used to", "Scientists have found that",
+    "The city of", "He was born in", "The company announced", "NAME\n\n", "Usage: ",
+    "Step 1:", "Interviewer: ", "Warning:", "El ", "La ville de", "Die ",
+)  # fmt: skip
+"""Of many kinds of text; short, so that the model chooses what to write about."""
+
+
+@dataclass(frozen=True)
+class SelfText:
+    """Windows of token ids, without the head that stood before each, and how many
+    were dropped because they repeated themselves."""
+
+    windows: list[TokenIds]
+    dropped: int
+
+
+def write_text(
+    model: Any,
+    tokenizer: Any,
+    length: int,
+    count: int,
+    *,
+    head: Sequence[int] | TokenIds = (),
+    seed: int = 0,
+    progress: Progress = lambda *_: None,
+    memory_bytes: int | None = None,
+) -> SelfText:
+    """`count` windows of `length` tokens each, written by the model after `head` (what prompts
+    begin with, if they do)."""
+    openings = _Openings(tokenizer, model, seed)
+    room = batch_rows(model, len(head) + length, memory_bytes)
+    windows: list[TokenIds] = []
+    dropped, batch = 0, 0
+    with grouped_reading(model):
+        while len(windows) < count:
+            if len(windows) + dropped >= MAX_TRIES * count:
+                raise UnsupportedError(
+                    f"the model repeats itself: {dropped} of {len(windows) + dropped} windows "
+                    "were dropped; calibrate with text of your own (--text FILES)"
+                )
+            rows = min(room, count - len(windows))
+            writing = _Batch(model, openings, rows, head, length, (seed, batch))
+            for step in range(length):
+                progress("writing text", len(windows) * length + step * rows, count * length)
+                writing.step()
+            written = writing.finished()
+            windows += written
+            dropped, batch = dropped + rows - len(written), batch + 1
+    progress("writing text", count * length, count * length)
+    return SelfText(windows, dropped)
+
+
+def batch_rows(model: Any, length: int, memory_bytes: int | None = None) -> int:
+    """How many windows fit into memory side by side, with room for a copy of one layer at a time
+    and for the chances of all tokens."""
+    if memory_bytes is None:
+        memory_bytes = MEMORY_BYTES
+        if model.device.type == "cuda":
+            memory_bytes = max(memory_bytes, torch.cuda.mem_get_info(model.device)[0] // 3)
+    spec = spec_of(model)
+    caches = 1.5 * length * spec.values_per_token * model.dtype.itemsize
+    chances = 4 * 4 * spec.vocab_size
+    return int(min(MAX_ROWS, max(1, memory_bytes // (caches + chances))))
+
+
+def repeats(tokens: TokenIds) -> bool:
+    """Whether a stretch of text says the same over and over."""
+    return distinct_ngrams(tokens) < LEAST_DISTINCT
+
+
+class _Openings:
+    """Token ids of openings in a seeded order, and what stands between two texts."""
+
+    def __init__(self, tokenizer: Any, model: Any, seed: int) -> None:
+        def ids(text: str) -> list[int]:
+            return [int(t) for t in tokenizer(text, add_special_tokens=False).input_ids]
+
+        self._random = np.random.default_rng(seed)
+        self._ids = [found for found in map(ids, OPENINGS) if found]
+        self._between = ids("\n\n")
+        special = {int(t) for t in getattr(tokenizer, "all_special_ids", ())}
+        self.ends = sorted(stop_tokens(model) | special)
+        told = (getattr(tokenizer, "bos_token_id", None), *stop_tokens(model))
+        self.start = next((int(token) for token in told if token is not None), self._ids[0][0])
+        """Read before a text where prompts begin with nothing of their own."""
+
+    def next(self) -> list[int]:
+        if self._random.random() < BARE:
+            return []
+        return self._ids[self._random.integers(len(self._ids))]
+
+    def after_end(self) -> list[int]:
+        """At least one token: another text where one has ended."""
+        return [*self._between, *self.next()] or self._ids[0]
+
+
+class _Batch:
+    """Rows that are written token by token, all as far."""
+
+    def __init__(
+        self, model: Any, openings: _Openings, rows: int, head: Sequence[int] | TokenIds,
+        length: int, seed: tuple[int, int],
+    ) -> None:  # fmt: skip
+        self._model, self._openings = model, openings
+        self._length = length
+        device = model.device
+        entropy = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1)
+        self._random = torch.Generator(device).manual_seed(entropy)
+        self._past = new_cache(model)
+        before = [int(token) for token in head] or [openings.start]
+        self._next = torch.tensor(before, device=device).expand(rows, -1)
+        chosen = [TEMPERATURES[row % len(TEMPERATURES)] for row in range(rows)]
+        self._temperatures = torch.tensor(chosen, device=device)[:, None]
+        self._rows: list[list[int]] = [[] for _ in range(rows)]
+        self._given = [deque(openings.next()) for _ in range(rows)]
+        """What rows go on with before they are free again."""
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One more token in each row; rows that loop are left out from then on."""
+        if not self._rows:
+            return
+        logits = self._model(self._next, past_key_values=self._past, use_cache=True).logits[:, -1]
+        drawn = self._draw(logits.float()).tolist()
+        for row, token in enumerate(drawn):
+            self._rows[row].append(self._chosen(row, token))
+        last = [row[-1] for row in self._rows]
+        self._next = torch.tensor(last, device=self._model.device)[:, None]
+        if len(self._rows[0]) % LOOP_EVERY == 0:
+            self._leave_out([not repeats(np.array(row[-LOOP_TOKENS:])) for row in self._rows])
+
+    def _draw(self, logits: torch.Tensor) -> torch.Tensor:
+        chances = torch.softmax(logits / self._temperatures, dim=-1)
+        likely = chances >= LEAST_CHANCE * chances.amax(dim=-1, keepdim=True)
+        return torch.multinomial(chances * likely, 1, generator=self._random)[:, 0]
+
+    def _chosen(self, row: int, token: int) -> int:
+        """What was drawn, unless something is given; after a text's end another one opens."""
+        given = self._given[row]
+        if not given and token in self._openings.ends:
+            given.extend(self._openings.after_end())
+        return given.popleft() if given else token
+
+    def _leave_out(self, kept: list[bool]) -> None:
+        if len(self._rows[0]) < LOOP_TOKENS or all(kept):
+            return
+        numbers = [row for row, stays in enumerate(kept) if stays]
+        self._rows = [self._rows[row] for row in numbers]
+        self._given = [self._given[row] for row in numbers]
+        if numbers:
+            chosen = torch.tensor(numbers, device=self._model.device)
+            self._past.batch_select_indices(chosen)
+            self._next, self._temperatures = self._next[chosen], self._temperatures[chosen]
+
+    def finished(self) -> list[TokenIds]:
+        whole = [np.array(row[: self._length], dtype=np.uint32) for row in self._rows]
+        return [window for window in whole if not repeats(window)]

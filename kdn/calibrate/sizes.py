@@ -1,0 +1,206 @@
+"""How large the parts of a profile are, from the shape of a model and the memory at hand.
+
+The rule, in its order:
+
+1. **Groups of layers** are as wide as they may be, for layers have much in common: at most 8,192
+   columns (keys and values of one token in all layers of the group), and so few that the sums of
+   calibration fill at most half of the memory at hand. As few groups as that allows, of equal size
+   or one layer apart.
+2. **Components**: 38 % of a group's columns, at most 2,200.
+3. **Decoding speed**: the decoder multiplies every column with every component of its group. That
+   may be at most a quarter of the weights that the model itself multiplies with each token it
+   reads, else loading is no gain; but 256 components are always kept.
+4. **Profile size**: at most 2 % of the weights in 16 bits, or 128 MB if that is more. Where it
+   would be larger, components, ranks and embedding dimensions shrink together, down to a least of
+   each: an eighth of the columns for components, 64 for the others.
+
+SmolLM2-135M gets the sizes of the profile that is shipped for it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kdn.cache.spec import ModelSpec
+from kdn.calibrate.fit import PRECISE_LATENTS
+from kdn.codec.klt.profile import CONTEXT_TOKENS
+from kdn.errors import UnsupportedError
+
+MOST_COLUMNS = 8192
+MOST_COMPONENTS = 2200
+COMPONENTS_OF_COLUMNS = 2200 / 5760
+LEAST_COMPONENTS = 256
+LEAST_COMPONENTS_OF_COLUMNS = 1 / 8
+DECODER_OF_MODEL = 1 / 4
+MEMORY_FOR_SUMS = 1 / 2
+PROFILE_OF_WEIGHTS = 0.02
+LEAST_PROFILE_BYTES = 128_000_000
+LEAST_RANK = 64
+SUM_BYTES = 8
+"""Sums are float64."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model decides the sizes."""
+
+    num_layers: int
+    layer_columns: int
+    """Keys and values of one token in one layer."""
+    vocab_size: int
+    hidden_size: int
+    num_weights: int
+    """All of them; each is a fingerprint's and a file's, in 16 bits."""
+    num_used_weights: int
+    """Those that a token is multiplied with while a context is read: no embeddings, no other
+    experts."""
+
+    @property
+    def columns(self) -> int:
+        return self.num_layers * self.layer_columns
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Fields of `CalibrationOptions` of the same names."""
+
+    group_layers: int
+    components: int
+    fine_components: int = 64
+    embedding_dims: int = 448
+    predictor_rank: int = 256
+    metric_rank: int = 384
+
+
+def shape_of(model: Any, spec: ModelSpec) -> Shape:
+    """Experts beside those that each token goes through are left out by their share."""
+    config = model.config.get_text_config(decoder=True)
+    table = model.get_input_embeddings().weight
+    total = sum(one.numel() for one in model.parameters())
+    outside = sum(
+        one.weight.numel()
+        for one in {model.get_input_embeddings(), model.get_output_embeddings()}
+        if one is not None
+    )
+    if model.get_output_embeddings() is not None and _are_tied(model):
+        outside -= table.numel()
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    every = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    used = getattr(config, "num_experts_per_tok", None)
+    idle = int(experts * (1 - used / every)) if experts and every and used else 0
+    return Shape(
+        spec.num_layers, 2 * spec.num_kv_heads * spec.head_dim, table.shape[0], table.shape[1],
+        total, total - outside - idle,
+    )  # fmt: skip
+
+
+def _are_tied(model: Any) -> bool:
+    inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return inputs is outputs or inputs.data_ptr() == outputs.data_ptr()
+
+
+def chosen_sizes(shape: Shape, memory_bytes: int) -> Sizes:
+    """By the rule above; `memory_bytes` are free where the sums will lie."""
+    num_groups = len(layer_groups(shape.num_layers, _most_layers(shape, memory_bytes)))
+    group_layers = -(-shape.num_layers // num_groups)
+    columns = group_layers * shape.layer_columns
+    fast = int(DECODER_OF_MODEL * shape.num_used_weights / shape.columns)
+    wanted = min(MOST_COMPONENTS, round(COMPONENTS_OF_COLUMNS * columns))
+    components = max(min(wanted, fast), min(LEAST_COMPONENTS, columns))
+    sizes = Sizes(group_layers, components)
+    return _shrunk(
+        shape, replace(sizes, embedding_dims=min(sizes.embedding_dims, shape.hidden_size))
+    )
+
+
+def _most_layers(shape: Shape, memory_bytes: int) -> int:
+    by_memory = MEMORY_FOR_SUMS * memory_bytes - _cross_bytes(shape, Sizes.embedding_dims)
+    by_memory /= 2 * SUM_BYTES * shape.columns
+    most = int(min(MOST_COLUMNS, by_memory) // shape.layer_columns)
+    if by_memory < shape.layer_columns:
+        needed = sums_bytes(shape, Sizes(1, 0)) / MEMORY_FOR_SUMS
+        raise UnsupportedError(
+            f"calibrating this model takes at least {needed / 1e9:.1f} GB of free memory beside "
+            f"its weights, found {memory_bytes / 1e9:.1f} GB: free some, or use another device"
+        )
+    return max(1, most)
+
+
+def _shrunk(shape: Shape, sizes: Sizes) -> Sizes:
+    limit = max(LEAST_PROFILE_BYTES, int(PROFILE_OF_WEIGHTS * 2 * shape.num_weights))
+    columns = sizes.group_layers * shape.layer_columns
+    least = min(sizes.components, max(LEAST_COMPONENTS, int(LEAST_COMPONENTS_OF_COLUMNS * columns)))
+    found = sizes
+    for percent in range(99, 0, -1):
+        if profile_bytes(shape, found) <= limit:
+            break
+        found = replace(
+            sizes,
+            components=max(least, sizes.components * percent // 100),
+            embedding_dims=_part(sizes.embedding_dims, percent),
+            predictor_rank=_part(sizes.predictor_rank, percent),
+            metric_rank=_part(sizes.metric_rank, percent),
+        )
+    return found
+
+
+def _part(rank: int, percent: int) -> int:
+    return max(min(LEAST_RANK, rank), rank * percent // 100)
+
+
+def layer_groups(num_layers: int, most_layers: int) -> tuple[tuple[int, int], ...]:
+    """As few groups [first, last) as that allows, all of one size or one layer apart."""
+    count = -(-num_layers // max(1, most_layers))
+    ends = [num_layers * index // count for index in range(count + 1)]
+    return tuple(pairwise(ends))
+
+
+def profile_bytes(shape: Shape, sizes: Sizes) -> int:
+    """About how large the profile will be: its tensors that grow with a model (profile.py)."""
+    total = 0
+    for first, last in layer_groups(shape.num_layers, sizes.group_layers):
+        columns = (last - first) * shape.layer_columns
+        components = min(sizes.components, columns)
+        fine = min(sizes.fine_components, components)
+        total += columns * (components + fine) + 5 * components  # basis and its scales
+        total += columns * 2 * min(sizes.metric_rank, columns)
+    total += shape.vocab_size * sizes.embedding_dims
+    total += CONTEXT_TOKENS * sizes.embedding_dims * sizes.predictor_rank
+    # Predictor, and per column: bias, steps, scales, weight, importance, first tokens.
+    return total + shape.columns * (sizes.predictor_rank + PRECISE_LATENTS + 4 * 6 + 2 + 8)
+
+
+def sums_bytes(shape: Shape, sizes: Sizes) -> int:
+    """Memory of the sums that the first pass takes."""
+    groups = layer_groups(shape.num_layers, sizes.group_layers)
+    widths = [(last - first) * shape.layer_columns for first, last in groups]
+    return 2 * SUM_BYTES * sum(w * w for w in widths) + _cross_bytes(shape, sizes.embedding_dims)
+
+
+def _cross_bytes(shape: Shape, dims: int) -> int:
+    inputs = CONTEXT_TOKENS * min(dims, shape.hidden_size) + 1
+    return SUM_BYTES * inputs * (inputs + shape.columns)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that may still be used there."""
+    if device.type == "cuda":
+        from kdn.engines.device import free_bytes
+
+        return free_bytes(device)
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (ValueError, OSError, AttributeError):
+        return 8 << 30

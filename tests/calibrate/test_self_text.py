@@ -1,0 +1,124 @@
+"""Text that a tiny model writes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kdn.calibrate import self_text
+from kdn.calibrate.self_text import batch_rows, repeats, write_text
+from kdn.errors import UnsupportedError
+
+END = 2
+
+
+class Letters:
+    """A tokenizer that knows single characters."""
+
+    bos_token_id, all_special_ids = 1, (0, 1, END)
+
+    def __call__(self, text: str, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=[3 + ord(one) % 125 for one in text])
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama")
+
+
+def test_writes_as_many_windows_as_asked_for_and_the_same_again(model: Any) -> None:
+    told: list[tuple[str, int, int]] = []
+    found = write_text(
+        model, Letters(), 70, 5, head=[1, 7], seed=3, progress=lambda *step: told.append(step)
+    )
+    again = write_text(model, Letters(), 70, 5, head=[1, 7], seed=3)
+    other = write_text(model, Letters(), 70, 5, head=[1, 7], seed=4)
+    assert [len(window) for window in found.windows] == [70] * 5
+    np.testing.assert_array_equal(found.windows, again.windows)
+    assert not np.array_equal(found.windows, other.windows)
+    assert len({bytes(window) for window in found.windows}) == 5
+    assert told[-1] == ("writing text", 350, 350)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_special_tokens_are_not_written(model: Any) -> None:
+    # Likely at every step: each time another text opens instead.
+    with torch.no_grad():
+        model.lm_head.weight[END] = 4 * model.lm_head.weight.abs().mean()
+    found = write_text(model, Letters(), 120, 4)
+    assert not np.isin(found.windows, Letters.all_special_ids).any()
+
+
+def test_tokens_are_what_the_model_would_say(model: Any, monkeypatch: Any) -> None:
+    """Near temperature 0, after the opening: each token is the most likely one."""
+    monkeypatch.setattr(self_text, "TEMPERATURES", (1e-4,))
+    monkeypatch.setattr(self_text, "BARE", 1.0)
+    monkeypatch.setattr(self_text, "repeats", lambda _: False)
+    head = [1, 9, 30]
+    (window, _) = write_text(model, Letters(), 20, 2, head=head).windows
+    with torch.no_grad():
+        logits = model(torch.tensor([[*head, *window.tolist()]])).logits[0, 2:-1]
+    free = ~np.isin(logits.argmax(-1).numpy(), Letters.all_special_ids)
+    assert free.sum() > 10
+    first_end = int(np.argmin(free)) if not free.all() else len(free)
+    assert first_end > 0
+    np.testing.assert_array_equal(logits.argmax(-1).numpy()[:first_end], window[:first_end])
+
+
+def test_finds_loops() -> None:
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, 1000, 256).astype(np.uint32)
+    assert not repeats(text)
+    assert repeats(np.tile(text[:60], 5)[:256])
+    assert repeats(np.full(256, 7, dtype=np.uint32))
+    assert not repeats(np.concatenate([text[:200], text[:56]]))
+
+
+def test_windows_that_loop_are_dropped_and_counted(model: Any, monkeypatch: Any) -> None:
+    """The first rows of the first batch, as if they looped; the others come out unharmed."""
+    calls = []
+
+    def loops(tokens: Any) -> bool:
+        calls.append(len(tokens))
+        return len(tokens) == 64 and len(calls) <= 2
+
+    monkeypatch.setattr(self_text, "LOOP_TOKENS", 64)
+    monkeypatch.setattr(self_text, "repeats", loops)
+    found = write_text(model, Letters(), 100, 4)
+    assert found.dropped == 2
+    assert [len(window) for window in found.windows] == [100] * 4
+
+
+def test_rows_that_stay_go_on_from_their_own_past(model: Any, monkeypatch: Any) -> None:
+    """Greedy rows are the same whether or not another row leaves the batch."""
+    monkeypatch.setattr(self_text, "TEMPERATURES", (1e-4,))
+    monkeypatch.setattr(self_text, "LOOP_TOKENS", 64)
+    monkeypatch.setattr(self_text, "LEAST_DISTINCT", 0.0)
+    whole = write_text(model, Letters(), 100, 3).windows
+    first = bytes(whole[0][:64])
+    monkeypatch.setattr(self_text, "repeats", lambda ids: bytes(np.uint32(ids))[:256] == first)
+    left = write_text(model, Letters(), 100, 3)
+    assert left.dropped >= 1
+    np.testing.assert_array_equal(left.windows[:2], whole[1:])
+
+
+def test_a_model_that_only_loops_is_refused(model: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(self_text, "repeats", lambda _: True)
+    with pytest.raises(UnsupportedError, match=r"repeats itself: 8 of 8 .*--text FILES"):
+        write_text(model, Letters(), 20, 2)
+
+
+def test_memory_bounds_the_batch(model: Any) -> None:
+    per_token = 2 * 4 * 2 * 16 * 4  # keys and values, layers, heads, channels, bytes
+    most = 3 * (1.5 * 1000 * per_token + 16 * 128)
+    assert batch_rows(model, 1000, int(most)) in (2, 3)
+    assert batch_rows(model, 1000, 1) == 1
+    assert batch_rows(model, 10, 1 << 40) == self_text.MAX_ROWS
+    alone = write_text(model, Letters(), 40, 3, memory_bytes=1)
+    assert [len(window) for window in alone.windows] == [40] * 3
