@@ -43,12 +43,20 @@ class Text:
 
 def load_text(path: Path) -> Text:
     """A .txt or .jsonl file (lines with a `context` field, joined), plain or .gz."""
-    name = path.name.removesuffix(".gz")
     try:
         raw = path.read_bytes()
         data = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise FormatError(f"{path}: expected UTF-8 text, plain or gzip: {error}") from error
+    return text_of(path, data)
+
+
+def text_of(path: Path, data: bytes) -> Text:
+    """The text of a file from its bytes, unpacked, or from some of its lines."""
+    name = path.name.removesuffix(".gz")
+    try:
         content = data.decode("utf-8")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise FormatError(f"{path}: expected UTF-8 text, plain or gzip: {error}") from error
     if name.endswith(".jsonl"):
         content = "\n\n".join(_contexts(content, path))

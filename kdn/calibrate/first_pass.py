@@ -7,6 +7,7 @@ care: it may be cut short or belong to something else, and then reading begins a
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from kdn.calibrate.moments import Moments
 from kdn.calibrate.steps import Progress
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINT_S = 120.0
 CHECKPOINT_SHARE = 0.05
@@ -56,8 +59,12 @@ class FirstPass:
         if self.checkpoint is not None:
             named = {name: one.cpu().contiguous() for name, one in sums.tensors().items()}
             aside = self.checkpoint.with_name(self.checkpoint.name + ".writing")
-            save_file(named | {"digest": torch.tensor(list(self.digest))}, aside)
-            aside.replace(self.checkpoint)
+            try:
+                save_file(named | {"digest": torch.tensor(list(self.digest))}, aside)
+                aside.replace(self.checkpoint)
+            except (OSError, SafetensorError) as error:  # as where the disk is full
+                logger.warning("%s: a kill will cost all that was read: %s", self.checkpoint, error)
+                aside.unlink(missing_ok=True)
         return time.monotonic() - begin
 
     def _resume(self, sums: Moments) -> None:

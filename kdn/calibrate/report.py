@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -21,7 +21,10 @@ from kdn.cache.keys import Namespace, TokenIds, cut
 from kdn.cache.tensors import KVCache
 from kdn.calibrate.corpus import overlap
 from kdn.calibrate.ratios import KLD_LIMIT, RECALL_LIMIT, ratio_within
+from kdn.calibrate.run import LEAST_WINDOWS as LEAST_READ
 from kdn.calibrate.run import PROBE_WINDOWS
+from kdn.calibrate.self_text import SELF
+from kdn.calibrate.steps import Progress
 from kdn.calibrate.verdict import Figures, Verdict, judge
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec, Profile
@@ -30,11 +33,10 @@ from kdn.engines.quality import Quality, QualityProbe
 from kdn.engines.transformers import spec_of
 from kdn.session.quality import enough_kld
 
-Progress = Callable[[str, int, int], None]
 Interval = tuple[float, float]
 
 KEPT_WINDOWS = 6
-LEAST_WINDOWS = PROBE_WINDOWS + 4
+LEAST_WINDOWS = PROBE_WINDOWS + LEAST_READ
 """What calibration needs for itself."""
 FP16_BITS = 16
 _STUDENT = (math.inf, math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -70,6 +72,8 @@ class Report:
     profile_bytes: int
     weight_bytes: int
     device: str
+    num_dropped: int
+    """Windows of its own text that repeated themselves."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {
@@ -108,6 +112,7 @@ def make_report(
     prefill_s = median(one.prefill_s for one in tried)
     default = levels[_default_level(codec.expected_kld)]
     profile_bytes, weight_bytes = len(profile.to_bytes()), _weight_bytes(model)
+    source = profile.meta["calibration"]
     figures = Figures(
         ratio_at_quality=ratio_within(levels),
         prefill_over_decode=prefill_s / max(default.decode_s, 1e-9),
@@ -117,12 +122,13 @@ def make_report(
         kld_high=default.kld_interval[1],
         num_windows=len(tried),
         overlap=_shared(learnt, kept_out),
-        num_tokens=int(profile.meta["calibration"]["windows"]) * context,
+        num_tokens=int(source["tokens"]),
         profile_share=profile_bytes / weight_bytes,
+        is_own_text=source.get("texts") == [str(SELF)],
     )
     return Report(
         levels, figures, judge(figures), default.level, prefill_s, context,
-        profile_bytes, weight_bytes, str(model.device),
+        profile_bytes, weight_bytes, str(model.device), int(source.get("dropped_windows", 0)),
     )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from rich.table import Table
 from kdn.calibrate.ratios import KLD_LIMIT, RECALL_LIMIT
 from kdn.calibrate.report import Report, ReportedLevel
 from kdn.calibrate.report_plot import plot_report
-from kdn.calibrate.verdict import Finding
 from kdn.defaults import QUALITY
 from kdn.session.quality import enough_kld
 
@@ -43,9 +42,10 @@ def print_report(console: Console, report: Report) -> None:
     said = "Fit for use." if verdict.is_fit else "Not fit for use:"
     console.print(said, style="bold green" if verdict.is_fit else "bold red")
     for finding in verdict.against:
-        _print_finding(console, finding)
+        console.print(f"- {finding.reason}", highlight=False)
+        console.print(f"  What helps: {finding.help}.", highlight=False)
     for finding in verdict.notes:
-        _print_finding(console, finding, "dim")
+        console.print(f"Note: {finding.reason}; {finding.help}.", style="dim", highlight=False)
 
 
 def _table(report: Report) -> Table:
@@ -75,7 +75,7 @@ def _cells(level: ReportedLevel, prefill_s: float) -> list[str]:
 
 def _lines(report: Report) -> list[str]:
     default, figures = report.levels[report.default_level], report.figures
-    return [
+    lines = [
         f"ratio at quality (KLD {KLD_LIMIT:g}, recall KLD {RECALL_LIMIT:g}): "
         f"{figures.ratio_at_quality:.1f}",
         f"at the default quality (KLD {enough_kld(QUALITY):g}) levels 0 to {default.level} are "
@@ -85,8 +85,6 @@ def _lines(report: Report) -> list[str]:
         f"weights, made from {figures.num_tokens:,} tokens; {figures.overlap:.1%} of the 8-grams "
         "kept out occur in them, too",
     ]
-
-
-def _print_finding(console: Console, finding: Finding, style: str | None = None) -> None:
-    console.print(f"- {finding.reason}", style=style, highlight=False)
-    console.print(f"  What helps: {finding.help}.", style=style, highlight=False)
+    if figures.is_own_text:
+        lines.append(f"{report.num_dropped} windows that repeated themselves were dropped")
+    return lines

@@ -11,7 +11,7 @@ random generator.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,12 @@ import torch
 
 from kdn.cache.keys import TokenIds
 from kdn.calibrate.corpus import distinct_ngrams
+from kdn.calibrate.steps import Progress
 from kdn.engines.generating import stop_tokens
 from kdn.engines.grouped import grouped_reading
 from kdn.engines.reading import new_cache
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
-
-Progress = Callable[[str, int, int], None]
 
 SELF = Path("self")
 """Given in the place of text files. A file of that name can be given by its whole path."""
@@ -44,9 +43,10 @@ LEAST_DISTINCT = 0.6
 """Part of a stretch's 8-grams that must differ from each other. Prose and code: above 0.9."""
 MAX_TRIES = 4
 """Times the windows asked for."""
-MAX_ROWS = 64
-MEMORY_BYTES = 2 << 30
-"""For the caches of a batch; on a GPU up to a third of what is free."""
+MAX_ROWS = 128
+MEMORY_BYTES = 4 << 30
+"""For the caches of a batch; on a GPU a third of what its memory holds beside the weights. Not of
+what is free just now: a run that is resumed must write the same text again."""
 
 OPENINGS = (
     "The history of", "In recent years,", "Once upon a time", "It was late in the evening when",
@@ -111,13 +111,20 @@ def batch_rows(model: Any, length: int, memory_bytes: int | None = None) -> int:
     """How many windows fit into memory side by side, with room for a copy of one layer at a time
     and for the chances of all tokens."""
     if memory_bytes is None:
-        memory_bytes = MEMORY_BYTES
-        if model.device.type == "cuda":
-            memory_bytes = max(memory_bytes, torch.cuda.mem_get_info(model.device)[0] // 3)
+        memory_bytes = _device_bytes(model)
     spec = spec_of(model)
     caches = 1.5 * length * spec.values_per_token * model.dtype.itemsize
     chances = 4 * 4 * spec.vocab_size
     return int(min(MAX_ROWS, max(1, memory_bytes // (caches + chances))))
+
+
+def _device_bytes(model: Any) -> int:
+    if model.device.type != "cuda":
+        return MEMORY_BYTES
+    own = [one for one in model.parameters() if one.device == model.device]
+    weights = sum(int(one.nbytes) for one in own)
+    total = int(torch.cuda.get_device_properties(model.device).total_memory)
+    return (total - weights) // 3
 
 
 def repeats(tokens: TokenIds) -> bool:
@@ -136,7 +143,7 @@ class _Openings:
         self._ids = [found for found in map(ids, OPENINGS) if found]
         self._between = ids("\n\n")
         special = {int(t) for t in getattr(tokenizer, "all_special_ids", ())}
-        self.ends = sorted(stop_tokens(model) | special)
+        self.ends = stop_tokens(model) | special
         told = (getattr(tokenizer, "bos_token_id", None), *stop_tokens(model))
         self.start = next((int(token) for token in told if token is not None), self._ids[0][0])
         """Read before a text where prompts begin with nothing of their own."""
@@ -178,7 +185,8 @@ class _Batch:
         if not self._rows:
             return
         logits = self._model(self._next, past_key_values=self._past, use_cache=True).logits[:, -1]
-        drawn = self._draw(logits.float()).tolist()
+        # Of a model spread over devices they are on the last one.
+        drawn = self._draw(logits.to(self._model.device).float()).tolist()
         for row, token in enumerate(drawn):
             self._rows[row].append(self._chosen(row, token))
         last = [row[-1] for row in self._rows]

@@ -12,7 +12,7 @@ The rule, in its order:
    reads, else loading is no gain; but 256 components are always kept.
 4. **Profile size**: at most 2 % of the weights in 16 bits, or 128 MB if that is more. Where it
    would be larger, components, ranks and embedding dimensions shrink together, down to a least of
-   each: an eighth of the columns for components, 64 for the others.
+   each: an eighth of the columns for components, 96 for the others.
 
 SmolLM2-135M gets the sizes of the profile that is shipped for it.
 """
@@ -41,7 +41,7 @@ DECODER_OF_MODEL = 1 / 4
 MEMORY_FOR_SUMS = 1 / 2
 PROFILE_OF_WEIGHTS = 0.02
 LEAST_PROFILE_BYTES = 128_000_000
-LEAST_RANK = 64
+LEAST_RANK = 96
 SUM_BYTES = 8
 """Sums are float64."""
 

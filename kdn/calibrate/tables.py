@@ -68,7 +68,8 @@ def with_correction(codec: KltCodec, sample: Quantised) -> Quantised:
 
 def components_per_level(samples: Sequence[Quantised]) -> list[list[int]]:
     """How many of each group's components a level codes: whole blocks, up to the last that is not
-    rare."""
+    rare. One at least: of a model whose values are told by its tokens alone, all are rare, and
+    every level must code something."""
     counted, num_levels = [], len(samples[0].levels[0])
     for level in range(num_levels):
         row = []
@@ -76,7 +77,7 @@ def components_per_level(samples: Sequence[Quantised]) -> list[list[int]]:
             used = np.mean([(s.levels[group][level] != 0).mean(axis=1) for s in samples], axis=0)
             starts = np.arange(0, len(used), symbols.BLOCK)
             often = np.add.reduceat(used, starts) / np.diff(starts, append=len(used))
-            last = int(np.flatnonzero(often > RARE).max(initial=-1)) + 1
+            last = int(np.flatnonzero(often > RARE).max(initial=0)) + 1
             row.append(min(last * symbols.BLOCK, len(used)))
         counted.append(row)
     return [[max(row[g] for row in counted[: k + 1]) for g in range(len(counted[0]))]

@@ -40,6 +40,8 @@ class Figures:
     num_tokens: int
     profile_share: float
     """Of the weights' bytes."""
+    is_own_text: bool
+    """Whether the model wrote the text kept out itself."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,12 @@ def _notes(figures: Figures) -> Iterator[Finding]:
         yield Finding(
             f"the profile is {figures.profile_share:.1%} of the weights, more than "
             f"{SENSIBLE_SHARE:.0%}",
-            "usual for small models, whose vocabulary is most of them",
+            "that is usual for small models: their vocabulary is a large part of them",
+        )
+    if figures.is_own_text:
+        yield Finding(
+            "all this was measured on text that the model wrote itself",
+            "`kdn bench codec --codecs klt --text FILES` measures on yours",
         )
 
 

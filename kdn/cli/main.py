@@ -256,6 +256,14 @@ def calibrate(
             help="Files to learn from; by default what Python carries. 'self': the model writes."
         ),
     ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_COUNT, help="Tokens to read; by default up to 500,000."),
+    ] = None,
+    time: Annotated[
+        float | None, typer.Option(min=0.01, help="Minutes: reading stops in time for the rest.")
+    ] = None,
+    device: DeviceOption = DEVICE,
     out: Annotated[Path | None, typer.Option(help="Where to write the profile.")] = None,
     base: Annotated[
         str | None,
@@ -271,13 +279,16 @@ def calibrate(
     if base is not None:
         from kdn.calibrate.renew_command import renew_profile
 
-        if json is not None or plot is not None:
-            raise UnsupportedError("--json and --plot are of whole calibrations, without --from")
-        renew_profile(model, base, text=text or (), out=out)
+        if json or plot or time:
+            raise UnsupportedError("--time, --json and --plot do not go with --from")
+        told = {} if tokens is None else {"tokens": tokens}
+        renew_profile(model, base, text=text or (), out=out, device=device, **told)
         return
     from kdn.calibrate import make_profile
 
-    make_profile(model, text=text, out=out, json=json, plot=plot)
+    make_profile(
+        model, text=text, out=out, tokens=tokens, minutes=time, device=device, json=json, plot=plot
+    )
 
 
 @app.command()

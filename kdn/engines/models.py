@@ -38,14 +38,22 @@ def load_model(
     name_or_path: str | Path = SMOLLM2,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    *,
+    spread: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model ready to run and its tokenizer: `smollm2`, a local folder, or a name on the hub."""
+    """A model ready to run and its tokenizer: `smollm2`, a local folder, or a name on the hub.
+    `spread`: over all GPUs (needs accelerate), where it does not fit on one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = smollm2_folder() if str(name_or_path) == SMOLLM2 else name_or_path
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
+        if spread:
+            model = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, device_map="auto", max_memory=_room_on_gpus()
+            ).eval()
+        else:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
     except torch.OutOfMemoryError as error:
         raise ModelUnavailableError(
             f"cannot load {str(source)!r} on {device}, which has too little memory free: make "
@@ -57,6 +65,33 @@ def load_model(
             f"name on the hub ({_first_line(error)})"
         ) from error
     return cast("PreTrainedModel", model), tokenizer
+
+
+def own_weights(name_or_path: str | Path) -> tuple[int, torch.dtype]:
+    """How many weights a model has, and the dtype it was stored in: by its configuration alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source = smollm2_folder() if str(name_or_path) == SMOLLM2 else name_or_path
+    try:
+        config = AutoConfig.from_pretrained(source)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        raise ModelUnavailableError(
+            f"cannot load {str(source)!r}: expected {SMOLLM2!r}, a folder with a checkpoint, or a "
+            f"name on the hub ({_first_line(error)})"
+        ) from error
+    text = config.get_text_config(decoder=True)
+    stored = getattr(config, "dtype", None) or getattr(text, "dtype", None)
+    if not isinstance(stored, torch.dtype) or not stored.is_floating_point:
+        stored = torch.float32
+    return sum(one.numel() for one in model.parameters()), stored
+
+
+def _room_on_gpus() -> dict[int, int]:
+    """Bytes of weights for each. Calibration takes its sums on the first: half of it stays free."""
+    free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+    return {index: int(size * (0.85 if index else 0.5)) for index, size in enumerate(free)}
 
 
 def smollm2_folder() -> Path:

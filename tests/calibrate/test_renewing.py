@@ -271,7 +271,11 @@ def command(
 
     models = {"base": tiny_model("llama"), "tuned": tuned(tiny_model("llama"), 0.1)}
     known = {spec_of(models["base"]).fingerprint: base}
-    monkeypatch.setattr(renew_command, "load_model", lambda name, device: (models[name], Letters()))
+
+    def load(name: str, device: str, told: object) -> tuple[Any, Letters]:
+        return models[name], Letters()
+
+    monkeypatch.setattr(renew_command, "load_to_calibrate", load)
     monkeypatch.setattr(renew_command, "find_profile", lambda spec: known.get(spec.fingerprint))
     return renew_command.renew_profile
 
@@ -281,7 +285,7 @@ def test_the_command_measures_the_base_model_beside_its_fine_tune(
 ) -> None:
     text = tmp_path / "some.txt"
     text.write_text(" ".join(str(number**3) for number in range(900)))
-    path = command("tuned", "base", text=[text], out=tmp_path / "p.safetensors", num_windows=8)
+    path = command("tuned", "base", text=[text], out=tmp_path / "p.safetensors", tokens=1536)
     profile = load_base(path)
     assert profile.meta["calibration"]["renewed_from"] == base.profile_id.hex()
     assert profile.meta["calibration"]["texts"] == ["some"]

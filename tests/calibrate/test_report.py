@@ -21,7 +21,8 @@ from kdn.calibrate.report import (
     make_report,
 )
 from kdn.calibrate.report_text import show_report
-from kdn.calibrate.run import PROBE_WINDOWS, calibrate, decoded_quality
+from kdn.calibrate.run import PROBE_WINDOWS, calibrate
+from kdn.calibrate.steps import decoded_quality
 from kdn.codec.klt import KltCodec, Profile
 from kdn.engines.quality import QualityProbe
 from kdn.engines.transformers import spec_of

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from kdn.calibrate import self_text
-from kdn.calibrate.self_text import batch_rows, repeats, write_text
+from kdn.calibrate import command, self_text
+from kdn.calibrate.command import Request, num_windows
+from kdn.calibrate.run import CalibrationOptions
+from kdn.calibrate.self_text import SELF, batch_rows, repeats, write_text
 from kdn.errors import UnsupportedError
 
 END = 2
@@ -22,8 +24,11 @@ class Letters:
 
     bos_token_id, all_special_ids = 1, (0, 1, END)
 
-    def __call__(self, text: str, **_: Any) -> SimpleNamespace:
-        return SimpleNamespace(input_ids=[3 + ord(one) % 125 for one in text])
+    def __call__(
+        self, text: str, *, add_special_tokens: bool, verbose: bool = True
+    ) -> SimpleNamespace:
+        before = [self.bos_token_id] if add_special_tokens else []
+        return SimpleNamespace(input_ids=before + [3 + ord(one) % 125 for one in text])
 
 
 @pytest.fixture
@@ -95,8 +100,13 @@ def test_windows_that_loop_are_dropped_and_counted(model: Any, monkeypatch: Any)
     assert [len(window) for window in found.windows] == [100] * 4
 
 
-def test_rows_that_stay_go_on_from_their_own_past(model: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("windowed", [False, True])
+def test_rows_that_stay_go_on_from_their_own_past(
+    tiny_model: Callable[..., Any], monkeypatch: Any, windowed: bool
+) -> None:
     """Greedy rows are the same whether or not another row leaves the batch."""
+    model = tiny_model("mistral", sliding_window=32) if windowed else tiny_model("llama")
+    monkeypatch.setattr(self_text._Openings, "after_end", lambda _: [5])
     monkeypatch.setattr(self_text, "TEMPERATURES", (1e-4,))
     monkeypatch.setattr(self_text, "LOOP_TOKENS", 64)
     monkeypatch.setattr(self_text, "LEAST_DISTINCT", 0.0)
@@ -122,3 +132,18 @@ def test_memory_bounds_the_batch(model: Any) -> None:
     assert batch_rows(model, 10, 1 << 40) == self_text.MAX_ROWS
     alone = write_text(model, Letters(), 40, 3, memory_bytes=1)
     assert [len(window) for window in alone.windows] == [40] * 3
+
+
+def test_the_command_calibrates_on_it_behind_what_prompts_begin_with(model: Any) -> None:
+    options = CalibrationOptions(context=64)
+    told: list[str] = []
+    windows, same, source = command._windows(
+        Request("tiny", [SELF], tokens=640), model, Letters(), [], options,
+        lambda stage, *_: told.append(stage),
+    )  # fmt: skip
+    assert same == options
+    assert source == {"texts": ["self"], "dropped_windows": 0}
+    assert len(windows) == num_windows(640, 64)
+    assert {len(window) for window in windows} == {options.window}
+    assert {int(window[0]) for window in windows} == {Letters.bos_token_id}
+    assert set(told) == {"writing text"}

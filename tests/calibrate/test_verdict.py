@@ -19,6 +19,7 @@ GOOD = Figures(
     overlap=0.01,
     num_tokens=2_000_000,
     profile_share=0.017,
+    is_own_text=False,
 )
 
 
@@ -68,6 +69,13 @@ def test_a_large_profile_is_noted_but_fit() -> None:
     verdict = judge(replace(GOOD, profile_share=0.22))
     assert verdict.is_fit
     assert "22.0% of the weights" in verdict.notes[0].reason
+
+
+def test_figures_of_its_own_text_are_noted() -> None:
+    verdict = judge(replace(GOOD, is_own_text=True))
+    assert verdict.is_fit
+    assert "the model wrote itself" in verdict.notes[0].reason
+    assert "kdn bench codec" in verdict.notes[0].help
 
 
 def test_all_reasons_are_told_together() -> None:

@@ -1,0 +1,171 @@
+"""`kdn calibrate`: from a model's name and some text to a profile in its place, and a report.
+
+Everything that must be chosen is chosen here: where the model runs and in what precision
+(`loading.py`), how long contexts are, how much text is read (`drawing.py`), and the profile's sizes
+(`sizes.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kdn.cache.keys import CHUNK_TOKENS, TokenIds
+from kdn.calibrate.corpus import Text, default_calibration, prompt_head, windows_of
+from kdn.calibrate.drawing import drawn, open_texts
+from kdn.calibrate.loading import load_to_calibrate
+from kdn.calibrate.moments import PASSAGE_TOKENS
+from kdn.calibrate.progress import bar
+from kdn.calibrate.report import KEPT_WINDOWS, keep_out, make_report
+from kdn.calibrate.report_text import show_report
+from kdn.calibrate.run import LEAST_WINDOWS, PROBE_WINDOWS, CalibrationOptions, calibrate
+from kdn.calibrate.self_text import SELF, write_text
+from kdn.calibrate.sizes import chosen_sizes, free_memory, shape_of
+from kdn.calibrate.steps import Progress
+from kdn.checked import MAX_COUNT, checked_count, checked_number, checked_output, checked_plot
+from kdn.codec.profiles import local_profile
+from kdn.defaults import DEVICE
+from kdn.engines.device import check_device
+from kdn.engines.transformers import spec_of
+from kdn.errors import UnsupportedError
+from kdn.files import write_whole
+
+DEFAULT_TOKENS = 500_000
+"""Read at most, where nobody says how many. What less text there is is all read."""
+LEAST_CONTEXT = 512
+MAX_MINUTES = 7 * 24 * 60.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for; None where the command chooses."""
+
+    model: str
+    text: Sequence[Path] = ()
+    out: Path | None = None
+    tokens: int | None = None
+    minutes: float | None = None
+    device: str = DEVICE
+    options: CalibrationOptions | None = None
+    json: Path | None = None
+    plot: Path | None = None
+
+    def check(self) -> None:
+        """Refused now, not after an hour."""
+        for path in (self.out, self.json):
+            if path is not None:
+                checked_output(path)
+        if self.plot is not None:
+            checked_plot(self.plot)
+        if self.tokens is not None:
+            checked_count("tokens", self.tokens, 1, MAX_COUNT)
+        if self.minutes is not None:
+            checked_number("time", self.minutes, 0.01, MAX_MINUTES)
+        check_device(self.device)
+
+    @property
+    def writes_itself(self) -> bool:
+        return list(self.text) == [SELF]
+
+
+def run(asked: Request) -> Path:
+    """Where the profile is. An interrupted run is resumed by the same command."""
+    asked.check()
+    texts = [] if asked.writes_itself else open_texts(asked.text, asked.tokens or DEFAULT_TOKENS)
+    told = Console(stderr=True)
+    model, tokenizer = load_to_calibrate(asked.model, asked.device, told)
+    spec = spec_of(model)
+    options = asked.options or chosen_options(model, spec)
+    target = asked.out or local_profile(spec)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with bar(told) as progress:
+        windows, options, source = _windows(asked, model, tokenizer, texts, options, progress)
+        learnt, kept_out = keep_out(windows)
+        _say_plan(told, options, learnt)
+        profile = calibrate(
+            model,
+            learnt,
+            options,
+            progress=progress,
+            checkpoint=target.with_suffix(".partial"),
+            source=source,
+            time_s=asked.minutes and 60 * asked.minutes,
+        )
+        # Meant to be shared: it holds statistics of texts, and who may read it the umask says.
+        write_whole(target, profile.to_bytes(), target.with_suffix(".writing"), mode=0o666)
+        report = make_report(
+            model, profile, learnt=learnt, kept_out=kept_out, context=options.context,
+            progress=progress,
+        )  # fmt: skip
+    console, read = Console(), profile.meta["calibration"]["tokens"]
+    planned = (len(learnt) - PROBE_WINDOWS) * options.context
+    stopped = f" of {planned:,}, as the time was used up" if read < planned else ""
+    console.print(f"{target} ({target.stat().st_size / 1e6:.1f} MB), from {read:,} tokens{stopped}")
+    show_report(report, json=asked.json, plot=asked.plot)
+    return target
+
+
+def chosen_options(model: Any, spec: Any) -> CalibrationOptions:
+    """By the model's shape, its longest context, and the memory at hand."""
+    sizes = chosen_sizes(shape_of(model, spec), free_memory(model.device))
+    return replace(CalibrationOptions(context=longest_context(model.config)), **asdict(sizes))
+
+
+def longest_context(config: Any) -> int:
+    """The usual one, or the longest that the model has positions for with what follows it."""
+    usual = CalibrationOptions.context
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0:
+        return usual
+    longest = min(usual, (positions - PASSAGE_TOKENS) // CHUNK_TOKENS * CHUNK_TOKENS)
+    if longest < LEAST_CONTEXT:
+        least = LEAST_CONTEXT + PASSAGE_TOKENS
+        raise UnsupportedError(
+            f"calibration needs a model with at least {least} positions, this one has {positions}"
+        )
+    return longest
+
+
+def _windows(
+    asked: Request, model: Any, tokenizer: Any, texts: Sequence[Text], options: CalibrationOptions,
+    progress: Progress,
+) -> tuple[list[TokenIds], CalibrationOptions, dict[str, Any]]:  # fmt: skip
+    """Windows to calibrate with and to report on, how long they are, and what they are of."""
+    head = prompt_head(tokenizer)
+    tokens = asked.tokens or DEFAULT_TOKENS
+    count = num_windows(tokens, options.context)
+    source: dict[str, Any]
+    if asked.writes_itself:
+        length = options.window - len(head)
+        written = write_text(model, tokenizer, length, count, head=head, progress=progress)
+        windows = windows_of(written.windows, options.window, count, head=head)
+        return windows, options, {"texts": [str(SELF)], "dropped_windows": written.dropped}
+    texts = texts or default_calibration()
+    source = {"texts": [one.name for one in texts]}
+    bodies = drawn(texts, tokenizer, count * options.window)
+    while True:
+        windows = windows_of(
+            bodies, options.window, num_windows(tokens, options.context), head=head
+        )
+        shorter = options.context // 2 // CHUNK_TOKENS * CHUNK_TOKENS
+        enough = len(windows) >= num_windows(1, options.context)
+        if enough or shorter < LEAST_CONTEXT or asked.options is not None:
+            return windows, options, source
+        options = replace(options, context=shorter)  # of little text, more contexts
+
+
+def num_windows(tokens: int, context: int) -> int:
+    """To read so many tokens, and to measure and report on others."""
+    return max(-(-tokens // context), LEAST_WINDOWS) + PROBE_WINDOWS + KEPT_WINDOWS
+
+
+def _say_plan(told: Console, options: CalibrationOptions, learnt: Sequence[TokenIds]) -> None:
+    count = max(0, len(learnt) - PROBE_WINDOWS)
+    told.print(
+        f"{count} contexts of {options.context} tokens, {count * options.context:,} in all; groups "
+        f"of at most {options.group_layers} layers, {options.components} components"
+    )
