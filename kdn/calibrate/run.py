@@ -21,11 +21,19 @@ import numpy.typing as npt
 import torch
 
 from kdn.cache.tensors import KVCache
-from kdn.calibrate import fit, importance, moments
+from kdn.calibrate import fit, importance, moments, two_stage
 from kdn.calibrate.first_pass import FirstPass, until
 from kdn.calibrate.sizes import free_memory, layer_groups
 from kdn.calibrate.steps import Progress, Steps, counted_chunks, table_stride
-from kdn.codec.klt.profile import CONTEXT_TOKENS, FORMAT, VERSION, Profile
+from kdn.codec.klt.duals import dense_rows
+from kdn.codec.klt.profile import (
+    BASIS_TENSORS,
+    CONTEXT_TOKENS,
+    FORMAT,
+    VERSION,
+    VERSION_OF_STAGES,
+    Profile,
+)
 from kdn.engines.quality import QualityProbe
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
@@ -53,6 +61,8 @@ class CalibrationOptions:
     metric_rank: int = 384
     components: int = 2200
     fine_components: int = 64
+    leading: int = 0
+    """Components of each layer that a second stage across layers sees; 0: one stage."""
     fine_kld: float = 0.003
     finest_kld: float = 0.0002
     sink_fineness: float = 1.0
@@ -183,20 +193,21 @@ class _Calibration:
         for index, (metric, part) in enumerate(zip(metrics, self.slices, strict=True)):
             self.progress("fitting", 1 + index, 1 + len(self.slices))
             covariance = fit.residual_covariance(sums, regression, index, part)
-            basis = fit.fit_basis(covariance, metric, options.components)
-            fine, coarse = (
-                basis.rows[: options.fine_components],
-                basis.rows[options.fine_components :],
+            first, last = self.columns.groups[index]
+            basis = two_stage.fit_stages(
+                covariance,
+                metric,
+                num_layers=last - first,
+                leading=options.leading,
+                components=options.components,
+                fine_components=options.fine_components,
             )
-            scale = coarse.abs().amax(dim=1) / 127
             key = f"g{index}."
             tensors |= {
                 key + "weight": _f32(metric.weight),
                 key + "metric": _f16(metric.directions),
                 key + "gain": _f32(metric.gain),
-                key + "basis": torch.round(coarse / scale[:, None]).to(torch.int8).cpu().numpy(),
-                key + "basis_scale": _f32(scale),
-                key + "fine": _f16(fine),
+                **{key + name: tensor for name, tensor in basis.tensors.items()},
             }
             self.deviations.append(basis.deviation)
         self.progress("fitting", 1 + len(self.slices), 1 + len(self.slices))
@@ -208,10 +219,8 @@ class _Calibration:
         """How errors of unit components of a token move the model, and its prediction."""
         device, synthesis = self.model.device, []
         for index, metric in enumerate(metrics):
-            coarse = torch.from_numpy(tensors[f"g{index}.basis"]).to(device).double()
-            coarse *= torch.from_numpy(tensors[f"g{index}.basis_scale"]).to(device)[:, None]
-            fine = torch.from_numpy(tensors[f"g{index}.fine"]).to(device).double()
-            basis = torch.cat([fine, coarse])
+            stored = {name: tensors.get(f"g{index}.{name}") for name in BASIS_TENSORS}
+            basis = dense_rows({n: t for n, t in stored.items() if t is not None}, device)
             # Only components coarse enough to be coded take part.
             synthesis.append((basis[: len(basis) // 2] / metric.weight).float())
         chosen = self.windows[: self.options.second_pass_windows]
@@ -249,13 +258,18 @@ class _Calibration:
     def _meta(self, tensors: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
         return {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION_OF_STAGES if self.options.leading else VERSION,
             "model": self.spec.fingerprint.hex(),
             "num_layers": self.spec.num_layers,
             "num_kv_heads": self.spec.num_kv_heads,
             "head_dim": self.spec.head_dim,
             "vocab_size": len(tensors["embed.codes"]),
             "groups": [list(group) for group in self.columns.groups],
+            **(
+                {"leading": [self.options.leading] * len(self.slices)}
+                if self.options.leading
+                else {}
+            ),
             "levels": self.options.levels,
             "importance_bias": self.importance_bias,
             "calibration": asdict(self.options)

@@ -188,7 +188,7 @@ class Steps:
 def is_rounding(tried: Sequence[tuple[float, float]]) -> bool:
     """Of steps and divergences: whether the last step, a finer one, did not help any more. (The
     divergence falls with the square of the step.) What is left then is the rounding of a model in
-    16 bits, which no step can undo."""
+    16 bits, or what a basis lacks, which no step can undo."""
     if len(tried) < 2 or tried[-1][0] >= tried[-2][0]:
         return False
     (before, kld_before), (step, kld) = tried[-2:]

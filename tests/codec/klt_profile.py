@@ -10,14 +10,17 @@ import numpy.typing as npt
 from kdn.cache.spec import ModelSpec
 from kdn.calibrate.tables import flat_tables, laplace_tables
 from kdn.codec.klt import Profile, symbols
-from kdn.codec.klt.profile import FORMAT, VERSION
+from kdn.codec.klt.profile import FORMAT, VERSION, VERSION_OF_STAGES
 from kdn.codec.rans import normalise
 
 LEVELS = 4
 
 
-def parts(spec: ModelSpec, seed: int = 0) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """Meta data and tensors, to be built into a profile or to be spoilt first."""
+def parts(
+    spec: ModelSpec, seed: int = 0, leading: int = 0
+) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+    """Meta data and tensors, to be built into a profile or to be spoilt first. `leading`: of each
+    layer, in two stages."""
     rng = np.random.default_rng(seed)
     per_layer = 2 * spec.num_kv_heads * spec.head_dim
     columns, half = per_layer * spec.num_layers, spec.num_layers // 2
@@ -83,8 +86,28 @@ def parts(spec: ModelSpec, seed: int = 0) -> tuple[dict[str, Any], dict[str, npt
         "num_components": num_components,
         "expected": [{} for _ in range(LEVELS)],
     }
+    if leading:
+        meta |= {"version": VERSION_OF_STAGES, "leading": [leading] * len(groups)}
+        for index in range(len(groups)):
+            tensors |= _stages(tensors, f"g{index}.", spec, leading, rng)
     return meta, tensors | flat
 
 
-def make_profile(spec: ModelSpec, seed: int = 0) -> Profile:
-    return Profile.build(*parts(spec, seed))
+def _stages(
+    tensors: dict[str, npt.NDArray[Any]], key: str, spec: ModelSpec, leading: int, rng: Any
+) -> dict[str, npt.NDArray[Any]]:
+    """In place of a group's rows of one stage; as many components."""
+    per_layer = 2 * spec.num_kv_heads * spec.head_dim
+    num_layers = tensors[key + "fine"].shape[1] // per_layer
+    rows = [np.linalg.qr(rng.normal(size=(per_layer, leading)))[0].T for _ in range(num_layers)]
+    inner = np.linalg.qr(rng.normal(size=(num_layers * leading, len(tensors[key + "basis"]))))[0].T
+    found = {}
+    for name, matrix in (("rows", np.stack(rows)), ("basis", inner)):
+        scale = np.abs(matrix).max(axis=-1) / 127
+        found[key + name] = np.rint(matrix / scale[..., None]).astype(np.int8)
+        found[f"{key}{name}_scale"] = scale.astype(np.float32)
+    return found
+
+
+def make_profile(spec: ModelSpec, seed: int = 0, leading: int = 0) -> Profile:
+    return Profile.build(*parts(spec, seed, leading))

@@ -13,7 +13,7 @@ from kdn.codec import rope
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec, symbols_numba
 from kdn.codec.klt.kinds import KIND_DIGITS, KIND_ENTERING, KIND_SINKS, KIND_TOKENS
-from kdn.codec.klt.profile import NUM_CLASSES
+from kdn.codec.klt.profile import NUM_CLASSES, Group
 
 Ints = npt.NDArray[np.int32]
 
@@ -76,7 +76,10 @@ def corrected(
     assert error is not None
     large = packed.large.astype(np.float64).T @ group.fine[: len(packed.large)]
     coarse = packed.codes.astype(np.float64).T @ group.basis[: len(packed.codes)]
-    summed = (large + coarse * packed.token_scale[:, None]) / group.weight
+    coarse *= packed.token_scale[:, None]
+    if group.rows is not None:
+        coarse = second_stage(group, coarse, rounded=True)
+    summed = (large + coarse) / group.weight
     steps = 2.0 ** (-(classes.astype(np.float64) - NUM_CLASSES // 2) / 2)
     return summed + error.T * steps[:, None] * t["fix.step"][group.columns]
 
@@ -93,10 +96,30 @@ def components(
     size = np.abs(q) + offsets[kind, np.minimum(np.abs(q), 3)]
     step = codec.profile.finest_step * 3.0 ** (codec.num_levels - 1 - levels)
     sizes = np.sign(q) * size * step * 2.0 ** (-halvings / 2)
-    rows = np.concatenate([
-        group.fine.astype(np.float64), group.basis * group.basis_scale.astype(np.float64)[:, None]
-    ])  # fmt: skip
-    return (sizes.T @ rows[: len(q)]) / group.weight
+    large, others = sizes[: len(group.fine)].T, sizes[len(group.fine) :].T
+    rows = group.basis * group.basis_scale.astype(np.float64)[:, None]
+    coarse = others @ rows[: others.shape[1]]
+    if group.rows is not None:
+        coarse = second_stage(group, coarse)
+    return (large @ group.fine[: large.shape[1]].astype(np.float64) + coarse) / group.weight
+
+
+def second_stage(
+    group: Group, leading: npt.NDArray[np.float64], *, rounded: bool = False
+) -> npt.NDArray[np.float64]:
+    """From all layers' leading components [tokens, layers x k] to weighted columns; rounded in
+    between as writer and reader do."""
+    assert group.rows is not None
+    assert group.rows_scale is not None
+    count, k, per_layer = group.rows.shape
+    sides = np.empty((len(leading), 2, count, per_layer // 2))
+    for layer in range(count):
+        own = leading[:, layer * k : (layer + 1) * k] * group.rows_scale[layer]
+        if rounded:
+            unit = np.abs(own).max(axis=1, keepdims=True).clip(min=1e-30) / 127
+            own = np.rint(own / unit) * unit
+        sides[:, :, layer] = (own @ group.rows[layer]).reshape(len(own), 2, -1)
+    return sides.reshape(len(leading), -1)
 
 
 def turn(codec: KltCodec, keys: torch.Tensor, start: int) -> torch.Tensor:

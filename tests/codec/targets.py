@@ -49,7 +49,17 @@ def _klt(tiny: Any) -> Target:
     return _target(tiny, *codecs)
 
 
-CODECS: dict[str, Callable[[Any], Target]] = {"exact": _exact, "cachegen": _cachegen, "klt": _klt}
+def _two_stages(tiny: Any) -> Target:
+    codecs = [KltCodec(tiny.spec, make_profile(tiny.spec, seed, leading=24)) for seed in (0, 1)]
+    return _target(tiny, *codecs)
+
+
+CODECS: dict[str, Callable[[Any], Target]] = {
+    "exact": _exact,
+    "cachegen": _cachegen,
+    "klt": _klt,
+    "klt in two stages": _two_stages,
+}
 
 
 def _target(tiny: Any, codec: Codec, foreign: Codec) -> Target:

@@ -54,7 +54,9 @@ def _cachegen(tiny: Any, profile: bytes) -> Codec:
     return CacheGenCodec(tiny.spec, CacheGenProfile.from_bytes(profile))
 
 
-KLT_PROFILE, KLT_DECODED = "klt_profile.safetensors", "klt_decoded.safetensors"
+KLT_LEADING = {"klt": 0, "klt_stages": 24}
+"""Names of files, and how many components of each layer a second stage sees: none in version 3 of
+the profile."""
 CACHEGEN_PROFILE = "cachegen_profile.safetensors"
 GOLDEN = {
     "exact_float16": Golden(_exact),
@@ -83,7 +85,8 @@ def _regenerate(tiny: Any, golden_folder: Path, regenerate_golden: bool) -> None
         return
     other = tiny.reseed("calibration")
     calibration = [other.cache(other.chunk(bytes(16), 256, i)) for i in (0, 1)]
-    _regenerate_klt(tiny, golden_folder)
+    for name in KLT_LEADING:
+        _regenerate_klt(tiny, golden_folder, name)
     profile = CacheGenProfile.fit(tiny.spec, calibration)
     (golden_folder / CACHEGEN_PROFILE).write_bytes(profile.to_bytes())
     digests = {}
@@ -115,8 +118,8 @@ def test_decodes_to_the_pinned_values(name: str, tiny: Any, golden_folder: Path)
 KLT_TOLERANCE = 2e-3
 
 
-def _klt_case(tiny: Any, folder: Path, index: int) -> tuple[KltCodec, Chunk]:
-    codec = KltCodec(tiny.spec, Profile.load(folder / KLT_PROFILE))
+def _klt_case(tiny: Any, folder: Path, name: str, index: int) -> tuple[KltCodec, Chunk]:
+    codec = KltCodec(tiny.spec, Profile.load(folder / f"{name}_profile.safetensors"))
     return codec, tiny.chunk(codec.profile_id, 32, index)
 
 
@@ -128,32 +131,37 @@ def _klt_levels(codec: KltCodec, stream: Bitstream, chunk: Chunk) -> dict[str, t
     return found
 
 
-def _regenerate_klt(tiny: Any, folder: Path) -> None:
-    (folder / KLT_PROFILE).write_bytes(make_profile(tiny.spec).to_bytes())
+def _regenerate_klt(tiny: Any, folder: Path, name: str) -> None:
+    profile = make_profile(tiny.spec, leading=KLT_LEADING[name])
+    (folder / f"{name}_profile.safetensors").write_bytes(profile.to_bytes())
     pinned = {}
     for index in (0, 1):
-        codec, chunk = _klt_case(tiny, folder, index)
+        codec, chunk = _klt_case(tiny, folder, name, index)
         data = codec.encode(chunk, tiny.cache(chunk, torch.float32))
-        (folder / f"klt_{index}.kdn").write_bytes(data)
+        (folder / f"{name}_{index}.kdn").write_bytes(data)
         levels = _klt_levels(codec, Bitstream.parse(data), chunk)
-        pinned |= {f"{index}.{name}": tensor for name, tensor in levels.items()}
-    save_file(pinned, folder / KLT_DECODED)
+        pinned |= {f"{index}.{part}": tensor for part, tensor in levels.items()}
+    save_file(pinned, folder / f"{name}_decoded.safetensors")
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_klt_decodes_to_the_pinned_values(tiny: Any, golden_folder: Path, index: int) -> None:
-    codec, chunk = _klt_case(tiny, golden_folder, index)
-    stream = Bitstream.parse((golden_folder / f"klt_{index}.kdn").read_bytes())
+@pytest.mark.parametrize("name", KLT_LEADING)
+def test_klt_decodes_to_the_pinned_values(
+    tiny: Any, golden_folder: Path, name: str, index: int
+) -> None:
+    codec, chunk = _klt_case(tiny, golden_folder, name, index)
+    stream = Bitstream.parse((golden_folder / f"{name}_{index}.kdn").read_bytes())
     stream.verify()
-    pinned = load_file(golden_folder / KLT_DECODED)
-    for name, found in _klt_levels(codec, stream, chunk).items():
+    pinned = load_file(golden_folder / f"{name}_decoded.safetensors")
+    for part, found in _klt_levels(codec, stream, chunk).items():
         torch.testing.assert_close(
-            found, pinned[f"{index}.{name}"], rtol=KLT_TOLERANCE, atol=KLT_TOLERANCE
+            found, pinned[f"{index}.{part}"], rtol=KLT_TOLERANCE, atol=KLT_TOLERANCE
         )
 
 
-def test_klt_profile_id_is_pinned(golden_folder: Path) -> None:
-    found = Profile.load(golden_folder / KLT_PROFILE)
+@pytest.mark.parametrize("name", KLT_LEADING)
+def test_klt_profile_id_is_pinned(golden_folder: Path, name: str) -> None:
+    found = Profile.load(golden_folder / f"{name}_profile.safetensors")
     assert Profile.from_bytes(found.to_bytes()).profile_id == found.profile_id
-    stream = Bitstream.parse((golden_folder / "klt_0.kdn").read_bytes())
+    stream = Bitstream.parse((golden_folder / f"{name}_0.kdn").read_bytes())
     assert stream.info.profile == found.profile_id

@@ -72,11 +72,18 @@ def rms(values: torch.Tensor) -> float:
     return float(values.square().mean().sqrt())
 
 
+@pytest.fixture(scope="module")
+def staged() -> KltCodec:
+    return KltCodec(SPEC, make_profile(SPEC, leading=80))
+
+
 @pytest.mark.parametrize("levels", range(1, LEVELS))
+@pytest.mark.parametrize("stages", [1, 2])
 def test_decoding_with_folded_rows_is_decoding_and_then_repairing(
-    klt: KltCodec, levels: int
+    klt: KltCodec, staged: KltCodec, stages: int, levels: int
 ) -> None:
-    repair = seams()
+    repair = seams() if stages == 1 else seams((0, 1), (1, 2), (2, 3), (3, 4))
+    klt = klt if stages == 1 else staged
     codec = klt.repaired(repair)
     assert codec.profile_id == klt.profile_id
     for stream, chunk in streams(klt):
@@ -90,6 +97,11 @@ def test_decoding_with_folded_rows_is_decoding_and_then_repairing(
         # profile's values those matter less.
         assert rms(error) < 0.04 * float(columns(plain).std(0).mean())
         assert rms(error) < 0.1 * rms(effect)
+
+
+def test_a_repair_across_layers_is_not_folded_into_two_stages(staged: KltCodec) -> None:
+    with pytest.raises(UnsupportedError, match="layer by layer"):
+        staged.repaired(seams())
 
 
 def test_with_the_last_level_it_is_the_reference(klt: KltCodec) -> None:

@@ -14,6 +14,7 @@ from kdn.cache.keys import Namespace, cut
 from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.klt import KltCodec
+from kdn.codec.klt.duals import dense_rows
 from kdn.codec.klt.gpu_input import token_rows
 from kdn.codec.klt.gpu_output import Sheet
 from kdn.codec.klt.gpu_tables import (
@@ -95,9 +96,13 @@ def test_pairs_are_padded_to_whole_tiles() -> None:
     assert not pairs.contiguous
 
 
-def test_the_product_is_the_references_sum(codec: KltCodec) -> None:
-    """Latents and components times B: prediction and synthesis of `transform.py`."""
-    spec, profile, rng = codec.spec, codec.profile, np.random.default_rng(1)
+@pytest.mark.parametrize("leading", [0, 96])
+def test_the_product_is_the_references_sum(leading: int) -> None:
+    """Latents and components times B: prediction and synthesis of `transform.py`, in one stage or
+    in two."""
+    spec, rng = spec_of(PLAIN, None, NEIGHBOURS, PARTIAL), np.random.default_rng(1)
+    profile = make_profile(spec, leading=leading)
+    codec = KltCodec(spec, profile)
     coding = Coding.of(profile, CPU)
     own = Synthesis.of(spec, profile, CPU, range(4), coding.num_rows)
     chunk = cut(rng.integers(0, 1000, 32), Namespace(spec.fingerprint, codec.profile_id))[0]
@@ -112,8 +117,7 @@ def test_the_product_is_the_references_sum(codec: KltCodec) -> None:
         a[:, own.num_latents : own.num_latents + count] = scaled
         rows = slice(*(n * own.block_columns for n in own.tiles_before[index : index + 2]))
         found = a @ own.matrix[rows].float().T * own.scale[rows] + own.bias[rows]
-        coarse = group.basis * group.basis_scale[:, None]
-        basis = np.concatenate([group.fine.astype(np.float32), coarse])
+        basis = dense_rows(group.basis_tensors, CPU).numpy()
         wanted = (amounts * profile.finest_step) @ basis / group.weight
         wanted = torch.from_numpy(wanted) + GroupTransform(group, profile).predict(known)
         source = own.source[rows]

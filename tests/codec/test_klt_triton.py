@@ -57,9 +57,11 @@ def spec_of(ropes: tuple[RopeSpec | None, ...], heads: int = 4) -> ModelSpec:
 class Case:
     """A context of a model that never ran, its streams, and their exact decoding."""
 
-    def __init__(self, spec: ModelSpec, num_tokens: int, step: float = 0.5) -> None:
+    def __init__(
+        self, spec: ModelSpec, num_tokens: int, step: float = 0.5, leading: int = 0
+    ) -> None:
         self.spec = spec
-        meta, tensors = parts(spec)
+        meta, tensors = parts(spec, leading=leading)
         # A prediction that is no larger than what it predicts.
         tensors["predict.mix_scale"] /= 10
         # Classes that come back within a block: each row has tables of its own.
@@ -140,6 +142,17 @@ def test_all_levels_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error(out, case.reference(4)) < BOUND
     exact = KVCache(case.cache.keys.double(), case.cache.values.double())
     assert error(out, exact) < 0.01
+
+
+def test_two_stages_are_one_matrix() -> None:
+    """Nothing is rounded between them here; of the last level that is a part of a step."""
+    ropes = (SMALL, None) if INTERPRETED else (PLAIN,) * 4
+    case = Case(spec_of(ropes), 16 if INTERPRETED else 304, leading=24 if INTERPRETED else 96)
+    decoder = decoder_of(case)
+    for levels in (3,) if INTERPRETED else (3, 4):
+        out = case.poisoned()
+        assert decode(case, decoder, out, levels) == []
+        assert error(out, case.reference(levels)) < (BOUND if levels < 4 else 0.01)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="slow")

@@ -138,14 +138,19 @@ class Analyser:
             group.components[: len(packed.large)] - torch.from_numpy(packed.large)
         )
         error = np.empty(tuple(group.rest.T.shape), dtype=np.int32)
-        largest = leftover(
-            group.rest.numpy(), missed.numpy(), transform.sum_coarse(packed.codes).numpy(),
-            packed.token_scale, transform.column_scale,
-            step_sizes(classes, 1.0), self._profile.tensors["fix.step"][transform.group.columns],
-            error,
-        )  # fmt: skip
-        if not largest <= symbols.MAX_BASE:
-            raise UnsupportedError("values too far from all that the profile was calibrated on")
+        steps, coarse = step_sizes(classes, 1.0), transform.coarse(packed)
+        fix_step = self._profile.tensors["fix.step"][transform.group.columns]
+        for own in transform.at_once:
+            rest, others = (
+                np.ascontiguousarray(part.numpy()[:, own]) for part in (group.rest, missed)
+            )
+            summed = coarse(own)
+            largest = leftover(
+                rest, others, summed.whole, summed.token_scale, summed.column_scale,
+                steps, fix_step[own], error[own],
+            )  # fmt: skip
+            if not largest <= symbols.MAX_BASE:
+                raise UnsupportedError("values too far from all that the profile was calibrated on")
         return error
 
     def round(self, exact: Floats) -> Ints:

@@ -42,8 +42,8 @@ from kdn.codec.klt.level_coding import LevelCoder
 from kdn.codec.klt.profile import Profile
 from kdn.codec.klt.restoring import FromStream, Restorer
 from kdn.codec.klt.sinks import SinkCoder
+from kdn.codec.klt.stages import transforms_of
 from kdn.codec.klt.transform import (
-    GroupTransform,
     PackedComponents,
     Predictor,
 )
@@ -76,7 +76,7 @@ class KltCodec(Codec):
         self.num_levels = profile.num_levels
         self.coder = LevelCoder(profile)
         self._predict = Predictor(profile)
-        self._transforms = [GroupTransform(group, profile) for group in profile.groups]
+        self._transforms = transforms_of(profile)
         self._duals = Duals(profile, duals)
         self._sinks = [SinkCoder(group, profile) for group in profile.groups]
         self.analyser = Analyser(

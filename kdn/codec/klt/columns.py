@@ -57,12 +57,12 @@ class Restored:
 _NOTHING = Scaled(np.zeros((0, 0), np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32))
 
 
-def bands(spec: ModelSpec, layers: tuple[int, int]) -> list[Band]:
-    """A group's keys and values in pieces of whole layers, as many as the cache of a core holds
-    while they are summed and written."""
+def bands(spec: ModelSpec, layers: tuple[int, int], most_columns: int = BAND_COLUMNS) -> list[Band]:
+    """A group's keys and values in pieces of whole layers, as many as are summed at once, and as
+    the cache of a core holds while they are summed and written."""
     first, last = layers
     width = spec.num_kv_heads * spec.head_dim
-    count = max(1, BAND_COLUMNS // width)
+    count = max(1, most_columns // width)
     found = []
     for is_keys, begin in ((True, 0), (False, (last - first) * width)):
         for layer in range(first, last, count):

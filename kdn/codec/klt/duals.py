@@ -10,11 +10,13 @@ again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
+import numpy.typing as npt
 import safetensors.torch
 import torch
 
@@ -46,15 +48,34 @@ class Dual:
         return cls(large, (rest / scale[:, None]).round_().to(torch.int8), scale)
 
 
+def dense_rows(stored: Mapping[str, npt.NDArray[Any]], device: torch.device) -> torch.Tensor:
+    """What all components add to the weighted values [components, columns], in float32, from a
+    group's tensors."""
+    fine, scale = (torch.from_numpy(stored[n]).to(device).float() for n in ("fine", "basis_scale"))
+    return torch.cat([fine, coarse_rows(stored, device) * scale[:, None]])
+
+
+def coarse_rows(stored: Mapping[str, npt.NDArray[Any]], device: torch.device) -> torch.Tensor:
+    """Those of the components that are not fine, in units of `basis_scale`; both stages as one
+    matrix, where a group has two."""
+    coarse = torch.from_numpy(stored["basis"]).to(device).float()
+    if "rows" not in stored:
+        return coarse
+    rows, scale = (torch.from_numpy(stored[n]).to(device).float() for n in ("rows", "rows_scale"))
+    count, leading, per_layer = rows.shape
+    parts = coarse.view(-1, count, leading).transpose(0, 1) @ (rows * scale[:, :, None])
+    sides = parts.view(count, len(coarse), 2, per_layer // 2).permute(1, 2, 0, 3)
+    return sides.reshape(len(coarse), -1)
+
+
 def dual_rows(group: Group, device: torch.device) -> torch.Tensor:
     """Rows that give all components of a weighted residual.
 
     The stored basis is rounded: dividing by its Gram matrix makes analysis and synthesis inverses
     on its span.
     """
-    stored = (group.fine, group.basis, group.basis_scale, group.metric, group.gain)
-    fine, coarse, scale, directions, gain = (torch.from_numpy(t).to(device).float() for t in stored)
-    basis = torch.cat([fine, coarse * scale[:, None]])
+    basis = dense_rows(group.basis_tensors, device)
+    directions, gain = (torch.from_numpy(t).to(device).float() for t in (group.metric, group.gain))
     measured = torch.addmm(basis, (basis @ directions) * gain, directions.T)
     dual = torch.linalg.solve((measured @ measured.T).double(), measured.double()).float()
     return torch.addmm(dual, (dual @ directions) * gain, directions.T)

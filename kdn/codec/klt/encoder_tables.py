@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from kdn.cache.spec import ModelSpec
-from kdn.codec.klt.duals import dual_rows
+from kdn.codec.klt.duals import coarse_rows, dual_rows
 from kdn.codec.klt.gpu_tables import (
     NEVER,
     Coding,
@@ -48,7 +48,7 @@ class GroupMatrices:
         return cls(
             analysis.half().T.contiguous(),
             torch.cat([fine, fine]),
-            put(group.basis, device).half(),
+            coarse_rows(group.basis_tensors, device).half(),
             put(group.basis_scale, device),
             put(group.scale, device),
             step / weight,

@@ -12,6 +12,9 @@ again after. Rows are rounded as the profile's own are, to 8 bits or 16, which m
 1 to 1.5 % of their deviation (SmolLM2; the repair changes them by 22 %). Sinks are no sums of these
 rows: they are repaired when they are decoded. Nor is what the last level corrects: see
 `repaired.py`.
+
+In a group of two stages (`stages.py`) a layer's repair changes the rows of that layer. A map from
+one layer to another has no place there: such a repair is refused.
 """
 
 from __future__ import annotations
@@ -49,6 +52,12 @@ class GroupMap:
         """In place, to values [tokens, columns]."""
         self._add(values, constant=True)
 
+    def of_layer(self, columns: slice, width: int) -> GroupMap:
+        """What it does to one layer alone, whose keys are there, in a row of that layer's keys and
+        values."""
+        own = (slice(0, width), slice(width, 2 * width))
+        return GroupMap([(own, one) for (keys, _), one in self.maps if keys == columns])
+
     def _add(self, rows: torch.Tensor, *, constant: bool) -> None:
         for columns, one in self.maps:
             sides = [rows[:, own] for own in columns]
@@ -66,6 +75,11 @@ def group_maps(profile: Profile, repair: Repair) -> list[GroupMap]:
     found: list[list[tuple[tuple[slice, slice], LayerMap]]] = [[] for _ in profile.groups]
     for one in repair.blocks:
         index, group = _group_of(profile, one.layers)
+        if group.rows is not None and one.layers[1] - one.layers[0] > 1:
+            raise UnsupportedError(
+                f"a repair across layers [{one.layers[0]}, {one.layers[1]}) cannot be folded into "
+                f"the two stages of layers {group.layers}: fit seams layer by layer"
+            )
         columns = _columns(group, one.layers, width)
         _check_map(one, 2 * (one.layers[1] - one.layers[0]) * width)
         found[index].append((columns, one))
@@ -119,27 +133,66 @@ def _basis(group: Group, own: GroupMap) -> dict[str, Array]:
     that suits their rounding: entries of all columns are about as large, and 8 bits cost a column
     less than a hundredth of what these rows tell of it. The encoder's weight follows what matters
     to the model, and it alone can make up for what rounding takes."""
+    if group.rows is not None:
+        return _basis_of_stages(group, own)
     num_fine = len(group.fine)
     rows = torch.from_numpy(np.concatenate([group.fine.astype(np.float32), group.basis]))
     rows[num_fine:] *= torch.from_numpy(group.basis_scale)[:, None]
     rows /= torch.from_numpy(group.weight)
     own.add_to_rows(rows)
-    weight = _even_weight(rows[num_fine:], group.scale[num_fine:])
+    weight = _even_weight(rows[num_fine:], _sizes(group.scale[num_fine:]))
     rows *= weight
     codes, scale = _rounded(rows[num_fine:], 1)
-    largest = float(rows[:num_fine].abs().max()) if num_fine else 0.0
-    if len(scale) and not largest < MAX_RATIO * float(np.median(scale)):
-        raise UnsupportedError(f"a repair too large for the basis of layers {group.layers}")
+    _check_ratio(group, rows[:num_fine], scale)
     return {
         "fine": _halves(rows[:num_fine]), "basis": codes, "basis_scale": scale,
         "weight": weight.numpy(),
     }  # fmt: skip
 
 
-def _even_weight(rows: torch.Tensor, scales: npt.NDArray[np.uint8]) -> torch.Tensor:
+def _basis_of_stages(group: Group, own: GroupMap) -> dict[str, Array]:
+    """Fine rows are folded as those of one stage, the others where layers' rows are."""
+    assert group.rows is not None
+    assert group.rows_scale is not None
+    count, leading, per_layer = group.rows.shape
+    width = per_layer // 2
+    inner = torch.from_numpy(group.basis * group.basis_scale[:, None])
+    sizes = (_sizes(group.scale[len(group.fine) :]).square() @ inner.square()).sqrt()
+    weight, codes, scales = torch.empty(2, count, width), [], []
+    old_weight = torch.from_numpy(group.weight).view(2, count, width)
+    for layer in range(count):
+        rows = torch.from_numpy(group.rows[layer] * group.rows_scale[layer][:, None])
+        rows /= old_weight[:, layer].reshape(-1)
+        own.of_layer(slice(layer * width, (layer + 1) * width), width).add_to_rows(rows)
+        even = _even_weight(rows, sizes[layer * leading : (layer + 1) * leading])
+        weight[:, layer] = even.view(2, width)
+        rounded, scale = _rounded(rows * even, 1)
+        codes.append(rounded)
+        scales.append(scale)
+    fine = torch.from_numpy(group.fine.astype(np.float32) / group.weight)
+    own.add_to_rows(fine)
+    fine *= weight.view(-1)
+    _check_ratio(group, fine, group.basis_scale)
+    return {
+        "fine": _halves(fine), "weight": weight.view(-1).numpy(),
+        "rows": np.stack(codes), "rows_scale": np.stack(scales),
+    }  # fmt: skip
+
+
+def _check_ratio(group: Group, fine: torch.Tensor, scale: Array) -> None:
+    largest = float(fine.abs().max()) if len(fine) else 0.0
+    if len(scale) and not largest < MAX_RATIO * float(np.median(scale)):
+        raise UnsupportedError(f"a repair too large for the basis of layers {group.layers}")
+
+
+def _sizes(scales: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """Of components, up to a factor: classes are quarter octaves."""
+    return torch.from_numpy(np.exp2(scales.astype(np.float32) / 4))
+
+
+def _even_weight(rows: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """One over the size that components of these rows give each column, so that rows of any
     length keep about the length they have."""
-    sizes = torch.from_numpy(np.exp2(scales.astype(np.float32) / 4))  # classes: quarter octaves
     of_column = (sizes.square() @ rows.square() / sizes.square().sum()).sqrt()
     most = float(of_column.max()) if len(rows) else 0.0
     if not 0 < most < float("inf"):

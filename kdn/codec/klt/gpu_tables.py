@@ -2,7 +2,8 @@
 
 `Coding` is what `symbols_triton.py` reads: tables, thresholds and scale classes of all groups,
 padded to one shape. `Synthesis` is what `transform_triton.py` reads: the matrix B, and where each
-of its columns belongs in a layer. Both say in their fields which index means what.
+of its columns belongs in a layer. Both say in their fields which index means what. A group of two
+stages becomes one matrix here, the product of both: kernels do not tell them apart.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.codec.klt import symbols
+from kdn.codec.klt.duals import coarse_rows
 from kdn.codec.klt.kinds import KIND_CORRECTION, KIND_DIGITS, KIND_ENTERING
 from kdn.codec.klt.profile import NUM_CLASSES, Group, Level, LevelTables, Profile
 from kdn.errors import UnsupportedError
@@ -336,7 +338,7 @@ class _Builder:
         own = self._source[rows]
         known, chosen = own >= 0, (own - group.columns.start).clamp(min=0)
         fine = put(group.fine, self._device).float() / scale
-        both = torch.cat([fine, put(group.basis, self._device).float()])
+        both = torch.cat([fine, coarse_rows(group.basis_tensors, self._device)])
         begin = self._num_latents
         self.matrix[rows, begin : begin + len(both)] = torch.where(known, both[:, chosen], 0.0).T
 

@@ -19,10 +19,17 @@ its layers, each `[layer, head, channel]`. That flat order is called `columns` b
 | g.weight, g.metric, g.gain | f32 [c], f16 [c, M], f32 [M] | error metric of group g |
 | g.fine | f16 [m, c] | basis of the weighted values: rows of the m largest components |
 | g.basis, g.basis_scale | int8 [n - m, c], f32 [n - m] | and those of the others, quantised |
+| g.rows, g.rows_scale | int8 [L, k, c / L], f32 [L, k] | of a group of L layers in two stages |
 | g.scale | u8 [n] | scale class of each component |
 | level.freqs, level.g.thresholds | u16, i32 | tables of entering components (symbols.py) |
 | level.digits.freqs, level.digits.g.thresholds | u16, i32 | and of refined ones |
 | level.centroids | f32 [scale classes, 3] | what to add to a size of 1, 2, or more, in steps |
+
+Version 4 differs from version 3 in one thing: its groups may have two stages (`stages.py`). The
+meta data's `leading` says of each group how many components k of each of its layers the second
+stage sees; 0 is a group of one stage. In a group of two stages, `g.basis` is [n - m, L k], and
+`g.rows` leads from a layer's k components to its columns, keys before values. A profile without
+such groups is written as version 3.
 """
 
 from __future__ import annotations
@@ -50,6 +57,8 @@ from kdn.protocol.limits import MAX_PROFILE_BYTES
 
 FORMAT = "kdn klt profile"
 VERSION = 3
+"""Of profiles whose groups all have one stage."""
+VERSION_OF_STAGES = 4
 PROFILE_ID_BYTES = 16
 CONTEXT_TOKENS = 3
 """The predictor sees a token and the two before it."""
@@ -62,7 +71,7 @@ Tensors = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that are transformed together, and how."""
+    """Layers that are transformed together, and how. Only a group of two stages has `rows`."""
 
     layers: tuple[int, int]
     columns: slice
@@ -73,6 +82,14 @@ class Group:
     basis: npt.NDArray[np.int8]
     basis_scale: npt.NDArray[np.float32]
     scale: npt.NDArray[np.uint8]
+    rows: npt.NDArray[np.int8] | None = None
+    rows_scale: npt.NDArray[np.float32] | None = None
+
+    @property
+    def basis_tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """What components add to the weighted values, under the names that the profile has."""
+        found = {name: getattr(self, name) for name in BASIS_TENSORS}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 @dataclass(frozen=True)
@@ -163,7 +180,8 @@ class Profile:
         width = 2 * int(self.meta["num_kv_heads"]) * int(self.meta["head_dim"])
         found = []
         for index, (first, last) in enumerate(self.meta["groups"]):
-            part = {k: self.tensors[f"g{index}.{k}"] for k in _GROUP_TENSORS}
+            names = _GROUP_TENSORS + (_STAGE_TENSORS if leading_of(self.meta, index) else ())
+            part = {k: self.tensors[f"g{index}.{k}"] for k in names}
             found.append(Group((first, last), slice(first * width, last * width), **part))
         return tuple(found)
 
@@ -218,7 +236,15 @@ def to_bytes(meta: Mapping[str, Any], tensors: Tensors) -> bytes:
     return save_tensors(ordered, metadata={"kdn": text})
 
 
-_GROUP_TENSORS = ("weight", "metric", "gain", "fine", "basis", "basis_scale", "scale")
+_STAGE_TENSORS = ("rows", "rows_scale")
+_ONE_STAGE = ("fine", "basis", "basis_scale")
+BASIS_TENSORS = _ONE_STAGE + _STAGE_TENSORS
+_GROUP_TENSORS = ("weight", "metric", "gain", *_ONE_STAGE, "scale")
+
+
+def leading_of(meta: Mapping[str, Any], group: int) -> int:
+    """How many components of each of a group's layers the second stage sees; 0: it has one."""
+    return int(meta["leading"][group]) if meta["version"] == VERSION_OF_STAGES else 0
 
 
 def _check(profile: Profile) -> None:
@@ -254,9 +280,9 @@ def _check_freqs(name: str, freqs: npt.NDArray[Any]) -> None:
 
 
 def _check_meta(meta: Mapping[str, Any]) -> None:
-    if meta["format"] != FORMAT or meta["version"] != VERSION:
+    if meta["format"] != FORMAT or meta["version"] not in (VERSION, VERSION_OF_STAGES):
         raise FormatError(
-            f"expected a {FORMAT} of version {VERSION}, "
+            f"expected a {FORMAT} of version {VERSION} or {VERSION_OF_STAGES}, "
             f"found {meta['format']!r} of version {meta['version']!r}"
         )
     if len(bytes.fromhex(meta["model"])) != FINGERPRINT_BYTES:
@@ -272,6 +298,17 @@ def _check_meta(meta: Mapping[str, Any]) -> None:
         raise FormatError(f"expected groups that cover all layers, found {meta['groups']}")
     if any(first >= last for first, last in meta["groups"]):
         raise FormatError(f"expected groups of at least one layer, found {meta['groups']}")
+    if meta["version"] == VERSION_OF_STAGES:
+        _check_leading(meta)
+
+
+def _check_leading(meta: Mapping[str, Any]) -> None:
+    most = 2 * meta["num_kv_heads"] * meta["head_dim"]
+    found, count = meta["leading"], len(meta["groups"])
+    if len(found) != count or any(type(k) is not int or not 0 <= k <= most for k in found):
+        raise FormatError(
+            f"expected {count} numbers of leading components, 0 to {most}, found {found}"
+        )
 
 
 def _layout(profile: Profile) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
@@ -304,12 +341,21 @@ def _layout(profile: Profile) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]
         width, key = (last - first) * per_layer, f"g{index}."
         fine, coarse = len(tensors[key + "fine"]), len(tensors[key + "basis"])
         count, rank = fine + coarse, tensors[key + "metric"].shape[1]
+        leading, inner = leading_of(meta, index), width
+        if leading:
+            inner = (last - first) * leading
+            if coarse > inner:
+                raise FormatError(f"group {index}: expected at most {inner} rows, found {coarse}")
+            layout |= {
+                key + "rows": ((last - first, leading, per_layer), i8),
+                key + "rows_scale": ((last - first, leading), f32),
+            }
         layout |= {
             key + "weight": ((width,), f32),
             key + "metric": ((width, rank), f16),
             key + "gain": ((rank,), f32),
             key + "fine": ((fine, width), f16),
-            key + "basis": ((coarse, width), i8),
+            key + "basis": ((coarse, inner), i8),
             key + "basis_scale": ((coarse,), f32),
             key + "scale": ((count,), u8),
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import clear_absent
 from kdn.codec.klt.columns import (
+    BAND_COLUMNS,
     Band,
     Floats,
     Ints,
@@ -90,18 +91,27 @@ class Restorer:
         for scale in scales:
             scale[: self._profile.num_sinks_of(chunk)] = 0
 
+        both = zip(self._transforms, coded.groups, strict=True)
+        coarse = [transform.coarse(packed) for transform, (packed, _) in both]
+
         def restore(job: tuple[int, Band]) -> None:
             index, band = job
-            for part, restored in self._parts(index, band, known, coded, error_scale, heads):
+            parts = self._parts(index, band, known, coded, coarse[index], error_scale, heads)
+            for part, restored in parts:
                 write_band(part, restored, known.turns, cache)
 
         jobs = [
             (index, band)
-            for index, group in enumerate(self._profile.groups)
-            for band in bands(self._spec, group.layers)
+            for index, transform in enumerate(self._transforms)
+            for band in self._bands(transform)
         ]
         parallel_map(restore, jobs)
         clear_absent(cache)
+
+    def _bands(self, transform: GroupTransform) -> list[Band]:
+        at_once = transform.at_once[0]
+        most = min(BAND_COLUMNS, at_once.stop - at_once.start)
+        return bands(self._spec, transform.group.layers, most)
 
     def _parts(
         self,
@@ -109,6 +119,7 @@ class Restorer:
         band: Band,
         known: FromTokens,
         coded: FromStream,
+        coarse: Callable[[slice], Scaled],
         error_scale: Floats,
         heads: range | None,
     ) -> Iterator[tuple[Band, Restored]]:
@@ -124,14 +135,13 @@ class Restorer:
                 known_first = coded.sinks[index][:, own].numpy()
                 base[: len(known_first)] = known_first - transform.bias[own]
             predicted = transform.sum_latent(latent, own).numpy()
-            coarse = transform.sum_coarse(packed.codes, own).numpy()
             yield (
                 part,
                 Restored(
                     base,
                     transform.bias[own],
                     Scaled(predicted, latent.unit, transform.latent_scale[own]),
-                    Scaled(coarse, packed.token_scale, transform.column_scale[own]),
+                    coarse(own),
                     None if error is None else self._scaled_error(error, error_scale, index, own),
                 ),
             )

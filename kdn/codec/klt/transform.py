@@ -27,6 +27,7 @@ the basis: 0.4 % of the error at the finest level that has no correction.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +36,7 @@ import torch
 from numba import njit
 
 from kdn.cache.keys import Chunk
-from kdn.codec.klt.columns import Floats
+from kdn.codec.klt.columns import Floats, Scaled
 from kdn.codec.klt.duals import Dual
 from kdn.codec.klt.profile import CONTEXT_TOKENS, Group, Profile
 from kdn.errors import MismatchError
@@ -143,6 +144,19 @@ class GroupTransform:
         """The same of large components alone."""
         first = self._num_latent
         return large.T @ self._float_rows[first : first + len(large)]
+
+    @property
+    def at_once(self) -> Sequence[slice]:
+        """Columns that one sum of the other components is made of: all, or fewer at a time."""
+        return [slice(0, len(self.bias))]
+
+    def coarse(self, packed: PackedComponents) -> Callable[[slice], Scaled]:
+        """The sums of the other components, of some columns that are summed at once."""
+        return lambda columns: Scaled(
+            self.sum_coarse(packed.codes, columns).numpy(),
+            packed.token_scale,
+            self.column_scale[columns],
+        )
 
     def sum_coarse(self, codes: Bytes, columns: slice = ALL) -> torch.Tensor:
         """The other components, in units of token and column scale; the last may be missing."""

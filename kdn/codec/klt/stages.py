@@ -1,0 +1,109 @@
+"""A group's basis in two stages: one matrix across its layers, then one of each layer.
+
+What layers share is worth more than anything else (decision 0001), but the rows of one matrix are
+as long as all columns of a group: the operations per value grow with its layers. Two stages are
+that matrix as a product:
+
+    z = components' inner        [tokens, L k]: k leading components of each of L layers
+    columns of layer l = z[of l] rows_l / weight
+
+The large components keep rows of their own, as long as the group's columns, in float32: they are
+few, and 8 bits are not enough for them in either stage. All others go through both stages in
+integers. Between the stages a token's leading components of a layer are rounded to 8 bits, with a
+unit of their own. Calibration turns each layer's components so that they are about as large as each
+other: the rounding then costs little beside that of the components (`docs/decisions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numba import njit
+
+from kdn.codec.klt.columns import Floats, Scaled
+from kdn.codec.klt.profile import Group, Profile
+from kdn.codec.klt.transform import GroupTransform, PackedComponents, int8_product
+from kdn.codec.threads import parallel_map
+
+
+def transforms_of(profile: Profile) -> list[GroupTransform]:
+    """Of all groups, whichever stages they have."""
+    return [
+        GroupTransform(group, profile) if group.rows is None else TwoStageTransform(group, profile)
+        for group in profile.groups
+    ]
+
+
+@dataclass(frozen=True)
+class Leading:
+    """A layer's leading components: codes [tokens, k], in units of their token's."""
+
+    codes: torch.Tensor
+    unit: Floats
+
+
+class TwoStageTransform(GroupTransform):
+    """Of a group that has rows of its layers."""
+
+    def __init__(self, group: Group, profile: Profile) -> None:
+        super().__init__(group, profile)
+        assert group.rows is not None
+        assert group.rows_scale is not None
+        count, leading, per_layer = group.rows.shape
+        inner = group.basis.reshape(len(group.basis), count, leading).swapaxes(0, 1)
+        self._inner = torch.from_numpy(np.ascontiguousarray(inner))
+        self._scales = group.rows_scale
+        self._width = per_layer // 2
+        # [keys and values, layers, k, columns]: what one product takes lies together.
+        sides = group.rows.reshape(count, leading, 2, self._width).transpose(2, 0, 1, 3)
+        self._rows = torch.from_numpy(np.ascontiguousarray(sides))
+
+    @property
+    def at_once(self) -> Sequence[slice]:
+        width = self._width
+        return [
+            slice(first, first + width) for first in range(0, 2 * len(self._inner) * width, width)
+        ]
+
+    def coarse(self, packed: PackedComponents) -> Callable[[slice], Scaled]:
+        found = parallel_map(lambda layer: self.leading(packed, layer), range(len(self._inner)))
+
+        def of(columns: slice) -> Scaled:
+            place, first = divmod(columns.start, self._width)
+            side, layer = divmod(place, len(self._inner))
+            own = slice(first, first + columns.stop - columns.start)
+            whole = int8_product(found[layer].codes, self._rows[side, layer, :, own])
+            return Scaled(whole.numpy(), found[layer].unit, self.column_scale[columns])
+
+        return of
+
+    def leading(self, packed: PackedComponents, layer: int) -> Leading:
+        """The first stage of one layer, its rows' scales included."""
+        num_tokens, inner = packed.codes.shape[1], self._inner[layer]
+        if not len(packed.codes):
+            nothing = torch.zeros((num_tokens, inner.shape[1]), dtype=torch.int8)
+            return Leading(nothing, np.zeros(num_tokens, np.float32))
+        whole = int8_product(torch.from_numpy(packed.codes).T, inner[: len(packed.codes)])
+        codes = np.empty(tuple(whole.shape), np.int8)
+        unit = np.empty(num_tokens, np.float32)
+        _narrow(whole.numpy(), self._scales[layer], packed.token_scale, codes, unit)
+        return Leading(torch.from_numpy(codes), unit)
+
+
+@njit(nogil=True, cache=True)
+def _narrow(whole, scales, token_scale, codes, unit):  # type: ignore[no-untyped-def]
+    """Sums [tokens, k], times their scales, to 8 bits with one unit per token."""
+    own = np.empty(whole.shape[1], np.float32)
+    for t in range(len(whole)):
+        most = np.float32(1e-30)
+        for c in range(len(own)):
+            own[c] = np.float32(whole[t, c]) * scales[c]
+        for c in range(len(own)):
+            most = max(most, abs(own[c]))
+        inverse = np.float32(127) / most
+        for c in range(len(own)):
+            codes[t, c] = np.int8(np.rint(own[c] * inverse))
+        unit[t] = most / np.float32(127) * token_scale[t]
