@@ -29,7 +29,7 @@ from kdn.calibrate.base_profile import (
 )
 from kdn.calibrate.fit import Metric
 from kdn.calibrate.run import PROBE_WINDOWS, CalibrationOptions
-from kdn.calibrate.steps import Progress, Steps, counted_chunks, table_stride
+from kdn.calibrate.steps import Parts, Progress, Steps, counted_chunks, table_stride
 from kdn.codec.klt.codec import KltCodec
 from kdn.codec.klt.profile import Profile
 from kdn.engines.quality import QualityProbe
@@ -129,16 +129,8 @@ class _Renewal:
         )  # fmt: skip
         # They are needed twice. As views they would keep whole windows in memory.
         chunks = [(chunk, _copied(part)) for chunk, part in read]
-        meta, tensors = self.parts
-        draft = tables.draft_profile(*steps.with_step(meta, tensors, self.base.finest_step))
-        spread = _spread(KltCodec(self.spec, draft), chunks)
-        steps.deviations = spread.deviations
         try:
-            meta["finest_step"] = steps.find_step(meta, tensors, probes[:2], self.base.finest_step)
-            meta, tensors = steps.count(meta, tensors, chunks)
-            meta, tensors = steps.add_correction(meta, tensors, probes[:1])
-            profile = Profile.build(meta | {"expected": [{}] * self.options.levels}, tensors)
-            expected = steps.measure(profile, probes)
+            parts, expected, left_out = self._remeasure(steps, chunks, probes)
         except UnsupportedError as error:  # what it cannot code well it might not code at all
             raise UnsupportedError(
                 f"this model is too far from the one the profile is of ({error}): calibrate it "
@@ -147,10 +139,28 @@ class _Renewal:
         verdict = judge_transform(
             bits_at_equal_kld(points_of(expected), reference or expected_of(self.base)),
             SAME_TEXT_LIMIT if reference else OTHER_TEXT_LIMIT,
-            spread.left_out,
+            left_out,
         )
-        meta |= {"expected": expected, "calibration": self._origin(verdict) | source}
-        return Renewed(Profile.build(meta, tensors), verdict)
+        told = {"expected": expected, "calibration": self._origin(verdict) | source}
+        return Renewed(Profile.build(parts[0] | told, parts[1]), verdict)
+
+    def _remeasure(
+        self,
+        steps: Steps,
+        chunks: Sequence[tuple[Chunk, KVCache]],
+        probes: Sequence[QualityProbe],
+    ) -> tuple[Parts, list[dict[str, float]], float]:
+        """The new profile's parts, what its levels cost and do, and how much variance the basis
+        leaves out."""
+        meta, tensors = self.parts
+        draft = tables.draft_profile(*steps.with_step(meta, tensors, self.base.finest_step))
+        spread = _spread(KltCodec(self.spec, draft), chunks)
+        steps.deviations = spread.deviations
+        meta["finest_step"] = steps.find_step(meta, tensors, probes[:2], self.base.finest_step)
+        meta, tensors = steps.count(meta, tensors, chunks)
+        meta, tensors = steps.add_correction(meta, tensors, probes[:1])
+        profile = Profile.build(meta | {"expected": [{}] * self.options.levels}, tensors)
+        return (meta, tensors), steps.measure(profile, probes), spread.left_out
 
     def _sinks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and deviation of the first tokens. What comes after them does not change them."""
@@ -162,10 +172,14 @@ class _Renewal:
 
     def _origin(self, verdict: TransformVerdict) -> dict[str, Any]:
         told = self.base.meta.get("calibration")
-        return (told if isinstance(told, dict) else {}) | {
+        before = {k: v for k, v in told.items() if k != "base"} if isinstance(told, dict) else {}
+        return {
+            "context": self.options.context,
+            "windows": len(self.windows),
+            "tokens": len(self.windows) * self.options.context,
             "renewed_from": self.base.profile_id.hex(),
             "base_model": self.base.meta["model"],
-            "windows": len(self.windows),
+            "base": before,
             "verdict": asdict(verdict),
         }
 

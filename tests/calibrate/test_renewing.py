@@ -93,7 +93,8 @@ def test_it_keeps_the_transform_and_says_where_it_came_from(
     told = profile.meta["calibration"]
     assert told["renewed_from"] == base.profile_id.hex()
     assert told["base_model"] == base.meta["model"]
-    assert (told["windows"], told["texts"]) == (4, ["t"])
+    assert (told["windows"], told["tokens"], told["texts"]) == (4, 4 * OPTIONS.context, ["t"])
+    assert told["base"] == base.meta["calibration"]
     assert told["verdict"]["good"] is renewed.verdict.good
     for name, tensor in base.tensors.items():
         if name.startswith(TRANSFORM):
