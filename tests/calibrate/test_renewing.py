@@ -245,7 +245,7 @@ def test_the_verdict_has_limits_and_a_reason() -> None:
     assert judge_transform(1.05, 1.1, 0.01) == TransformVerdict(
         True, 1.05, 0.01,
         "good enough: 1.05 times the base's bits at equal divergence (limit 1.10); the basis "
-        "leaves out 1.0% of the variance (limit 10%)",
+        "leaves out 1.0% of the variance (limit 2%)",
     )  # fmt: skip
     for bits, left_out in ((1.2, 0.01), (1.0, 0.2), (None, 0.01)):
         verdict = judge_transform(bits, 1.1, left_out)
