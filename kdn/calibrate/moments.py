@@ -176,12 +176,17 @@ class Features:
 def embedding_table(model: Any, num_dims: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Token embeddings, each normalised, projected to at most `num_dims` principal components, as
     int8 codes and a scale per dimension."""
-    table = model.get_input_embeddings().weight.detach().float()
-    table = table * torch.rsqrt(table.square().mean(dim=-1, keepdim=True) + 1e-6)
+    table = normalised_embeddings(model)
     _, directions = torch.linalg.eigh((table.T @ table).double())
     table = table @ directions[:, -num_dims:].flip(1).float()
     scale = table.abs().amax(dim=0).clamp(min=1e-6) / 127
     return torch.round(table / scale).to(torch.int8), scale
+
+
+def normalised_embeddings(model: Any) -> torch.Tensor:
+    """[vocabulary, width] in float32, each of mean square 1."""
+    table: torch.Tensor = model.get_input_embeddings().weight.detach().float()
+    return table * torch.rsqrt(table.square().mean(dim=-1, keepdim=True) + 1e-6)
 
 
 def read(model: Any, ids: torch.Tensor) -> KVCache:

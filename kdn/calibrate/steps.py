@@ -102,7 +102,7 @@ class Steps:
             codec = KltCodec(self.spec, draft)
             kld = simulated_kld(codec, probes, levels=self.options.levels - 1)
             tried.append((step, kld))
-            if is_rounding(tried):
+            if is_rounding(tried):  # or what matters to this model is not in the basis
                 step = tried[-2][0]
                 break
             if abs(np.log(kld / self.options.fine_kld)) < 0.1:

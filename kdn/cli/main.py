@@ -15,7 +15,7 @@ import typer
 from kdn.checked import MAX_COUNT
 from kdn.cli.lazy import lazy_group
 from kdn.defaults import CODEC, DEVICE, MAX_NEW_TOKENS, MODEL, QUALITY
-from kdn.errors import KdnError
+from kdn.errors import KdnError, UnsupportedError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -265,10 +265,25 @@ def calibrate(
     ] = None,
     device: DeviceOption = DEVICE,
     out: Annotated[Path | None, typer.Option(help="Where to write the profile.")] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Of a fine-tune: its base's profile (a file, 'shipped', or the base model).",
+        ),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the report as PNG.")] = None,
 ) -> None:
     """Make the profile that the klt codec needs for a model."""
+    if base is not None:
+        from kdn.calibrate.renew_command import renew_profile
+
+        if json or plot or time:
+            raise UnsupportedError("--time, --json and --plot do not go with --from")
+        told = {} if tokens is None else {"tokens": tokens}
+        renew_profile(model, base, text=text or (), out=out, device=device, **told)
+        return
     from kdn.calibrate import make_profile
 
     make_profile(
