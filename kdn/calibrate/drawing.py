@@ -52,6 +52,8 @@ def read_part(path: Path, most_bytes: int) -> bytes:
             for start in _places(size, most_bytes, PIECE_BYTES):
                 file.seek(start)
                 pieces.append(_trimmed(file.read(PIECE_BYTES), first=start == 0))
+            if path.suffix == ".jsonl":  # of a line that is longer than a piece, nothing is of use
+                pieces = [piece for piece in pieces if piece.endswith(b"\n")]
             return b"\n".join(pieces)
     except (OSError, EOFError, zlib.error) as error:
         raise FormatError(f"{path}: expected UTF-8 text, plain or gzip: {error}") from error

@@ -120,6 +120,10 @@ class Moments:
         return named
 
     def restore(self, saved: dict[str, torch.Tensor]) -> None:
+        """All of it, or nothing: ValueError if these are sums of something else."""
+        own = {name: one.shape for name, one in self.tensors().items()}
+        if own != {name: saved[name].shape for name in own}:
+            raise ValueError("sums of other shapes")
         self.num_tokens, self.num_windows = (int(n) for n in saved["count"])
         for name, tensor in self.tensors().items():
             if name != "count":

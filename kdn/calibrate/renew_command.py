@@ -36,7 +36,7 @@ from kdn.codec.profiles import find_profile, local_profile
 from kdn.defaults import DEVICE
 from kdn.engines.device import check_device
 from kdn.engines.transformers import spec_of
-from kdn.errors import UnsupportedError
+from kdn.errors import FormatError, UnsupportedError
 from kdn.files import write_whole
 
 SHIPPED = "shipped"
@@ -86,6 +86,12 @@ def renew_profile(
             progress=progress,
             source={"texts": names},
         )
+    shared = set(names) & set(profile.meta.get("calibration", {}).get("texts") or ())
+    if shared:
+        told.print(
+            f"the base was calibrated on {', '.join(sorted(shared))}, too: on other text it may "
+            "take more bits than this says; give --text that it has not seen"
+        )
     target = out or local_profile(spec)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Meant to be shared: it holds statistics of texts, and who may read it the umask says.
@@ -97,7 +103,10 @@ def renew_profile(
 def _is_file(base: str) -> bool:
     """Whether it names a profile's file rather than a model: a file that is missing is no model."""
     path = Path(base)
-    return base != SHIPPED and (path.suffix == ".safetensors" or path.is_file())
+    try:
+        return base != SHIPPED and (path.suffix == ".safetensors" or path.is_file())
+    except OSError as error:  # as where the name is too long for any file
+        raise FormatError(f"--from: expected a profile or a model: {error.strerror}") from None
 
 
 def _windows(

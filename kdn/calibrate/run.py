@@ -39,6 +39,8 @@ from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
 
 PROBE_WINDOWS = 4
+SUMS_VERSION = 1
+"""Of what is summed: what was summed otherwise is not resumed."""
 LEAST_WINDOWS = 4
 """Beside those."""
 READING_SHARE, WEIGHING_SHARE = 0.55, 0.75
@@ -174,6 +176,7 @@ class _Calibration:
     def _digest(self) -> bytes:
         """What the sums depend on: a checkpoint of anything else is not resumed."""
         digest = blake2b(self.spec.fingerprint, digest_size=16)
+        digest.update(f"{SUMS_VERSION} {self.model.dtype} {self.model.device.type}".encode())
         digest.update(json.dumps(asdict(self.options), sort_keys=True).encode())
         for window in self.windows:
             digest.update(window.cpu().numpy().tobytes())

@@ -175,7 +175,7 @@ class Steps:
         return [
             {
                 "bits": 8 * m.size_bytes / values,
-                "kld": m.quality.kld,
+                "kld": max(m.quality.kld, LEAST_KLD),
                 "recall_kld": m.quality.recall_kld,
                 "top1": m.quality.top1,
             }

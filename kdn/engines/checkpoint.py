@@ -14,6 +14,7 @@ the model as transformers does will not find its caches.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterator
@@ -92,7 +93,8 @@ def _hollow(config: PreTrainedConfig) -> PreTrainedModel:
 def _made(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """With random weights, or none."""
     try:
-        return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=dtype))
+        own = copy.deepcopy(config)  # it is written to, and may be the engine's
+        return cast("PreTrainedModel", AutoModelForCausalLM.from_config(own, dtype=dtype))
     except Exception as error:
         raise UnsupportedError(
             f"{config.model_type}: no model can be made of its settings alone, to ask it about its "

@@ -21,7 +21,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def has_latents(config: PreTrainedConfig) -> bool:
     """Whether a model's cache holds latents."""
-    return bool(getattr(config, "kv_lora_rank", None))
+    return bool(getattr(config.get_text_config(decoder=True), "kv_lora_rank", None))
 
 
 def canonical(keys: torch.Tensor, values: torch.Tensor) -> Pair:
@@ -37,6 +37,7 @@ def as_cached(keys: torch.Tensor, values: torch.Tensor, config: PreTrainedConfig
     """The inverse of `canonical`, for a layer of this model."""
     if not has_latents(config):
         return keys, values
-    turned = keys.shape[-1] + values.shape[-1] - int(config.kv_lora_rank)
+    rank = int(config.get_text_config(decoder=True).kv_lora_rank)
+    turned = keys.shape[-1] + values.shape[-1] - rank
     both = torch.cat([keys, values], dim=-1)
     return both[..., turned:], both[..., :turned]

@@ -20,6 +20,7 @@ from kdn.cache.tensors import KVCache
 from kdn.engines.growing import growing_cache
 from kdn.engines.latents import canonical
 from kdn.engines.transformers import from_dynamic_cache, windows_of
+from kdn.errors import UnsupportedError
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
@@ -77,7 +78,9 @@ def read_whole(model: PreTrainedModel, tokens: Tokens) -> KVCache:
     if held is None or held >= len(tokens):
         forward(model, tokens, past)
         return from_dynamic_cache(past)
-    size, parts = min(CHUNK_TOKENS, max(1, held)), []
+    if held < 1:
+        raise UnsupportedError("a layer with a window of one token keeps nothing to calibrate on")
+    size, parts = min(CHUNK_TOKENS, held), []
     for at in range(0, len(tokens), size):
         piece = tokens[at : at + size]
         forward(model, piece, past)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from kdn.errors import UnsupportedError
+
 
 def layer_devices(model: Any) -> list[torch.device] | None:
     """Where each layer computes; None if that is one place for all."""
@@ -22,5 +24,10 @@ def layer_devices(model: Any) -> list[torch.device] | None:
 def placed(past: Cache, model: Any) -> None:
     """Moves what a cache holds to its layers; gradients find their way back."""
     devices = layer_devices(model)
+    if devices is not None and len(devices) != len(past.layers):
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be spread over several devices: it caches "
+            f"{len(past.layers)} layers, and has {len(devices)}"
+        )
     for layer, device in zip(past.layers, devices or (), strict=devices is not None):
         layer.keys, layer.values = layer.keys.to(device), layer.values.to(device)

@@ -51,6 +51,7 @@ class Acknowledgements:
         if not isinstance(role, list) or role[:1] != [b"master"]:
             return False
         number = min(1, len(replica_addresses(role)))
+        self._forget_failed()
         self._had[self._shards.master_of(name)] = number
         return not number or (wrote and bool(waited) and self._are_there(waited[0], number))
 
@@ -74,10 +75,13 @@ class Acknowledgements:
     def _expected(self, name: bytes) -> int:
         if self._wait is not None:
             return self._wait
+        self._forget_failed()
+        return self._had.get(self._shards.master_of(name), 0)
+
+    def _forget_failed(self) -> None:
         if self._had_in != self._shards.generation:
             self._had_in = self._shards.generation
             self._had.clear()
-        return self._had.get(self._shards.master_of(name), 0)
 
     def _are_there(self, reply: Reply, number: int) -> bool:
         if isinstance(reply, int) and reply >= number:

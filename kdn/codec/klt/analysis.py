@@ -155,6 +155,8 @@ class Analyser:
 
     def round(self, exact: Floats) -> Ints:
         """To whole finest steps, as far as an escape reaches. The correction sees to the rest."""
+        if not np.isfinite(exact).all():  # kernels index by what comes of it
+            raise UnsupportedError("this profile gives components that are not finite")
         limit = np.float32(symbols.MAX_BASE)
         rounded: Ints = np.rint(np.clip(exact, -limit, limit)).astype(np.int32)
         return rounded

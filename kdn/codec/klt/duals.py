@@ -23,6 +23,7 @@ import torch
 from kdn.cache.folder import write_private
 from kdn.codec.klt.profile import Group, Profile
 from kdn.codec.threads import parallel_map
+from kdn.errors import FormatError
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,10 @@ def dual_rows(group: Group, device: torch.device) -> torch.Tensor:
     basis = dense_rows(group.basis_tensors, device)
     directions, gain = (torch.from_numpy(t).to(device).float() for t in (group.metric, group.gain))
     measured = torch.addmm(basis, (basis @ directions) * gain, directions.T)
-    dual = torch.linalg.solve((measured @ measured.T).double(), measured.double()).float()
+    try:
+        dual = torch.linalg.solve((measured @ measured.T).double(), measured.double()).float()
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise FormatError(f"the basis of layers {group.layers} is none: {error}") from error
     return torch.addmm(dual, (dual @ directions) * gain, directions.T)
 
 

@@ -65,6 +65,8 @@ CONTEXT_TOKENS = 3
 NUM_CLASSES = 5
 """Step classes of a token: class c divides the step by 2 ** ((c - 2) / 2)."""
 MAX_LEVELS = 8
+LEAST_STEP = 1e-20
+"""Below it, steps of float32 may be zero."""
 
 Tensors = Mapping[str, npt.NDArray[Any]]
 
@@ -145,7 +147,7 @@ class Profile:
             tensors = load_tensors(data)
             size = int.from_bytes(data[:8], "little")
             meta = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["kdn"])
-        except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        except (SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
             raise FormatError(f"expected a {FORMAT}: {error}") from None
         profile = cls(meta, tensors, blake2b(data, digest_size=PROFILE_ID_BYTES).digest())
         _check(profile)
@@ -292,9 +294,10 @@ def _check_meta(meta: Mapping[str, Any]) -> None:
         )
     if len(bytes.fromhex(meta["model"])) != FINGERPRINT_BYTES:
         raise FormatError(f"expected a model fingerprint of {FINGERPRINT_BYTES} bytes")
+    _check_numbers(meta)
     if not 2 <= meta["levels"] <= MAX_LEVELS or len(meta["expected"]) != meta["levels"]:
         raise FormatError(f"expected 2 to {MAX_LEVELS} levels, found {meta['levels']}")
-    if not 0 < meta["finest_step"] < 1e9:
+    if not LEAST_STEP < meta["finest_step"] < 1e9:
         raise FormatError(f"expected a positive step, found {meta['finest_step']}")
     if not np.isfinite(float(meta["importance_bias"])):
         raise FormatError("expected a finite importance bias")
@@ -305,6 +308,18 @@ def _check_meta(meta: Mapping[str, Any]) -> None:
         raise FormatError(f"expected groups of at least one layer, found {meta['groups']}")
     if meta["version"] == VERSION_OF_STAGES:
         _check_leading(meta)
+
+
+def _check_numbers(meta: Mapping[str, Any]) -> None:
+    """What slices and loops are made of: 15.0 equals 15, but is no index."""
+    names = ("levels", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
+    every = [meta[name] for name in names]
+    every += [one for part in (*meta["groups"], *meta["num_components"]) for one in part]
+    if not all(type(one) is int and one >= 0 for one in every) or not all(every[: len(names)]):
+        raise FormatError("expected whole numbers of layers, heads, tokens and components")
+    told = [one["kld"] for one in meta["expected"] if "kld" in one]
+    if not all(type(one) in (int, float) and 0 <= one < float("inf") for one in told):
+        raise FormatError(f"expected divergences, found {told}")
 
 
 def _check_leading(meta: Mapping[str, Any]) -> None:
@@ -346,6 +361,8 @@ def _layout(profile: Profile) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]
         width, key = (last - first) * per_layer, f"g{index}."
         fine, coarse = len(tensors[key + "fine"]), len(tensors[key + "basis"])
         count, rank = fine + coarse, tensors[key + "metric"].shape[1]
+        if count > width or count * width > MAX_PROFILE_BYTES:  # dense rows: two stages are less
+            raise FormatError(f"group {index}: expected at most {width} components, found {count}")
         leading, inner = leading_of(meta, index), width
         if leading:
             inner = (last - first) * leading
