@@ -1,12 +1,13 @@
-"""Gradients as columns, where layers have windows."""
+"""Sums: gradients as columns where layers have windows, and what is resumed."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from kdn.cache.spec import ModelSpec
-from kdn.calibrate.moments import Columns
+from kdn.calibrate.moments import Columns, Moments
 
 
 def test_what_a_window_reads_counts_as_if_all_were_read() -> None:
@@ -26,3 +27,13 @@ def test_a_window_longer_than_the_context_changes_nothing() -> None:
     keys = torch.randn(1, 90, 1, 2)
     columns = Columns(spec, ((0, 1),)).of_gradient(keys, keys)
     assert torch.equal(columns, torch.cat([keys[0, :, 0], keys[0, :, 0]], dim=1))
+
+
+def test_sums_of_other_shapes_are_restored_in_no_part() -> None:
+    device = torch.device("cpu")
+    sums = Moments.zeros(5, [slice(0, 4)], device)
+    other = Moments.zeros(5, [slice(0, 6)], device)
+    other.num_windows = 3
+    with pytest.raises(ValueError, match="shapes"):
+        sums.restore(other.tensors())
+    assert sums.num_windows == 0

@@ -163,7 +163,13 @@ def test_spoilt_profiles_are_refused(tiny: Any, spoil: dict[str, float]) -> None
         {"levels": 1},
         {"levels": "4"},
         {"groups": [[0, 1], [2, 4]]},
+        {"groups": [[0.0, 2.0], [2.0, 4.0]]},
+        {"num_layers": 4.0},
         {"finest_step": 0},
+        {"finest_step": 1e-60},
+        {"expected": [1, 2, 3, 4]},
+        {"expected": [{"kld": "x"}] * LEVELS},
+        {"expected": [{"kld": -1.0}] * LEVELS},
         {"model": "00"},
         {"num_components": [[1, 1]]},
         {"num_kv_heads": 3},
@@ -174,6 +180,14 @@ def test_wrong_meta_data_is_refused(tiny: Any, change: dict[str, Any]) -> None:
     meta, tensors = parts(tiny.spec)
     with pytest.raises(FormatError):
         Profile.build(meta | change, tensors)
+
+
+def test_components_that_are_not_finite_are_refused(tiny: Any) -> None:
+    """Compiled loops index by what they are rounded to."""
+    codec = KltCodec(tiny.spec, make_profile(tiny.spec))
+    for bad in (np.nan, np.inf):
+        with pytest.raises(UnsupportedError, match="finite"):
+            codec.analyser.round(np.array([[1.0, bad]], np.float32))
 
 
 def test_bytes_that_are_no_profile() -> None:
