@@ -198,7 +198,7 @@ def test_too_little_text_is_refused(tiny_model: Callable[..., Any], base: Profil
 def test_a_profile_that_expects_nothing_is_refused(
     tiny_model: Callable[..., Any], base: Profile
 ) -> None:
-    for expected in ([{}] * 4, [{"bits": "a", "kld": 1}] * 4, [{"bits": 1, "kld": -1}] * 4):
+    for expected in ([{}] * 4, [{"bits": "a", "kld": 1}] * 4, [{"bits": 1, "kld": 0}] * 4):
         bare = Profile.build(dict(base.meta) | {"expected": expected}, base.tensors)
         with pytest.raises(UnsupportedError, match="does not say what its levels reach"):
             renew(tiny_model("llama"), bare, windows(8))
