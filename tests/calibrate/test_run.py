@@ -17,6 +17,7 @@ from kdn.codec.klt import KltCodec, Profile
 from kdn.engines.quality import QualityProbe
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
+from tests.conftest import LATENTS
 
 OPTIONS = CalibrationOptions(
     context=384,
@@ -37,12 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 16, "sliding_window": 1024, "layer_types": None},
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 1024},
     "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 24,
-        "q_lora_rank": 32,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
+        **LATENTS,
         "first_k_dense_replace": 4,
     },
 }

@@ -19,15 +19,11 @@ from kdn.engines.reading import new_cache, read
 from kdn.errors import UnsupportedError
 from tests.client.clients import QUESTION, TEXT, client_at, in_folder, own_answer, prompt_of
 from tests.client.letters import Letters
+from tests.conftest import LATENTS
 from tests.node.harness import Running, with_node
 
-LATENTS = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 24,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
+MIXED_LATENTS = {
+    **LATENTS,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_group": 1,
@@ -49,7 +45,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("phi", {}),
-    ("deepseek_v3", LATENTS),
+    ("deepseek_v3", MIXED_LATENTS),
 ]
 
 
