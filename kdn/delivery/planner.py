@@ -6,8 +6,9 @@ the order. That makes the plan robust without trusting the estimate:
 - The model reads from the front as many chunks as it can before the deadline. That depends on its
   own speed only, costs the link nothing and is exact.
 - The coarsest level of all other chunks comes first, from the back. Should it not be there in
-  time, what is missing lies next to where the model is: it just reads on, and the whole never takes
-  longer than reading everything.
+  time, what is missing lies next to where the model is: it just reads on, and the whole hardly ever
+  takes longer than reading everything. A model that has no time for a chunk before the deadline
+  waits for the link instead; if that fails, it begins late, by less than it takes to read a chunk.
 - Then the levels that will surely arrive (at `low_rate`), chunk by chunk, so that each is decoded
   once; then everything else, best gain for its cost first, which is nearly level by level. At the
   deadline the best that arrived is used.
