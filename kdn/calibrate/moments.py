@@ -5,6 +5,7 @@
   on recalled passages moves with them. With a label drawn from the model's own distribution, the
   gradient of its log-probability is a sample whose outer product has that information as its mean.
   Only what is read after the context counts: the context's own values are fixed when delivered.
+  A gradient takes as long as reading the window, and far fewer windows are enough for it.
 
 Sums are per group of layers, so that memory grows with the square of a group, not of a model. The
 first tokens of a context (attention sinks) are unlike all others and are summed apart.
@@ -83,6 +84,8 @@ class Moments:
 
     num_tokens: int
     num_windows: int
+    num_gradients: int
+    """Of how many tokens' values: of those of some windows."""
     features: torch.Tensor
     cross: torch.Tensor
     values: list[torch.Tensor]
@@ -99,6 +102,7 @@ class Moments:
         return cls(
             0,
             0,
+            0,
             make(num_features, num_features),
             make(num_features, sum(widths)),
             [make(w, w) for w in widths],
@@ -109,7 +113,7 @@ class Moments:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         named = {
-            "count": torch.tensor([self.num_tokens, self.num_windows]),
+            "count": torch.tensor([self.num_tokens, self.num_windows, self.num_gradients]),
             "features": self.features,
             "cross": self.cross,
             "sinks": self.sinks,
@@ -124,7 +128,8 @@ class Moments:
         own = {name: one.shape for name, one in self.tensors().items()}
         if own != {name: saved[name].shape for name in own}:
             raise ValueError("sums of other shapes")
-        self.num_tokens, self.num_windows = (int(n) for n in saved["count"])
+        counts = (int(number) for number in saved["count"])
+        self.num_tokens, self.num_windows, self.num_gradients = counts
         for name, tensor in self.tensors().items():
             if name != "count":
                 tensor.copy_(saved[name])
@@ -141,10 +146,10 @@ class Moments:
         for total, part in zip(self.values, slices, strict=True):
             add_products(total, columns[:, part])
 
-    def add_fisher(self, gradients: Sequence[torch.Tensor], slices: list[slice]) -> None:
-        for gradient in gradients:
-            for total, part in zip(self.fisher, slices, strict=True):
-                add_products(total, gradient[NUM_SINKS:, part])
+    def add_fisher(self, gradient: torch.Tensor, slices: list[slice]) -> None:
+        self.num_gradients += len(gradient) - NUM_SINKS
+        for total, part in zip(self.fisher, slices, strict=True):
+            add_products(total, gradient[NUM_SINKS:, part])
 
 
 def add_products(total: torch.Tensor, rows: torch.Tensor) -> None:
@@ -198,14 +203,16 @@ def read(model: Any, ids: torch.Tensor) -> KVCache:
     return read_whole(model, ids.cpu().numpy())
 
 
-def gradients(
+def gradient_of(
     model: Any,
     cache: KVCache,
     window: torch.Tensor,
     columns: Columns,
     generator: torch.Generator,
-) -> list[torch.Tensor]:
-    """Samples of the gradient for the continuation and for recall, scaled by what matters alike.
+) -> torch.Tensor:
+    """A sample of the gradient for the continuation and for recall, scaled by what matters alike.
+    Both are added with a random sign: their products vanish on average, so that squares add up as
+    if they were apart, for half of the work.
 
     `window` holds the context's tokens and PASSAGE_TOKENS more."""
     context = cache.num_tokens
@@ -219,16 +226,17 @@ def gradients(
     past.batch_repeat_interleave(len(rows))
     logits = model(torch.stack(rows), past_key_values=past, use_cache=True).logits.float()
     log_probs = torch.log_softmax(logits, dim=-1)
-    flat = log_probs.detach().exp().flatten(0, 1)
-    labels = torch.multinomial(flat, 1, generator=generator).view(*log_probs.shape[:2], 1)
-    chosen = log_probs.gather(-1, labels)[..., 0]
-    losses = (
-        chosen[0].sum() / np.sqrt(chosen[0].numel() * CONTINUATION_KLD),
-        chosen[1:, UNSCORED_TOKENS:].sum()
-        / np.sqrt(chosen[1:, UNSCORED_TOKENS:].numel() * RECALL_KLD),
-    )
-    found = []
-    for loss in losses:
-        gradient = torch.autograd.grad(loss, (keys, values), retain_graph=True)
-        found.append(columns.of_gradient(*gradient))
-    return found
+    chosen = log_probs.gather(-1, _drawn(log_probs.detach(), generator))[..., 0]
+    continued = chosen[0].sum() / np.sqrt(chosen[0].numel() * CONTINUATION_KLD)
+    recalled = chosen[1:, UNSCORED_TOKENS:]
+    sign = 2 * torch.randint(2, (), generator=generator, device=generator.device) - 1
+    loss = continued + sign * recalled.sum() / np.sqrt(recalled.numel() * RECALL_KLD)
+    return columns.of_gradient(*torch.autograd.grad(loss, (keys, values)))
+
+
+def _drawn(log_probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A label [..., 1] from each distribution, where the sum of probabilities passes a random
+    number: `torch.multinomial` draws a number per label instead."""
+    sums = log_probs.exp().cumsum(dim=-1)
+    drawn = torch.rand((*log_probs.shape[:-1], 1), generator=generator, device=log_probs.device)
+    return torch.searchsorted(sums, drawn * sums[..., -1:]).clamp(max=log_probs.shape[-1] - 1)

@@ -39,7 +39,7 @@ from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
 
 PROBE_WINDOWS = 4
-SUMS_VERSION = 1
+SUMS_VERSION = 2
 """Of what is summed: what was summed otherwise is not resumed."""
 LEAST_WINDOWS = 4
 """Beside those."""
@@ -68,7 +68,9 @@ class CalibrationOptions:
     fine_kld: float = 0.003
     finest_kld: float = 0.0002
     sink_fineness: float = 1.0
-    second_pass_windows: int = 160
+    gradient_windows: int = 48
+    """For the error metric, of all windows; each takes as long as reading another one."""
+    second_pass_windows: int = 40
     table_windows: int = 40
     seed: int = 0
 
@@ -167,11 +169,15 @@ class _Calibration:
         ids = window[: self.options.context]
         cache = moments.read(self.model, ids)
         sums.add_values(self.features(ids), self.columns.of(cache), self.slices)
-        sums.add_fisher(self._gradients(cache, window, index), self.slices)
+        wanted, there = self.options.gradient_windows, len(self.windows)
+        if index % -(-there // wanted) == 0:
+            for again in range(min(2, max(1, wanted // there))):  # with other labels
+                seed = index + again * there
+                sums.add_fisher(self._gradient(cache, window, seed), self.slices)
 
-    def _gradients(self, cache: KVCache, window: torch.Tensor, index: int) -> list[torch.Tensor]:
+    def _gradient(self, cache: KVCache, window: torch.Tensor, index: int) -> torch.Tensor:
         generator = torch.Generator(self.model.device).manual_seed(self.options.seed + index)
-        return moments.gradients(self.model, cache, window, self.columns, generator)
+        return moments.gradient_of(self.model, cache, window, self.columns, generator)
 
     def _digest(self) -> bytes:
         """What the sums depend on: a checkpoint of anything else is not resumed."""
@@ -185,7 +191,7 @@ class _Calibration:
     def _fit(self, sums: moments.Moments) -> tuple[list[fit.Metric], dict[str, npt.NDArray[Any]]]:
         self.progress("fitting", 0, 1 + len(self.slices))
         options = self.options
-        metrics = [fit.fit_metric(f, sums.num_tokens, options.metric_rank) for f in sums.fisher]
+        metrics = [fit.fit_metric(f, sums.num_gradients, options.metric_rank) for f in sums.fisher]
         scale = self.scale.double().repeat(CONTEXT_TOKENS)
         regression = fit.fit_regression(sums, metrics, self.slices, options.predictor_rank, scale)
         tensors: dict[str, npt.NDArray[Any]] = {
@@ -235,9 +241,9 @@ class _Calibration:
             self.progress("weighing", index, len(chosen))
             cache = moments.read(self.model, window[: self.options.context])
             total = torch.zeros(self.options.context, device=device)
-            for gradient in self._gradients(cache, window, 1_000_000 + index):
-                for part, matrix in zip(self.slices, synthesis, strict=True):
-                    total += (gradient[:, part] @ matrix.T).square().sum(dim=1)
+            gradient = self._gradient(cache, window, 1_000_000 + index)
+            for part, matrix in zip(self.slices, synthesis, strict=True):
+                total += (gradient[:, part] @ matrix.T).square().sum(dim=1)
             found.append(total[moments.NUM_SINKS :])
             rows = self.columns.of(cache)[moments.NUM_SINKS :: every.stride]
             every.rows[index * len(rows) : (index + 1) * len(rows)] = rows

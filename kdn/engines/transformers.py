@@ -168,6 +168,8 @@ def to_dynamic_cache(
         raise MismatchError(
             f"the model caches {len(past.layers)} layers, this cache has {cache.num_layers}"
         )
+    # All layers at once: gradients then come back in one piece, not one as large per layer.
+    layers = list(zip(cache.keys.unbind(), cache.values.unbind(), strict=True))
     for index, window in enumerate(windows_of(past)):
         needed_from = 0 if window is None else max(0, cache.end - (window - 1))
         if cache.valid_from[index] > needed_from:
@@ -178,7 +180,7 @@ def to_dynamic_cache(
         if room is not None and window is None and not has_latents(config):
             past.layers[index] = room.layer(index, cache.num_tokens)
             continue
-        keys, values = (t[index].transpose(0, 1)[None] for t in (cache.keys, cache.values))
+        keys, values = (side.transpose(0, 1)[None] for side in layers[index])
         # A window layer keeps what it needs of these and counts them all.
         past.update(*as_cached(keys, values, config), index)
     return past

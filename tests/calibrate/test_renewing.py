@@ -68,7 +68,7 @@ def with_tokens(model: Any, count: int) -> Any:
 
 @pytest.fixture(scope="module")
 def fine_tune(tiny_model: Callable[..., Any]) -> Any:
-    return with_tokens(tuned(tiny_model("llama"), 0.1), ADDED)
+    return with_tokens(tuned(tiny_model("llama"), 0.02), ADDED)
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def test_a_small_change_is_good_enough_and_a_large_one_is_not(
     assert renewed.verdict.reason.startswith("good enough: 1.0")
     far = renew(tuned(tiny_model("llama"), 0.5), base, windows(8, seed=3))
     assert not far.verdict.good
-    assert far.verdict.reason.startswith("calibrate anew: 1.")
+    assert far.verdict.reason.startswith("calibrate anew: ")
     assert far.profile.meta["expected"][-1]["kld"] < 0.001, "the last level corrects anything"
     assert far.profile.meta["calibration"]["verdict"]["good"] is False
 
