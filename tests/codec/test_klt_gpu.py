@@ -117,7 +117,7 @@ def test_the_product_is_the_references_sum(leading: int) -> None:
         a[:, own.num_latents : own.num_latents + count] = scaled
         rows = slice(*(n * own.block_columns for n in own.tiles_before[index : index + 2]))
         found = a @ own.matrix[rows].float().T * own.scale[rows] + own.bias[rows]
-        basis = dense_rows(group.basis_tensors, CPU).numpy()
+        basis = dense_rows(group.basis_tensors, CPU, group.leading).numpy()
         wanted = (amounts * profile.finest_step) @ basis / group.weight
         wanted = torch.from_numpy(wanted) + GroupTransform(group, profile).predict(known)
         source = own.source[rows]

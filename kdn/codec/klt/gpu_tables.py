@@ -338,7 +338,7 @@ class _Builder:
         own = self._source[rows]
         known, chosen = own >= 0, (own - group.columns.start).clamp(min=0)
         fine = put(group.fine, self._device).float() / scale
-        both = torch.cat([fine, coarse_rows(group.basis_tensors, self._device)])
+        both = torch.cat([fine, coarse_rows(group.basis_tensors, self._device, group.leading)])
         begin = self._num_latents
         self.matrix[rows, begin : begin + len(both)] = torch.where(known, both[:, chosen], 0.0).T
 
