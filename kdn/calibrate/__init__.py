@@ -30,20 +30,12 @@ def make_profile(
     """Calibrate `model` on text files (or on what every Python carries; `self`: on what the model
     writes itself), showing progress, and write the profile where `open_codec` finds it, or to
     `out`. About `tokens` of the text are read; `minutes` limit that and what follows.
-    `operations`: multiplications that decoding a value may take. An interrupted run is resumed. It ends with a report: also as JSON, and as a plot."""
+    `operations`: multiplications that decoding a value may take. An interrupted run is resumed. It
+    ends with a report: also as JSON, and as a plot."""
     from kdn.calibrate.command import Request, run
 
-    return run(
-        Request(
-            model,
-            text or (),
-            out=out,
-            tokens=tokens,
-            minutes=minutes,
-            operations=operations,
-            device=device,
-            options=options,
-            json=json,
-            plot=plot,
-        )  # fmt: skip
-    )
+    asked = Request(
+        model, text or (), out=out, tokens=tokens, minutes=minutes, operations=operations,
+        device=device, options=options, json=json, plot=plot,
+    )  # fmt: skip
+    return run(asked)

@@ -70,8 +70,8 @@ def fit_stages(
     found = _layers_rows(left, metric, num_layers, leading)
     counts = tuple(len(rows) for rows in found)
     codes, scale = _rounded(torch.cat(found))
-    count = max(0, min(components, num_layers * leading) - len(fine.rows))
-    rows, largest = (codes * scale[:, None]).split(counts), _gained(fine.rows, metric)
+    count = max(0, min(components, sum(counts)) - len(fine.rows))
+    rows, largest = torch.split(codes * scale[:, None], list(counts)), _gained(fine.rows, metric)
     across, deviation = _across(left, metric, rows, largest, count)
     basis, basis_scale = _rounded(across)
     return StoredBasis(

@@ -69,7 +69,8 @@ def coarse_rows(
     rows, scale = (torch.from_numpy(stored[n]).to(device).float() for n in ("rows", "rows_scale"))
     rows *= scale[:, None]
     sides = coarse.new_empty((len(coarse), 2, len(leading), rows.shape[1] // 2))
-    parts = zip(coarse.split(list(leading), dim=1), rows.split(list(leading)), strict=True)
+    each = list(leading)
+    parts = zip(torch.split(coarse, each, dim=1), torch.split(rows, each), strict=True)
     for layer, (inner, own) in enumerate(parts):
         sides[:, :, layer] = (inner @ own).view(len(coarse), 2, -1)
     return sides.view(len(coarse), -1)
