@@ -29,6 +29,8 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 MOST_ENCODED = 32768
 DECODE_MS_BAR = 4.54 * 1.03
 """8,192 tokens of the 8B shape, three levels, grouped: as once measured, and what runs vary by."""
+STAGES_MS_BAR = 5.0
+"""The same in two stages of 8 layers."""
 SEAM_MS_BAR = 1.5
 """What a repair of joined pieces may add to that."""
 
@@ -38,19 +40,23 @@ def run(
         "2048,8192,32768,65536"
     ),
     shapes: Annotated[str, typer.Option(help="Comma-separated: 8b, 70b.")] = "8b,70b",
-    rates: Annotated[str, typer.Option(help="Comma-separated: grouped, pairs.")] = "grouped,pairs",
+    rates: Annotated[str, typer.Option(help="Comma-separated: grouped, pairs, stages.")] = (
+        "grouped,pairs,stages"
+    ),
     group_layers: Annotated[int, options.count(1, "Layers coded together.")] = 2,
     chunks: Annotated[int, options.count(2, "Chunks that are encoded.")] = 4,
     json_file: JsonFile = None,
     seed: Annotated[int, options.seed("Chooses weights, tokens and values.")] = 0,
 ) -> None:
     """Decode and prefill milliseconds on this GPU, and time to first token over links."""
-    from kdn.bench.gpu_model import RATES
+    from kdn.bench.gpu_model import RATES, STAGES
     from kdn.bench.gpu_prefill import SHAPES
+
+    known = {**RATES, "stages": STAGES}
 
     lengths = [int(one) for one in options.numbers("contexts", contexts, 256, 1 << 20)]
     names = options.words("shapes", shapes, tuple(SHAPES))
-    chosen = options.words("rates", rates, tuple(RATES))
+    chosen = options.words("rates", rates, tuple(known))
     if not torch.cuda.is_available():
         raise UnsupportedError("kdn bench gpu needs a CUDA device; there is none")
     from kdn.bench.gpu_measure import Ceilings
@@ -64,14 +70,14 @@ def run(
         "note": "synthetic profile after SmolLM2's spectrum; random weights; step: one token after "
         "the context, its cache written in place, as a CUDA graph; 70b: prefill and step timed on "
         "8 layers and scaled by 10",
-        "rates": {rate: RATES[rate].told for rate in chosen},
+        "rates": {rate: known[rate].told for rate in chosen},
         "shapes": {},
     }
     for name in names:
         read = _read_ms(SHAPES[name], lengths)
         for rate in chosen:
             setting = (group_layers, chunks, seed)
-            found = _shape(SHAPES[name], rate, read, ceilings, setting)
+            found = _shape(SHAPES[name], rate, known[rate], read, ceilings, setting)
             results["shapes"][f"{name}, {rate}"] = found
             results["passes"] = passes(results["shapes"])
             if json_file:
@@ -81,16 +87,23 @@ def run(
 
 def passes(shapes: Mapping[str, Any]) -> dict[str, bool]:
     """Whether decoding is as fast as it was, and a repair as good as free."""
-    known = shapes.get("8b, grouped", {"contexts": {}})["contexts"].get("8192")
-    if known is None:
-        return {}
-    ms = known["decode"]["3"]["ms"]
-    return {
-        f"8,192 tokens of the 8B shape in at most {DECODE_MS_BAR:.2f} ms": ms <= DECODE_MS_BAR,
-        f"and repaired in at most {SEAM_MS_BAR:.1f} ms more": (
+    found: dict[str, bool] = {}
+    if (known := _at_8192(shapes, "8b, grouped")) is not None:
+        ms = known["decode"]["3"]["ms"]
+        found[f"8,192 tokens of the 8B shape in at most {DECODE_MS_BAR:.2f} ms"] = (
+            ms <= DECODE_MS_BAR
+        )
+        found[f"and repaired in at most {SEAM_MS_BAR:.1f} ms more"] = (
             known["repaired_ms"] <= ms + SEAM_MS_BAR
-        ),
-    }
+        )
+    if (known := _at_8192(shapes, "8b, stages")) is not None:
+        ms = known["decode"]["3"]["ms"]
+        found[f"in two stages in at most {STAGES_MS_BAR:.1f} ms"] = ms <= STAGES_MS_BAR
+    return found
+
+
+def _at_8192(shapes: Mapping[str, Any], name: str) -> Any:
+    return shapes.get(name, {"contexts": {}})["contexts"].get("8192")
 
 
 def _read_ms(shape: Any, lengths: list[int]) -> dict[str, dict[str, float]]:
@@ -109,21 +122,24 @@ def _read_ms(shape: Any, lengths: list[int]) -> dict[str, dict[str, float]]:
 
 
 def _shape(
-    shape: Any, rate: str, read: Mapping[str, Any], ceilings: Any, setting: tuple[int, int, int]
-) -> dict[str, Any]:
+    shape: Any, rate: str, chosen: Any, read: Mapping[str, Any], ceilings: Any,
+    setting: tuple[int, int, int],
+) -> dict[str, Any]:  # fmt: skip
     from kdn.bench.gpu_measure import DecodeBench
-    from kdn.bench.gpu_model import RATES, Synthetic, encode_many, llama_spec
+    from kdn.bench.gpu_model import Synthetic, encode_many, llama_spec
 
     group_layers, num_chunks, seed = setting
     log = Console(stderr=True)
     spec = llama_spec(shape.num_layers)
     log.print(f"{shape.name}, {rate}: making a profile and encoding {num_chunks} chunks")
     device = torch.device("cuda")
-    synthetic = Synthetic.build(spec, group_layers, seed, device, sample_chunks=2, rate=RATES[rate])
+    synthetic = Synthetic.build(spec, group_layers, seed, device, sample_chunks=2, rate=chosen)
     first = synthetic.context(num_chunks * CHUNK_TOKENS, 5)
     bench = DecodeBench(synthetic, encode_many(synthetic, first, seed + 9), ceilings)
     repaired = bench.repaired(seed)
     top = synthetic.codec.num_levels - 1
+    # Cores encode two stages.
+    most_encoded = 0 if synthetic.codec.profile.has_two_stages else MOST_ENCODED
     rows: dict[str, Any] = {}
     for told, own in read.items():
         tokens = int(told)
@@ -132,7 +148,7 @@ def _shape(
         rows[told] = {
             "decode": {str(levels): one.as_row() for levels, one in decoded.items()},
             "repaired_ms": repaired.measure(tokens, top).ms,
-            "encode_ms": bench.encode_ms(tokens) if tokens <= MOST_ENCODED else None,
+            "encode_ms": bench.encode_ms(tokens) if tokens <= most_encoded else None,
             **own,
         }
     bits = {

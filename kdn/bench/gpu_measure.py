@@ -21,6 +21,7 @@ from kdn.codec.klt.decoder_triton import GpuDecoder
 from kdn.codec.klt.gpu_encoding import CONTEXT_BYTES
 from kdn.codec.klt.gpu_input import Slab
 from kdn.codec.klt.gpu_target import Target
+from kdn.codec.klt.profile import Group
 from kdn.codec.klt.repaired import RepairedKlt
 
 SEAM_RANK = 64
@@ -141,8 +142,9 @@ class DecodeBench:
         moved = sent + cache.size_bytes + self.decoder.synthesis.matrix.nbytes
         counts = self._synthetic.codec.profile.levels[levels - 1].num_components
         rank = self._synthetic.codec.profile.tensors["predict.mix"].shape[1]
-        columns = self.spec.values_per_token / len(counts)
-        flops = sum(2 * num_tokens * columns * (rank + count) for count in counts)
+        groups = self._synthetic.codec.profile.groups
+        products = sum(map(_products, groups, counts)) + rank * self.spec.values_per_token
+        flops = 2 * num_tokens * products
         return Decoded(
             ms, cuda_ms(replayed(decode)), _stages(decode), peak, sent, cache.size_bytes,
             moved / self._ceilings.bytes_per_s * 1e3, flops / self._ceilings.flops * 1e3,
@@ -168,6 +170,15 @@ class DecodeBench:
                 encoder.encode(encoder.batch(items[first : first + size]))
 
         return cuda_ms(encode, repeat=3, warmup=1)
+
+
+def _products(group: Group, count: int) -> int:
+    """Multiplications per token that a group's components take, so many of which are coded."""
+    columns = len(group.weight)
+    if not group.leading:
+        return columns * count
+    inner = sum(group.leading)
+    return columns * len(group.fine) + inner * (columns // len(group.leading) + count)
 
 
 def _stages(decode: Callable[[Callable[[str], None]], None]) -> dict[str, float]:

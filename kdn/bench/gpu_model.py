@@ -24,7 +24,8 @@ from kdn.cache.tensors import KVCache
 from kdn.calibrate import tables
 from kdn.codec import rope
 from kdn.codec.klt import KltCodec, Profile
-from kdn.codec.klt.profile import FORMAT, VERSION
+from kdn.codec.klt.duals import dense_rows
+from kdn.codec.klt.profile import FORMAT, VERSION, VERSION_OF_STAGES
 from kdn.codec.threads import parallel_map
 
 SPECTRUM = (
@@ -53,6 +54,10 @@ class Rate:
     kept: float
     """Of all components: those coded at the finest level."""
     told: str
+    layers: int = 0
+    """Coded together; 0: as many as are asked for."""
+    leading: float = 0.0
+    """Of a layer's columns: its leading components on average, in two stages."""
 
 
 RATES = {
@@ -67,6 +72,12 @@ RATES = {
 }  # fmt: skip
 """Found numerically, on groups of 1,536 columns."""
 GROUPED = RATES["grouped"]
+STAGES = Rate(
+    1.9, 1511 / 16384, "the components of `grouped` that 1,088 multiplications a value allow in "
+    "two stages and groups of 8 layers (kdn calibrate --operations 1088)", 8, 600 / 2048,
+)  # fmt: skip
+UNEVEN = (0.75, 1.25, 1.0, 1.0)
+"""Leading components of a layer, beside those of the average layer: layers differ."""
 
 
 def llama_spec(num_layers: int, vocab_size: int = 128256) -> ModelSpec:
@@ -93,7 +104,7 @@ class Synthetic:
         """`expected_kld`: what the profile is to say of its levels, for deliveries to plan with;
         nothing of that was measured."""
         rng = torch.Generator(device).manual_seed(seed)
-        meta, tensors = _parts(spec, group_layers, rng, rate)
+        meta, tensors = _parts(spec, rate.layers or group_layers, rng, rate)
         deviations = spectrum(len(tensors["g0.scale"]), tensors["g0.weight"].size, rate)
         draft = cls(KltCodec(spec, tables.draft_profile(meta, tensors)), deviations, device)
         chunks = draft.context(256 * (sample_chunks + 1), seed + 1)[1:]
@@ -144,9 +155,7 @@ class Synthetic:
     def _residual(self, index: int, activity: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
         """Components of random size, and a little that no component holds."""
         group = self.codec.profile.groups[index]
-        rows = torch.from_numpy(group.basis).to(self.device).float()
-        rows *= torch.from_numpy(group.basis_scale).to(self.device)[:, None]
-        rows = torch.cat([torch.from_numpy(group.fine).to(self.device).float(), rows])
+        rows = dense_rows(group.basis_tensors, self.device, group.leading)
         sizes = torch.from_numpy(self.deviations).to(self.device) * FINEST_STEP
         drift = torch.exp(0.2 * _normal((len(activity), len(sizes) // 64 + 1), rng))
         drift = drift.repeat_interleave(64, dim=1)[:, : len(sizes)]
@@ -189,17 +198,45 @@ def _parts(
     }
     for index, (first, last) in enumerate(groups):
         tensors |= _group(index, (last - first) * per_layer, rng, rate)
+        if rate.leading:
+            tensors |= _stages(
+                index, _leading(rate, last - first, per_layer), per_layer, tensors, rng
+            )
     meta = {
         "format": FORMAT, "version": VERSION, "model": spec.fingerprint.hex(),
         "num_layers": spec.num_layers, "num_kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim, "vocab_size": spec.vocab_size, "groups": groups,
         "levels": LEVELS, "finest_step": FINEST_STEP, "importance_bias": 0.0,
     }  # fmt: skip
+    if rate.leading:
+        leading = [_leading(rate, last - first, per_layer) for first, last in groups]
+        meta |= {"version": VERSION_OF_STAGES, "leading": leading}
     return meta, tensors
 
 
+def _leading(rate: Rate, num_layers: int, per_layer: int) -> list[int]:
+    """Of each layer of a group, in runs of 8."""
+    each = [rate.leading * UNEVEN[i % len(UNEVEN)] * per_layer for i in range(num_layers)]
+    return [max(8, round(count / 8) * 8) for count in each]
+
+
+def _stages(
+    index: int, leading: list[int], per_layer: int, tensors: Arrays, rng: torch.Generator
+) -> Arrays:
+    """In place of a group's rows of one stage; as many components."""
+    count, key = len(tensors[f"g{index}.basis"]), f"g{index}."
+    rows = [torch.linalg.qr(_normal((per_layer, k), rng))[0].T for k in leading]
+    inner = torch.linalg.qr(_normal((sum(leading), count), rng))[0].T
+    found: Arrays = {}
+    for name, matrix in (("rows", torch.cat(rows)), ("basis", inner)):
+        scale = matrix.abs().amax(dim=1) / 127
+        found[key + name] = _numpy((matrix / scale[:, None]).round(), np.int8)
+        found[f"{key}{name}_scale"] = _numpy(scale, np.float32)
+    return found
+
+
 def _group(index: int, width: int, rng: torch.Generator, rate: Rate) -> Arrays:
-    count, key = int(rate.kept * width), f"g{index}."
+    count, key = round(rate.kept * width), f"g{index}."
     rows = torch.linalg.qr(_normal((width, count), rng))[0].T
     fine, rest = rows[:FINE], rows[FINE:]
     scale = rest.abs().amax(dim=1) / 127
@@ -236,4 +273,6 @@ def encode_many(synthetic: Synthetic, chunks: Sequence[Chunk], seed: int) -> lis
     return parallel_map(lambda job: codec.encode(*job), zip(chunks, caches, strict=True))
 
 
-__all__ = ["RATES", "Profile", "Rate", "Synthetic", "encode_many", "llama_spec", "spectrum"]
+__all__ = [
+    "RATES", "STAGES", "Profile", "Rate", "Synthetic", "encode_many", "llama_spec", "spectrum",
+]  # fmt: skip

@@ -21,6 +21,7 @@ def make_profile(
     out: Path | None = None,
     tokens: int | None = None,
     minutes: float | None = None,
+    operations: int | None = None,
     device: str = DEVICE,
     options: CalibrationOptions | None = None,
     json: Path | None = None,
@@ -28,8 +29,13 @@ def make_profile(
 ) -> Path:
     """Calibrate `model` on text files (or on what every Python carries; `self`: on what the model
     writes itself), showing progress, and write the profile where `open_codec` finds it, or to
-    `out`. About `tokens` of the text are read; `minutes` limit that and what follows. An
-    interrupted run is resumed. It ends with a report: also as JSON, and as a plot."""
+    `out`. About `tokens` of the text are read; `minutes` limit that and what follows.
+    `operations`: multiplications that decoding a value may take. An interrupted run is resumed. It
+    ends with a report: also as JSON, and as a plot."""
     from kdn.calibrate.command import Request, run
 
-    return run(Request(model, text or (), out, tokens, minutes, device, options, json, plot))
+    asked = Request(
+        model, text or (), out=out, tokens=tokens, minutes=minutes, operations=operations,
+        device=device, options=options, json=json, plot=plot,
+    )  # fmt: skip
+    return run(asked)

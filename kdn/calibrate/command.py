@@ -49,6 +49,7 @@ class Request:
     out: Path | None = None
     tokens: int | None = None
     minutes: float | None = None
+    operations: int | None = None
     device: str = DEVICE
     options: CalibrationOptions | None = None
     json: Path | None = None
@@ -65,6 +66,8 @@ class Request:
             checked_count("tokens", self.tokens, 1, MAX_COUNT)
         if self.minutes is not None:
             checked_number("time", self.minutes, 0.01, MAX_MINUTES)
+        if self.operations is not None:
+            checked_count("operations", self.operations, 1, MAX_COUNT)
         check_device(self.device)
 
     @property
@@ -79,7 +82,7 @@ def run(asked: Request) -> Path:
     told = Console(stderr=True)
     model, tokenizer = load_to_calibrate(asked.model, asked.device, told)
     spec = spec_of(model)
-    options = asked.options or chosen_options(model, spec)
+    options = asked.options or chosen_options(model, spec, asked.operations)
     target = asked.out or local_profile(spec)
     target.parent.mkdir(parents=True, exist_ok=True)
     with bar(told) as progress:
@@ -109,9 +112,10 @@ def run(asked: Request) -> Path:
     return target
 
 
-def chosen_options(model: Any, spec: Any) -> CalibrationOptions:
-    """By the model's shape, its longest context, and the memory at hand."""
-    sizes = chosen_sizes(shape_of(model, spec), free_memory(model.device))
+def chosen_options(model: Any, spec: Any, operations: int | None = None) -> CalibrationOptions:
+    """By the model's shape, its longest context, the memory at hand, and the multiplications that
+    decoding a value may take."""
+    sizes = chosen_sizes(shape_of(model, spec), free_memory(model.device), operations)
     return replace(CalibrationOptions(context=longest_context(model.config)), **asdict(sizes))
 
 
@@ -165,7 +169,8 @@ def num_windows(tokens: int, context: int) -> int:
 
 def _say_plan(told: Console, options: CalibrationOptions, learnt: Sequence[TokenIds]) -> None:
     count = max(0, len(learnt) - PROBE_WINDOWS)
+    stages = f", two stages with {options.leading} of a layer" if options.leading else ""
     told.print(
         f"{count} contexts of {options.context} tokens, {count * options.context:,} in all; groups "
-        f"of at most {options.group_layers} layers, {options.components} components"
+        f"of at most {options.group_layers} layers, {options.components} components{stages}"
     )

@@ -64,7 +64,7 @@ class CalibrationOptions:
     components: int = 2200
     fine_components: int = 64
     leading: int = 0
-    """Components of each layer that a second stage across layers sees; 0: one stage."""
+    """Components that a layer has on average between the two stages; 0: one stage."""
     fine_kld: float = 0.003
     finest_kld: float = 0.0002
     sink_fineness: float = 1.0
@@ -198,7 +198,7 @@ class _Calibration:
             "embed.codes": self.codes.cpu().numpy(),
             **fit.predictor_tensors(regression),
         }
-        self.deviations = []
+        self.deviations, self.leading = [], []
         for index, (metric, part) in enumerate(zip(metrics, self.slices, strict=True)):
             self.progress("fitting", 1 + index, 1 + len(self.slices))
             covariance = fit.residual_covariance(sums, regression, index, part)
@@ -219,6 +219,7 @@ class _Calibration:
                 **{key + name: tensor for name, tensor in basis.tensors.items()},
             }
             self.deviations.append(basis.deviation)
+            self.leading.append(list(basis.leading))
         self.progress("fitting", 1 + len(self.slices), 1 + len(self.slices))
         return metrics, tensors
 
@@ -229,7 +230,8 @@ class _Calibration:
         device, synthesis = self.model.device, []
         for index, metric in enumerate(metrics):
             stored = {name: tensors.get(f"g{index}.{name}") for name in BASIS_TENSORS}
-            basis = dense_rows({n: t for n, t in stored.items() if t is not None}, device)
+            found_rows = {name: t for name, t in stored.items() if t is not None}
+            basis = dense_rows(found_rows, device, self.leading[index])
             # Only components coarse enough to be coded take part.
             synthesis.append((basis[: len(basis) // 2] / metric.weight).float())
         chosen = self.windows[: self.options.second_pass_windows]
@@ -274,11 +276,7 @@ class _Calibration:
             "head_dim": self.spec.head_dim,
             "vocab_size": len(tensors["embed.codes"]),
             "groups": [list(group) for group in self.columns.groups],
-            **(
-                {"leading": [self.options.leading] * len(self.slices)}
-                if self.options.leading
-                else {}
-            ),
+            **({"leading": self.leading} if self.options.leading else {}),
             "levels": self.options.levels,
             "importance_bias": self.importance_bias,
             "calibration": asdict(self.options)

@@ -2,7 +2,8 @@
 
 1. The largest components of the whole group have rows of their own, as with one stage.
 2. Of what they leave, each layer's leading components: those of the layer's own block of the
-   covariance, in its own block of the metric.
+   covariance, in its own block of the metric. All layers share a number of them: a layer gets those
+   that are among the largest of all.
 3. Across layers, the principal components within what all layers' leading ones span, in the
    group's metric, and orthogonal to the largest. They are found for rows as the profile stores
    them: what rounding does to rows, the components make up for.
@@ -14,6 +15,7 @@ the matrix across layers: 8 bits would go to a few. Turned, all are about as lar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,13 @@ from kdn.calibrate import eigen
 from kdn.calibrate.fit import Basis, Metric, fit_basis
 from kdn.errors import UnsupportedError
 
+RUN = 8
+"""Leading components that a layer gets at a time: products are fastest of whole runs."""
+LEAST_RUNS = 4
+"""Per layer: with fewer, one component at a time."""
+MOST_OF_AVERAGE = 2
+"""A layer has at most so many times the components of the average layer."""
+
 
 @dataclass(frozen=True)
 class StoredBasis:
@@ -32,6 +41,8 @@ class StoredBasis:
 
     tensors: dict[str, npt.NDArray[Any]]
     deviation: torch.Tensor
+    leading: tuple[int, ...] = ()
+    """Components of each layer, in two stages."""
 
 
 def fit_stages(
@@ -44,7 +55,7 @@ def fit_stages(
     fine_components: int,
 ) -> StoredBasis:
     """From a group's residual covariance: `components` in all, `fine_components` of them precise;
-    the others in one stage, or through the `leading` ones of each layer."""
+    the others in one stage, or through the `leading` ones that a layer has on average."""
     if not leading:
         return _one_stage(fit_basis(covariance, metric, components), fine_components)
     most = len(covariance) // num_layers
@@ -56,9 +67,11 @@ def fit_stages(
     left = _without(
         metric.apply(metric.apply(covariance).T), _gained(fine.rows, metric), fine.deviation
     )
-    codes, scale = _layers_rows(left, metric, num_layers, leading)
-    count = max(0, min(components, num_layers * leading) - len(fine.rows))
-    rows, largest = codes * scale[:, :, None], _gained(fine.rows, metric)
+    found = _layers_rows(left, metric, num_layers, leading)
+    counts = tuple(len(rows) for rows in found)
+    codes, scale = _rounded(torch.cat(found))
+    count = max(0, min(components, sum(counts)) - len(fine.rows))
+    rows, largest = torch.split(codes * scale[:, None], list(counts)), _gained(fine.rows, metric)
     across, deviation = _across(left, metric, rows, largest, count)
     basis, basis_scale = _rounded(across)
     return StoredBasis(
@@ -70,6 +83,7 @@ def fit_stages(
             "rows_scale": scale.float().cpu().numpy(),
         },
         torch.cat([fine.deviation, deviation]),
+        counts,
     )
 
 
@@ -104,13 +118,12 @@ def _without(seen: torch.Tensor, directions: torch.Tensor, deviation: torch.Tens
 
 def _layers_rows(
     left: torch.Tensor, metric: Metric, num_layers: int, leading: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of each layer [layers, leading, columns] in whole numbers, and their scales, from the
+) -> list[torch.Tensor]:
+    """Rows of each layer [components, columns], of as many as `leading` on average, from the
     covariance of weighted values in the metric."""
     weighted = metric.unapply_gain(metric.unapply_gain(left).T)
     gain = 2 * metric.gain + metric.gain.square()
-    turn = _rotation(leading, left)
-    found = []
+    variances, every = [], []
     for own in layer_columns(num_layers, len(left)).to(left.device):
         directions = metric.directions[own]
         block = (directions * gain) @ directions.T
@@ -118,23 +131,43 @@ def _layers_rows(
         values, vectors = torch.linalg.eigh(block)
         root = values.clamp(min=1e-9).sqrt()
         inside = vectors.T @ weighted[own][:, own] @ vectors
-        _, principal = eigen.leading(_symmetric(root[:, None] * inside * root), leading)
-        found.append(turn @ (principal.T / root) @ vectors.T)
-    codes, scale = _rounded(torch.cat(found))
-    return codes.view(num_layers, leading, -1), scale.view(num_layers, leading)
+        most = min(len(own), -(-MOST_OF_AVERAGE * leading // RUN) * RUN)
+        variance, principal = eigen.leading(_symmetric(root[:, None] * inside * root), most)
+        variances.append(variance)
+        every.append((principal.T / root) @ vectors.T)
+    counts = shares(torch.stack(variances), num_layers * leading)
+    both = zip(every, counts, strict=True)
+    return [_rotation(count, left) @ rows[:count] for rows, count in both]
+
+
+def shares(variances: torch.Tensor, total: int) -> list[int]:
+    """How many components of each layer are among the `total` largest, from all layers' variances
+    [layers, components], largest first. Each layer has at least its first; where there are many,
+    whole runs are chosen by their means."""
+    num_layers, most = variances.shape
+    run = RUN if total >= LEAST_RUNS * RUN * num_layers and most % RUN == 0 else 1
+    means = variances.view(num_layers, -1, run).mean(dim=2).cpu()
+    means[:, 0] = float("inf")
+    chosen = means.flatten().argsort(descending=True, stable=True)[: total // run]
+    counts = torch.bincount(chosen // means.shape[1], minlength=num_layers) * run
+    return [int(count) for count in counts]
 
 
 def _across(
-    left: torch.Tensor, metric: Metric, rows: torch.Tensor, fine: torch.Tensor, count: int
+    left: torch.Tensor,
+    metric: Metric,
+    rows: Sequence[torch.Tensor],
+    fine: torch.Tensor,
+    count: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first principal components within the span of all layers' rows [layers, leading,
-    columns], and orthogonal to fine ones: each as a sum of these rows [components, layers x
-    leading], and their deviations, largest first."""
-    num_layers, leading, _ = rows.shape
-    spanned = torch.zeros((num_layers, leading, len(left)), dtype=left.dtype, device=left.device)
-    for layer, own in enumerate(layer_columns(num_layers, len(left)).to(left.device)):
-        spanned[layer][:, own] = rows[layer]
-    spanned = _gained(spanned.view(num_layers * leading, -1), metric)
+    """The first principal components within the span of all layers' rows [leading, columns], and
+    orthogonal to fine ones: each as a sum of these rows, and their deviations, largest first."""
+    parts = []
+    for place, own in zip(layer_columns(len(rows), len(left)).to(left.device), rows, strict=True):
+        wide = torch.zeros((len(own), len(left)), dtype=left.dtype, device=left.device)
+        wide[:, place] = own
+        parts.append(wide)
+    spanned = _gained(torch.cat(parts), metric)
     root = torch.linalg.cholesky(_symmetric(spanned @ spanned.T))
     orthonormal = torch.linalg.solve_triangular(root, spanned, upper=False)
     taken = torch.linalg.qr(orthonormal @ fine.T)[0]

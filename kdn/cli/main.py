@@ -263,6 +263,14 @@ def calibrate(
     time: Annotated[
         float | None, typer.Option(min=0.01, help="Minutes: reading stops in time for the rest.")
     ] = None,
+    operations: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_COUNT,
+            help="Multiplications that decoding a value may take; two stages where one takes more.",
+        ),
+    ] = None,
     device: DeviceOption = DEVICE,
     out: Annotated[Path | None, typer.Option(help="Where to write the profile.")] = None,
     base: Annotated[
@@ -279,16 +287,17 @@ def calibrate(
     if base is not None:
         from kdn.calibrate.renew_command import renew_profile
 
-        if json or plot or time:
-            raise UnsupportedError("--time, --json and --plot do not go with --from")
+        if json or plot or time or operations:
+            raise UnsupportedError("--time, --operations, --json and --plot do not go with --from")
         told = {} if tokens is None else {"tokens": tokens}
         renew_profile(model, base, text=text or (), out=out, device=device, **told)
         return
     from kdn.calibrate import make_profile
 
     make_profile(
-        model, text=text, out=out, tokens=tokens, minutes=time, device=device, json=json, plot=plot
-    )
+        model, text=text, out=out, tokens=tokens, minutes=time, operations=operations,
+        device=device, json=json, plot=plot,
+    )  # fmt: skip
 
 
 @app.command()

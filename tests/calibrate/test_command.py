@@ -170,8 +170,8 @@ def test_a_checkpoint_that_is_not_ours_is_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"tokens": 0}, {"minutes": -1.0}, {"minutes": float("nan")}, {"device": "gpu"},
-     {"out": Path("/")}, {"plot": Path("a.txt")}],
+    [{"tokens": 0}, {"operations": 0}, {"minutes": -1.0}, {"minutes": float("nan")},
+     {"device": "gpu"}, {"out": Path("/")}, {"plot": Path("a.txt")}],
 )  # fmt: skip
 def test_what_is_refused_at_once(wrong: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError):

@@ -14,6 +14,7 @@ from kdn.calibrate.sizes import (
     Sizes,
     chosen_sizes,
     layer_groups,
+    operations_of,
     profile_bytes,
     shape_of,
     sums_bytes,
@@ -53,6 +54,29 @@ def test_profiles_stay_small_beside_the_weights(shape: Shape, layers: int, most_
     assert sizes.group_layers * shape.layer_columns <= MOST_COLUMNS
     assert part_of_weights(shape, sizes) <= 0.02
     assert profile_bytes(shape, sizes) <= most_bytes
+
+
+def test_few_operations_are_two_stages_of_more_layers() -> None:
+    for shape, num_layers in ((SMOLLM2, 15), (LLAMA_8B, 8), (LLAMA_70B, 8), (GEMMA_3_4B, 7)):
+        for operations in (512, 1088):
+            sizes = chosen_sizes(shape, 200 * GB, operations)
+            if not sizes.leading:  # one stage takes no more
+                assert sizes.components <= operations
+                continue
+            assert sizes.group_layers == num_layers
+            assert 0.97 * operations < operations_of(shape, sizes) <= operations
+            assert sizes.components - 64 == pytest.approx(0.3 * num_layers * sizes.leading, rel=0.1)
+            one = chosen_sizes(shape, 200 * GB)
+            assert profile_bytes(shape, sizes) < 1.01 * profile_bytes(shape, one)
+    assert chosen_sizes(LLAMA_8B, 200 * GB, 1088).leading == 600
+    assert chosen_sizes(SMOLLM2, 8 * GB, 2200) == chosen_sizes(SMOLLM2, 8 * GB)
+
+
+def test_too_few_operations_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="allow more"):
+        chosen_sizes(LLAMA_8B, 100 * GB, 65)
+    with pytest.raises(UnsupportedError, match="allow more"):
+        chosen_sizes(Shape(8, 20_000, 32_000, 4096, 10**10, 10**10), 900 * GB, 500)
 
 
 def test_a_layer_wider_than_a_group_is_a_group() -> None:

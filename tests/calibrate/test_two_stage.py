@@ -11,7 +11,7 @@ import torch
 
 from kdn.calibrate.fit import Metric, fit_basis
 from kdn.calibrate.run import calibrate
-from kdn.calibrate.two_stage import fit_stages, layer_columns
+from kdn.calibrate.two_stage import StoredBasis, fit_stages, layer_columns, shares
 from kdn.codec.klt import KltCodec, Profile
 from kdn.codec.klt.duals import dense_rows
 from kdn.engines.transformers import spec_of
@@ -38,29 +38,30 @@ def some_metric() -> Metric:
     return Metric(weight, directions, gain)
 
 
-def fitted(leading: int, components: int = 40, fine: int = 4) -> Any:
+def fitted(leading: int, components: int = 40, fine: int = 4) -> StoredBasis:
     return fit_stages(
         shared_covariance(), some_metric(), num_layers=LAYERS, leading=leading,
         components=components, fine_components=fine,
     )  # fmt: skip
 
 
-def measured(tensors: dict[str, Any]) -> torch.Tensor:
+def measured(found: StoredBasis) -> torch.Tensor:
     """Rows in the metric: those of an exact fit are orthonormal."""
-    rows, metric = dense_rows(tensors, torch.device("cpu")).double(), some_metric()
+    rows = dense_rows(found.tensors, torch.device("cpu"), found.leading).double()
+    metric = some_metric()
     return rows + ((rows @ metric.directions) * metric.gain) @ metric.directions.T
 
 
-def captured(tensors: dict[str, Any]) -> float:
+def captured(found: StoredBasis) -> float:
     """Part of the variance, in the metric, that the span of all rows has."""
     metric = some_metric()
     seen = metric.apply(metric.apply(shared_covariance()).T)
-    basis = torch.linalg.qr(measured(tensors).T)[0]
+    basis = torch.linalg.qr(measured(found).T)[0]
     return float((basis.T @ seen @ basis).trace() / seen.trace())
 
 
 def test_components_are_orthonormal_in_the_metric() -> None:
-    rows = measured(fitted(16, components=60).tensors)
+    rows = measured(fitted(16, components=60))
     gram = rows @ rows.T
     torch.testing.assert_close(gram, torch.eye(len(rows), dtype=torch.float64), rtol=0, atol=0.05)
 
@@ -68,7 +69,7 @@ def test_components_are_orthonormal_in_the_metric() -> None:
 def test_deviations_are_those_of_what_was_found() -> None:
     metric, found = some_metric(), fitted(16)
     seen = metric.apply(metric.apply(shared_covariance()).T)
-    rows = measured(found.tensors)
+    rows = measured(found)
     variance = (rows @ seen @ rows.T).diagonal()[:4]
     torch.testing.assert_close(found.deviation[:4], variance.sqrt(), rtol=0.02, atol=0)
     assert (found.deviation[4:].diff() <= 1e-6).all()
@@ -80,13 +81,29 @@ def test_leading_components_of_all_columns_lose_nothing() -> None:
     one = fit_basis(shared_covariance(), metric, 40)
     two = fitted(PER_LAYER)
     torch.testing.assert_close(two.deviation[:16], one.deviation[:16], rtol=0.02, atol=1e-3)
-    assert captured(two.tensors) > captured(fitted(0).tensors) - 1e-3
+    assert captured(two) > captured(fitted(0)) - 1e-3
 
 
 def test_fewer_leading_components_lose_more() -> None:
-    lost = [1 - captured(fitted(k, components=20).tensors) for k in (PER_LAYER, 8, 5)]
+    lost = [1 - captured(fitted(k, components=20)) for k in (PER_LAYER, 8, 5)]
     assert lost == sorted(lost)
     assert lost[-1] > 1.5 * lost[0]
+
+
+def test_layers_that_vary_more_have_more_leading_components() -> None:
+    few, many = [8.0, 1, 0.1, 0.1, 0.1, 0.1], [7.0, 6, 5, 4, 3, 0.2]
+    assert shares(torch.tensor([few, many]), 6) == [1, 5]
+    assert shares(torch.tensor([few, many]), 8) == [2, 6]
+    assert shares(torch.tensor([few, [0.0] * 6]), 4) == [3, 1]  # none is left without
+    assert sum(shares(torch.rand(5, 64).sort(descending=True)[0], 5 * 32)) == 5 * 32
+
+
+def test_many_leading_components_come_in_whole_runs() -> None:
+    falling = torch.logspace(0, -4, 64)
+    found = shares(torch.stack([falling, falling * 3, falling * 10]), 3 * 40)
+    assert sum(found) == 3 * 40
+    assert all(count % 8 == 0 for count in found)
+    assert found[0] < found[1] < found[2]
 
 
 def test_layers_find_their_own_columns() -> None:
@@ -130,7 +147,8 @@ def test_a_model_is_calibrated_in_two_stages(tiny_model: Callable[..., Any]) -> 
     model = tiny_model("llama")
     found = calibrate(model, windows(9), replace(OPTIONS, group_layers=4, leading=64))
     assert found.meta["version"] == 4
-    assert found.meta["leading"] == [64]
+    assert len(found.meta["leading"][0]) == 4
+    assert sum(found.meta["leading"][0]) == 4 * 64
     KltCodec(spec_of(model), Profile.from_bytes(found.to_bytes()))
     klds = [level["kld"] for level in found.meta["expected"]]
     assert klds == sorted(klds, reverse=True)

@@ -19,8 +19,8 @@ LEVELS = 4
 def parts(
     spec: ModelSpec, seed: int = 0, leading: int = 0
 ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """Meta data and tensors, to be built into a profile or to be spoilt first. `leading`: of each
-    layer, in two stages."""
+    """Meta data and tensors, to be built into a profile or to be spoilt first. `leading`: of the
+    first layer of each group in two stages; every other layer has one fewer than that before."""
     rng = np.random.default_rng(seed)
     per_layer = 2 * spec.num_kv_heads * spec.head_dim
     columns, half = per_layer * spec.num_layers, spec.num_layers // 2
@@ -87,22 +87,22 @@ def parts(
         "expected": [{} for _ in range(LEVELS)],
     }
     if leading:
-        meta |= {"version": VERSION_OF_STAGES, "leading": [leading] * len(groups)}
-        for index in range(len(groups)):
-            tensors |= _stages(tensors, f"g{index}.", spec, leading, rng)
+        counts = [[leading - i for i in range(last - first)] for first, last in groups]
+        meta |= {"version": VERSION_OF_STAGES, "leading": counts}
+        for index, own in enumerate(counts):
+            tensors |= _stages(tensors, f"g{index}.", spec, own, rng)
     return meta, tensors | flat
 
 
 def _stages(
-    tensors: dict[str, npt.NDArray[Any]], key: str, spec: ModelSpec, leading: int, rng: Any
+    tensors: dict[str, npt.NDArray[Any]], key: str, spec: ModelSpec, leading: list[int], rng: Any
 ) -> dict[str, npt.NDArray[Any]]:
     """In place of a group's rows of one stage; as many components."""
     per_layer = 2 * spec.num_kv_heads * spec.head_dim
-    num_layers = tensors[key + "fine"].shape[1] // per_layer
-    rows = [np.linalg.qr(rng.normal(size=(per_layer, leading)))[0].T for _ in range(num_layers)]
-    inner = np.linalg.qr(rng.normal(size=(num_layers * leading, len(tensors[key + "basis"]))))[0].T
+    rows = [np.linalg.qr(rng.normal(size=(per_layer, k)))[0].T for k in leading]
+    inner = np.linalg.qr(rng.normal(size=(sum(leading), len(tensors[key + "basis"]))))[0].T
     found = {}
-    for name, matrix in (("rows", np.stack(rows)), ("basis", inner)):
+    for name, matrix in (("rows", np.concatenate(rows)), ("basis", inner)):
         scale = np.abs(matrix).max(axis=-1) / 127
         found[key + name] = np.rint(matrix / scale[..., None]).astype(np.int8)
         found[f"{key}{name}_scale"] = scale.astype(np.float32)

@@ -107,18 +107,18 @@ def components(
 def second_stage(
     group: Group, leading: npt.NDArray[np.float64], *, rounded: bool = False
 ) -> npt.NDArray[np.float64]:
-    """From all layers' leading components [tokens, layers x k] to weighted columns; rounded in
+    """From all layers' leading components [tokens, K] to weighted columns; rounded in
     between as writer and reader do."""
     assert group.rows is not None
     assert group.rows_scale is not None
-    count, k, per_layer = group.rows.shape
-    sides = np.empty((len(leading), 2, count, per_layer // 2))
-    for layer in range(count):
-        own = leading[:, layer * k : (layer + 1) * k] * group.rows_scale[layer]
+    sides = np.empty((len(leading), 2, len(group.leading), group.rows.shape[1] // 2))
+    for layer, k in enumerate(group.leading):
+        first = sum(group.leading[:layer])
+        own = leading[:, first : first + k] * group.rows_scale[first : first + k]
         if rounded:
             unit = np.abs(own).max(axis=1, keepdims=True).clip(min=1e-30) / 127
             own = np.rint(own / unit) * unit
-        sides[:, :, layer] = (own @ group.rows[layer]).reshape(len(own), 2, -1)
+        sides[:, :, layer] = (own @ group.rows[first : first + k]).reshape(len(own), 2, -1)
     return sides.reshape(len(leading), -1)
 
 

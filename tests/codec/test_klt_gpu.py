@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from kdn.bench.gpu import overlapped
+from kdn.bench.gpu import overlapped, passes
+from kdn.bench.gpu_model import STAGES, Synthetic
 from kdn.cache.keys import Namespace, cut
 from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.cache.tensors import KVCache
-from kdn.codec.klt import KltCodec
+from kdn.codec.format import Bitstream
+from kdn.codec.klt import KltCodec, Profile
 from kdn.codec.klt.duals import dense_rows
 from kdn.codec.klt.gpu_input import token_rows
 from kdn.codec.klt.gpu_output import Sheet
+from kdn.codec.klt.gpu_stages import Parts, Stages
 from kdn.codec.klt.gpu_tables import (
+    BLOCK_K,
     NEVER,
     Coding,
     Pairs,
@@ -31,7 +37,7 @@ from kdn.codec.klt.kinds import KIND_CORRECTION, KIND_ENTERING, KIND_SINKS
 from kdn.codec.klt.latents import Latents
 from kdn.codec.klt.transform import GroupTransform
 from kdn.errors import MismatchError, UnsupportedError
-from tests.codec.klt_profile import make_profile
+from tests.codec.klt_profile import make_profile, parts
 
 CPU = torch.device("cpu")
 PLAIN = RopeSpec(tuple(10000.0 ** (-i / 8) for i in range(8)))
@@ -96,34 +102,73 @@ def test_pairs_are_padded_to_whole_tiles() -> None:
     assert not pairs.contiguous
 
 
-@pytest.mark.parametrize("leading", [0, 96])
-def test_the_product_is_the_references_sum(leading: int) -> None:
+def profile_of(spec: ModelSpec, stages: Sequence[int]) -> Profile:
+    """With groups of one stage or of two."""
+    if stages == (1, 1):
+        return make_profile(spec)
+    meta, tensors = parts(spec, leading=96)
+    plain = parts(spec)[1]
+    for index in (i for i, count in enumerate(stages) if count == 1):
+        meta["leading"][index] = []
+        for name in ("basis", "basis_scale"):
+            tensors[f"g{index}.{name}"] = plain[f"g{index}.{name}"]
+    return Profile.build(meta, tensors)
+
+
+@pytest.mark.parametrize("num_stages", [(1, 1), (2, 2), (1, 2)])
+def test_the_product_is_the_references_sum(num_stages: tuple[int, int]) -> None:
     """Latents and components times B: prediction and synthesis of `transform.py`, in one stage or
     in two."""
     spec, rng = spec_of(PLAIN, None, NEIGHBOURS, PARTIAL), np.random.default_rng(1)
-    profile = make_profile(spec, leading=leading)
+    profile = profile_of(spec, num_stages)
     codec = KltCodec(spec, profile)
     coding = Coding.of(profile, CPU)
-    own = Synthesis.of(spec, profile, CPU, range(4), coding.num_rows)
+    stages = Stages.of(profile, CPU, coding.num_rows)
+    assert (stages is None) == (num_stages == (1, 1))
+    own = Synthesis.of(spec, profile, CPU, range(4), coding.num_rows, stages)
     chunk = cut(rng.integers(0, 1000, 32), Namespace(spec.fingerprint, codec.profile_id))[0]
     latents = Latents(profile, CPU)(torch.from_numpy(token_rows(chunk, spec.vocab_size)))
     known = codec._predict(chunk)
     for index, group in enumerate(profile.groups):
         count = len(group.scale)
         amounts = rng.normal(size=(32, count)).astype(np.float32) * 5
-        a = torch.zeros((32, own.matrix.shape[1]))
+        a = torch.zeros((32, own.num_latents + coding.num_rows))
         a[:, : latents.shape[1]] = latents * own.latent_factor
         scaled = torch.from_numpy(amounts) * own.row_factor[index, :count]
         a[:, own.num_latents : own.num_latents + count] = scaled
         rows = slice(*(n * own.block_columns for n in own.tiles_before[index : index + 2]))
-        found = a @ own.matrix[rows].float().T * own.scale[rows] + own.bias[rows]
-        basis = dense_rows(group.basis_tensors, CPU).numpy()
+        source = own.source[rows]
+        if stages is None or num_stages[index] == 1:
+            found = a @ own.matrix[rows, : a.shape[1]].float().T
+        else:
+            layers = (source - group.columns.start) // 64 % 2
+            found = staged_sums(stages, index, a, own.num_latents, own.matrix[rows], layers)
+        found = found * own.scale[rows] + own.bias[rows]
+        basis = dense_rows(group.basis_tensors, CPU, group.leading).numpy()
         wanted = (amounts * profile.finest_step) @ basis / group.weight
         wanted = torch.from_numpy(wanted) + GroupTransform(group, profile).predict(known)
-        source = own.source[rows]
         assert sorted(source.tolist()) == list(range(group.columns.start, group.columns.stop))
         wanted = wanted[:, source - group.columns.start]
         assert float((found - wanted).norm() / wanted.norm()) < 1e-3
+
+
+def staged_sums(
+    stages: Stages, index: int, a: torch.Tensor, latents: int, b: torch.Tensor, layers: torch.Tensor
+) -> torch.Tensor:
+    """As `restore` sums them: of each column (in which of the group's layers?) the prediction,
+    precise components, and the leading ones of its layer."""
+    packed = torch.cat([a, torch.full((len(a), stages.width), torch.nan)], 1).half()
+    stages.lead(packed, range(index, index + 1), Parts(latents, a.shape[1]), a.shape[1] - latents)
+    shared = latents + BLOCK_K * stages.fine_blocks[index]
+    found = torch.empty((len(a), len(b)))
+    for layer in range(2):
+        begin = a.shape[1] + int(stages.begins[2 * index + layer])
+        end = begin + BLOCK_K * int(stages.blocks[2 * index + layer])
+        used = torch.cat([packed[:, :shared], packed[:, begin:end]], 1).float()
+        chosen = layers == layer
+        found[:, chosen] = used @ b[chosen, : used.shape[1]].float().T
+        assert not b[chosen, used.shape[1] :].any()
+    return found
 
 
 def test_tokens_know_those_before_them(codec: KltCodec) -> None:
@@ -133,6 +178,30 @@ def test_tokens_know_those_before_them(codec: KltCodec) -> None:
     assert second[0].tolist() == [256, 255, 254]
     with pytest.raises(MismatchError):
         token_rows(chunks[1], 200)
+
+
+def test_a_synthetic_model_may_have_two_stages() -> None:
+    """What `kdn bench gpu` decodes: its chunks are coded as its profile says."""
+    spec = ModelSpec(4, 2, 16, 1000, (PLAIN,) * 4, (None,) * 4, bytes(range(16)))
+    rate = replace(STAGES, kept=0.75, layers=2, leading=0.5)
+    synthetic = Synthetic.build(spec, 4, 0, CPU, sample_chunks=1, rate=rate)
+    profile = synthetic.codec.profile
+    assert profile.meta["leading"] == [[24, 40], [24, 40]]
+    assert [group.layers for group in profile.groups] == [(0, 2), (2, 4)]
+    chunk = synthetic.context(512, 1)[1]
+    (cache,) = synthetic.caches([chunk], 2)
+    stream = Bitstream.parse(synthetic.codec.encode(chunk, cache))
+    found = synthetic.codec.decode(stream, chunk, levels=3)
+    assert (found.values - cache.values).norm() < 0.5 * cache.values.norm()
+
+
+def test_each_shape_that_was_measured_has_its_bar() -> None:
+    row = {"decode": {"3": {"ms": 4.6}}, "repaired_ms": 4.9}
+    assert passes({}) == passes({"8b, stages": {"contexts": {"2048": row}}}) == {}
+    assert list(passes({"8b, stages": {"contexts": {"8192": row}}}).values()) == [True]
+    slow = {"decode": {"3": {"ms": 5.1}}, "repaired_ms": 9.9}
+    both = {name: {"contexts": {"8192": slow}} for name in ("8b, grouped", "8b, stages")}
+    assert list(passes(both).values()) == [False, False, False]
 
 
 def test_decoding_overlaps_arrival() -> None:

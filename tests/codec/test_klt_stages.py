@@ -23,6 +23,7 @@ from tests.codec import klt_reference
 from tests.codec.klt_profile import LEVELS, make_profile, parts
 
 LEADING = 24  # of 32 columns that a layer of the tiny model has
+COUNTS = [LEADING, LEADING - 1]  # of the two layers of each group
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_some_heads_are_as_among_all(codec: KltCodec, tiny: Any) -> None:
 
 def test_analysis_is_the_dual_of_the_product(codec: KltCodec) -> None:
     for group in codec.profile.groups:
-        rows = dense_rows(group.basis_tensors, torch.device("cpu"))
+        rows = dense_rows(group.basis_tensors, torch.device("cpu"), group.leading)
         dual = dual_rows(group, torch.device("cpu"))
         torch.testing.assert_close(dual @ rows.T, torch.eye(len(rows)), rtol=0, atol=2e-3)
 
@@ -99,15 +100,13 @@ def test_the_product_sums_layer_by_layer(codec: KltCodec) -> None:
     group = codec.profile.groups[1]
     assert group.rows is not None
     assert group.rows_scale is not None
-    rows = dense_rows(group.basis_tensors, torch.device("cpu")).numpy()
-    count, k, per_layer = group.rows.shape
-    width = per_layer // 2
+    rows = dense_rows(group.basis_tensors, torch.device("cpu"), group.leading).numpy()
+    count, width = len(group.leading), group.rows.shape[1] // 2
     for component, column in ((0, 0), (3, 17), (20, 40), (43, 63)):
         side, layer, place = column // (count * width), column // width % count, column % width
-        inner = group.basis[component, layer * k : (layer + 1) * k].astype(np.float64)
-        own = group.rows[layer][:, side * width + place] * group.rows_scale[layer].astype(
-            np.float64
-        )
+        places = slice(*((0, LEADING), (LEADING, 2 * LEADING - 1))[layer])
+        inner = group.basis[component, places].astype(np.float64)
+        own = group.rows[places, side * width + place] * group.rows_scale[places].astype(float)
         expected = inner @ own * group.basis_scale[component]
         assert rows[len(group.fine) + component, column] == pytest.approx(expected, rel=1e-4)
 
@@ -161,7 +160,7 @@ def test_stages_may_differ_between_groups(tiny: Any) -> None:
         tensors[f"g0.{name}"] = plain[f"g0.{name}"]
     for name in ("rows", "rows_scale"):
         del tensors[f"g0.{name}"]
-    codec = KltCodec(tiny.spec, Profile.build(meta | {"leading": [0, LEADING]}, tensors))
+    codec = KltCodec(tiny.spec, Profile.build(meta | {"leading": [[], COUNTS]}, tensors))
     stream, chunk, cache = coded(codec, tiny)
     assert (codec.decode(stream, chunk).keys - cache.keys).abs().max() < 0.0101
 
@@ -196,13 +195,22 @@ class OnGpu:
     "change",
     [
         {"leading": None},
-        {"leading": [LEADING]},
-        {"leading": [LEADING, -1]},
-        {"leading": [LEADING, 33]},
-        {"leading": [LEADING, 24.0]},
-        {"leading": [LEADING, True]},
-        {"leading": [LEADING, 12]},
-        {"leading": [0, LEADING]},
+        {"leading": {}},
+        {"leading": 24},
+        {"leading": [COUNTS]},
+        {"leading": [COUNTS, 24]},
+        {"leading": [COUNTS, {"0": 24, "1": 23}]},
+        {"leading": [COUNTS, [24]]},
+        {"leading": [COUNTS, [24, 23, 1]]},
+        {"leading": [COUNTS, [47, 0]]},
+        {"leading": [COUNTS, [48, -1]]},
+        {"leading": [COUNTS, [33, 14]]},
+        {"leading": [COUNTS, [24, 23.0]]},
+        {"leading": [COUNTS, [46, True]]},
+        {"leading": [COUNTS, [24, "23"]]},
+        {"leading": [COUNTS, [24, [23]]]},
+        {"leading": [COUNTS, [24, 12]]},
+        {"leading": [[], COUNTS]},
         {"leading": "24"},
         {"version": 3},
         {"version": 5},
@@ -236,7 +244,7 @@ def test_wrong_or_missing_tensors_are_refused(tiny: Any, name: str) -> None:
 
 def test_scales_of_rows_are_finite(tiny: Any) -> None:
     meta, tensors = parts(tiny.spec, leading=LEADING)
-    tensors["g0.rows_scale"][0, 3] = np.inf
+    tensors["g0.rows_scale"][3] = np.inf
     with pytest.raises(FormatError, match="finite"):
         Profile.build(meta, tensors)
 
@@ -245,10 +253,10 @@ def test_more_components_than_layers_have_are_refused(tiny: Any) -> None:
     """No reader solves for more than can be told apart, whatever a profile says."""
     meta, tensors = parts(tiny.spec, leading=LEADING)
     few = {
-        f"g{g}.{name}": tensors[f"g{g}.{name}"][:, :10]
+        f"g{g}.{name}": tensors[f"g{g}.{name}"][:20]
         for g in (0, 1)
         for name in ("rows", "rows_scale")
     }
     few |= {f"g{g}.basis": tensors[f"g{g}.basis"][:, :20] for g in (0, 1)}
     with pytest.raises(FormatError, match="at most 20"):
-        Profile.build(meta | {"leading": [10, 10]}, tensors | few)
+        Profile.build(meta | {"leading": [[10, 10], [10, 10]]}, tensors | few)

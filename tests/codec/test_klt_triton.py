@@ -19,6 +19,7 @@ from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec, Profile
+from kdn.codec.klt.gpu_launch import Batching
 from kdn.errors import KdnError
 from tests.codec import klt_reference
 from tests.codec.klt_planes import Planes
@@ -144,11 +145,14 @@ def test_all_levels_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error(out, exact) < 0.01
 
 
-def test_two_stages_are_one_matrix() -> None:
+@pytest.mark.parametrize("groups_at_once", [1] if INTERPRETED else [1, 2])
+def test_two_stages_are_two_products(groups_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is rounded between them here, so the last level is left to the reference."""
     ropes = (SMALL, None) if INTERPRETED else (PLAIN,) * 4
     case = Case(spec_of(ropes), 16 if INTERPRETED else 304, leading=24 if INTERPRETED else 96)
     decoder = decoder_of(case)
+    plan = Batching(len(case.chunks), groups_at_once)
+    monkeypatch.setattr(decoder, "plan", lambda *_: plan)
     for levels in (3,) if INTERPRETED else (1, 2, 3):
         out = case.poisoned()
         assert decode(case, decoder, out, levels) == []

@@ -28,6 +28,7 @@ from kdn.codec.klt.correction_triton import Correction, Errors
 from kdn.codec.klt.gpu_input import Slab, SlabMaker, spare_words
 from kdn.codec.klt.gpu_launch import Batching, Launcher
 from kdn.codec.klt.gpu_memory import ALIGNMENT, SLAB_CHUNKS, Carving, Fresh, aligned
+from kdn.codec.klt.gpu_stages import Parts, Stages
 from kdn.codec.klt.gpu_tables import (
     BLOCK_K,
     WIDE_ROWS,
@@ -107,7 +108,9 @@ class GpuDecoder(Launcher):
         self.spec, self.profile = spec, profile
         self.heads = range(spec.num_kv_heads) if heads is None else heads
         self.coding = Coding.of(profile, device)
-        self.synthesis = Synthesis.of(spec, profile, device, self.heads, self.coding.num_rows)
+        rows = self.coding.num_rows
+        self.stages = Stages.of(profile, device, rows)
+        self.synthesis = Synthesis.of(spec, profile, device, self.heads, rows, self.stages)
         self._latents = Latents(profile, device)
         self._sinks = Sinks(profile, device)
         self._correction = Correction(profile, self.coding, self.synthesis.source, device)
@@ -116,6 +119,8 @@ class GpuDecoder(Launcher):
         shape = [self.synthesis.block_columns, BLOCK_K]
         self._matrix = TensorDescriptor.from_tensor(self.synthesis.matrix, shape)
         self._blocks = [(c[1:] + BLOCK_K - 1) // BLOCK_K for c in self.coding.counts]
+        if self.stages is not None:
+            self._blocks = [self.stages.own_blocks(blocks) for blocks in self._blocks]
         pairs = self.synthesis.pairs
         self._channels = Channels(pairs, spec.head_dim, device)
         turns = [f for rope in pairs.ropes for f in rope.inv_freq]
@@ -193,7 +198,8 @@ class GpuDecoder(Launcher):
         return found + self._latents.products_bytes(min(tokens, PREDICTED_TOKENS)) + 2 * ALIGNMENT
 
     def _batch_bytes(self, num_chunks: int, num_groups: int) -> int:
-        width = self.synthesis.num_latents + num_groups * self.coding.num_rows
+        of_group = self.coding.num_rows + (0 if self.stages is None else self.stages.width)
+        width = self.synthesis.num_latents + num_groups * of_group
         return num_chunks * CHUNK_TOKENS * width * 2
 
     def _plane_shapes(self, num_chunks: int) -> list[tuple[int, int, int, int]]:
@@ -235,6 +241,7 @@ class GpuDecoder(Launcher):
         stage("symbols")
         product = TensorDescriptor.from_tensor(packed, [BLOCK_TOKENS, BLOCK_K])
         parts, largest = min(levels, self.profile.num_levels - 1), None
+        latents = self.synthesis.num_latents
         if levels > parts:
             largest = self._correction.largest(
                 slab, planes, self.synthesis.row_factor, slab.classes
@@ -245,10 +252,15 @@ class GpuDecoder(Launcher):
         for first in range(0, groups, plan.num_groups):
             batch = first, min(first + plan.num_groups, groups)
             self._pack(batch, slab, *planes, parts, packed, largest)
+            places = Parts(latents, latents + plan.num_groups * self.coding.num_rows)
+            if self.stages is not None:
+                self.stages.lead(packed, range(*batch), places, self._packed_rows(parts))
             stage("components")
             # Integers may lie where this batch's values go: from here on they are not needed.
             for own, errors in self._errors(slab, batch) if levels > parts else [(batch, None)]:
-                self._restore(first, own, product, slab, sinks, turns, target, parts, errors)
+                self._restore(
+                    first, own, product, places.leading, slab, sinks, turns, target, parts, errors
+                )
             stage("transform")
         return slab.status
 
@@ -369,12 +381,11 @@ class GpuDecoder(Launcher):
         written, since a chunk is written as a whole or not at all."""
         coding, synthesis, (first, last) = self.coding, self.synthesis, batch
         factor = 3.0 ** (self.profile.num_levels - 1 - levels)
-        rows = max(self.profile.levels[levels - 1].num_components)
+        rows = self._packed_rows(levels)
         if check:
             rows = min(rows, self._rows_in_doubt(factor))
-        # Up to whole blocks of the product: what no component fills is zero.
-        parts = -(-rows // BLOCK_K) * (BLOCK_K // 32)
-        grid = (parts, CHUNK_TOKENS // 128, (last - first) * slab.num_chunks)
+        grid = (-(-rows // BLOCK_K) * (BLOCK_K // 32), CHUNK_TOKENS // 128,
+                (last - first) * slab.num_chunks)  # fmt: skip
         pack_components[grid](
             low.view(torch.int8), high.view(torch.int8), coding.scales, synthesis.row_factor,
             coding.centroids[levels - 1], slab.classes, coding.class_factor,
@@ -384,6 +395,14 @@ class GpuDecoder(Launcher):
             synthesis.num_latents, BR=32, BT=128, BYTES=largest is not None, CHECK=check,
         )  # fmt: skip
 
+    def _packed_rows(self, levels: int) -> int:
+        """Rows of A that some levels fill, up to whole blocks of the product: what no component
+        fills is zero."""
+        rows = max(self.profile.levels[levels - 1].num_components)
+        if self.stages is not None:
+            rows = max(rows, BLOCK_K * max(self.stages.fine_blocks))
+        return -(-rows // BLOCK_K) * BLOCK_K
+
     def _rows_in_doubt(self, level_factor: float) -> int:
         """The first rows of a plane whose components may be too large for A: those of 16 bits, and
         others only if a profile's basis is very uneven."""
@@ -391,14 +410,16 @@ class GpuDecoder(Launcher):
         return WIDE_ROWS if largest < MAX_COMPONENT else self.coding.num_rows
 
     def _restore(
-        self, packed_first: int, batch: tuple[int, int], packed: TensorDescriptor, slab: Slab,
-        sinks: Tensor | None, turns: tuple[Tensor, Tensor], target: Target, levels: int,
-        errors: Errors | None,
+        self, packed_first: int, batch: tuple[int, int], packed: TensorDescriptor,
+        leading_from: int, slab: Slab, sinks: Tensor | None, turns: tuple[Tensor, Tensor],
+        target: Target, levels: int, errors: Errors | None,
     ) -> None:  # fmt: skip
         """Values of some of the groups in A, of which `packed_first` is the first."""
+        stages = self.stages
         synthesis, (first, last) = self.synthesis, batch
         nothing = synthesis.bias
         no_errors = (nothing, nothing, nothing, nothing, nothing, 0, 0)
+        no_stages = (nothing, nothing, 0, 0)
         begin, end = synthesis.tiles_before[first], synthesis.tiles_before[last]
         token_tiles = slab.num_tokens // BLOCK_TOKENS
         tiling, channels = self.tiling, self._channels
@@ -411,10 +432,11 @@ class GpuDecoder(Launcher):
             0 if sinks is None else len(synthesis.source), token_tiles, channels.num_pairs,
             channels.num_layers * channels.num_pairs, slab.status,
             nothing if target.inverse_scales is None else target.inverse_scales,
-            *(no_errors if errors is None else errors.arguments), first, BM=BLOCK_TOKENS,
+            *(no_errors if errors is None else errors.arguments), first,
+            *(no_stages if stages is None else stages.arguments(leading_from)), BM=BLOCK_TOKENS,
             BN=synthesis.block_columns, BK=BLOCK_K,
             EXACT=synthesis.pairs.contiguous and target.is_aligned, DTYPE=_DTYPES[target.dtype],
             HALVES=tiling.halves, FLATTEN=tiling.flatten, ERRORS=errors is not None,
-            HAS_SCALES=target.inverse_scales is not None, num_warps=tiling.warps,
-            num_stages=tiling.stages,
+            HAS_SCALES=target.inverse_scales is not None, STAGED=stages is not None,
+            num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip

@@ -49,24 +49,31 @@ class Dual:
         return cls(large, (rest / scale[:, None]).round_().to(torch.int8), scale)
 
 
-def dense_rows(stored: Mapping[str, npt.NDArray[Any]], device: torch.device) -> torch.Tensor:
+def dense_rows(
+    stored: Mapping[str, npt.NDArray[Any]], device: torch.device, leading: Sequence[int] = ()
+) -> torch.Tensor:
     """What all components add to the weighted values [components, columns], in float32, from a
-    group's tensors."""
+    group's tensors; `leading`: of each layer, in two stages."""
     fine, scale = (torch.from_numpy(stored[n]).to(device).float() for n in ("fine", "basis_scale"))
-    return torch.cat([fine, coarse_rows(stored, device) * scale[:, None]])
+    return torch.cat([fine, coarse_rows(stored, device, leading) * scale[:, None]])
 
 
-def coarse_rows(stored: Mapping[str, npt.NDArray[Any]], device: torch.device) -> torch.Tensor:
+def coarse_rows(
+    stored: Mapping[str, npt.NDArray[Any]], device: torch.device, leading: Sequence[int] = ()
+) -> torch.Tensor:
     """Those of the components that are not fine, in units of `basis_scale`; both stages as one
     matrix, where a group has two."""
     coarse = torch.from_numpy(stored["basis"]).to(device).float()
-    if "rows" not in stored:
+    if not leading:
         return coarse
     rows, scale = (torch.from_numpy(stored[n]).to(device).float() for n in ("rows", "rows_scale"))
-    count, leading, per_layer = rows.shape
-    parts = coarse.view(-1, count, leading).transpose(0, 1) @ (rows * scale[:, :, None])
-    sides = parts.view(count, len(coarse), 2, per_layer // 2).permute(1, 2, 0, 3)
-    return sides.reshape(len(coarse), -1)
+    rows *= scale[:, None]
+    sides = coarse.new_empty((len(coarse), 2, len(leading), rows.shape[1] // 2))
+    each = list(leading)
+    parts = zip(torch.split(coarse, each, dim=1), torch.split(rows, each), strict=True)
+    for layer, (inner, own) in enumerate(parts):
+        sides[:, :, layer] = (inner @ own).view(len(coarse), 2, -1)
+    return sides.view(len(coarse), -1)
 
 
 def dual_rows(group: Group, device: torch.device) -> torch.Tensor:
@@ -75,7 +82,7 @@ def dual_rows(group: Group, device: torch.device) -> torch.Tensor:
     The stored basis is rounded: dividing by its Gram matrix makes analysis and synthesis inverses
     on its span.
     """
-    basis = dense_rows(group.basis_tensors, device)
+    basis = dense_rows(group.basis_tensors, device, group.leading)
     directions, gain = (torch.from_numpy(t).to(device).float() for t in (group.metric, group.gain))
     measured = torch.addmm(basis, (basis @ directions) * gain, directions.T)
     try:

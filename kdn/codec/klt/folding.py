@@ -154,17 +154,16 @@ def _basis_of_stages(group: Group, own: GroupMap) -> dict[str, Array]:
     """Fine rows are folded as those of one stage, the others where layers' rows are."""
     assert group.rows is not None
     assert group.rows_scale is not None
-    count, leading, per_layer = group.rows.shape
-    width = per_layer // 2
+    count, width = len(group.leading), group.rows.shape[1] // 2
     inner = torch.from_numpy(group.basis * group.basis_scale[:, None])
     sizes = (_sizes(group.scale[len(group.fine) :]).square() @ inner.square()).sqrt()
     weight, codes, scales = torch.empty(2, count, width), [], []
     old_weight = torch.from_numpy(group.weight).view(2, count, width)
-    for layer in range(count):
-        rows = torch.from_numpy(group.rows[layer] * group.rows_scale[layer][:, None])
+    for layer, places in enumerate(group.rows_of_layers):
+        rows = torch.from_numpy(group.rows[places] * group.rows_scale[places][:, None])
         rows /= old_weight[:, layer].reshape(-1)
         own.of_layer(slice(layer * width, (layer + 1) * width), width).add_to_rows(rows)
-        even = _even_weight(rows, sizes[layer * leading : (layer + 1) * leading])
+        even = _even_weight(rows, sizes[places])
         weight[:, layer] = even.view(2, width)
         rounded, scale = _rounded(rows * even, 1)
         codes.append(rounded)
@@ -175,7 +174,7 @@ def _basis_of_stages(group: Group, own: GroupMap) -> dict[str, Array]:
     _check_ratio(group, fine, group.basis_scale)
     return {
         "fine": _halves(fine), "weight": weight.view(-1).numpy(),
-        "rows": np.stack(codes), "rows_scale": np.stack(scales),
+        "rows": np.concatenate(codes), "rows_scale": np.concatenate(scales),
     }  # fmt: skip
 
 

@@ -2,14 +2,15 @@
 
 `Coding` is what `symbols_triton.py` reads: tables, thresholds and scale classes of all groups,
 padded to one shape. `Synthesis` is what `transform_triton.py` reads: the matrix B, and where each
-of its columns belongs in a layer. Both say in their fields which index means what. A group of two
-stages becomes one matrix here, the product of both: kernels do not tell them apart.
+of its columns belongs in a layer. Both say in their fields which index means what. Of groups of two
+stages, `gpu_stages.py` says what their rows in B are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +18,12 @@ import torch
 
 from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.codec.klt import symbols
-from kdn.codec.klt.duals import coarse_rows
 from kdn.codec.klt.kinds import KIND_CORRECTION, KIND_DIGITS, KIND_ENTERING
 from kdn.codec.klt.profile import NUM_CLASSES, Group, Level, LevelTables, Profile
 from kdn.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from kdn.codec.klt.gpu_stages import Stages
 
 BLOCK_K = 64
 WIDE_ROWS = 64
@@ -247,8 +250,11 @@ class Synthesis:
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, profile: Profile, device: torch.device, heads: range, num_rows: int
-    ) -> Synthesis:
+        cls, spec: ModelSpec, profile: Profile, device: torch.device, heads: range, num_rows: int,
+        stages: Stages | None = None,
+    ) -> Synthesis:  # fmt: skip
+        """`stages`: of a profile that has groups of two."""
+        assert stages is not None or not profile.has_two_stages
         width = len(heads) * spec.head_dim
         block_columns = next((b for b in (256, 128, 64) if width % b == 0), 64)
         pairs = Pairs.of(spec, len(heads), block_columns)
@@ -256,7 +262,7 @@ class Synthesis:
         rank = profile.tensors["predict.mix"].shape[1]
         num_latents = -(-rank // BLOCK_K) * BLOCK_K
         columns = put(source, device)
-        builder = _Builder(profile, columns, num_latents, num_rows, device)
+        builder = _Builder(profile, columns, num_latents, num_rows, device, stages)
         row_factor = builder.fill(before, block_columns)
         return cls(
             builder.matrix, builder.scale, builder.bias, columns, put(tiles, device), before,
@@ -289,11 +295,12 @@ class _Builder:
 
     def __init__(
         self, profile: Profile, source: Tensor, num_latents: int, num_rows: int,
-        device: torch.device,
+        device: torch.device, stages: Stages | None,
     ) -> None:  # fmt: skip
         self._profile, self._source, self._device = profile, source, device
-        self._num_latents, self._num_rows = num_latents, num_rows
-        shape = (len(source), num_latents + num_rows)
+        self._num_latents, self._num_rows, self._stages = num_latents, num_rows, stages
+        own_width = num_rows if stages is None else stages.own_width
+        shape = (len(source), num_latents + own_width)
         self.matrix = torch.zeros(shape, dtype=torch.float16, device=device)
         self.scale = torch.zeros(len(source), device=device)
         bias = put(profile.tensors["predict.bias"], device)
@@ -320,9 +327,9 @@ class _Builder:
         ])  # fmt: skip
         column_scale = of_group * profile.finest_step / self._weight
         self._fill_latents(column_scale)
-        for index, group in enumerate(groups):
+        for index in range(len(groups)):
             rows = slice(before[index] * block_columns, before[index + 1] * block_columns)
-            self._fill_group(group, rows, float(scales[index]))
+            self._fill_group(index, rows, float(scales[index]))
         return factors
 
     def _fill_latents(self, column_scale: Tensor) -> None:
@@ -334,12 +341,15 @@ class _Builder:
         self.latent_factor = torch.exp2(torch.floor(torch.log2(most / 1024)))
         self.matrix[:, : len(scaled)] = (scaled / self.latent_factor[:, None]).T
 
-    def _fill_group(self, group: Group, rows: slice, scale: float) -> None:
-        own = self._source[rows]
+    def _fill_group(self, index: int, rows: slice, scale: float) -> None:
+        group, own, begin = self._profile.groups[index], self._source[rows], self._num_latents
         known, chosen = own >= 0, (own - group.columns.start).clamp(min=0)
+        if self._stages is not None and group.leading:
+            columns = torch.where(known, chosen, -1)
+            self._stages.fill(self.matrix[rows, begin:], group, index, columns, scale)
+            return
         fine = put(group.fine, self._device).float() / scale
-        both = torch.cat([fine, coarse_rows(group.basis_tensors, self._device)])
-        begin = self._num_latents
+        both = torch.cat([fine, put(group.basis, self._device).float()])
         self.matrix[rows, begin : begin + len(both)] = torch.where(known, both[:, chosen], 0.0).T
 
 

@@ -19,17 +19,17 @@ its layers, each `[layer, head, channel]`. That flat order is called `columns` b
 | g.weight, g.metric, g.gain | f32 [c], f16 [c, M], f32 [M] | error metric of group g |
 | g.fine | f16 [m, c] | basis of the weighted values: rows of the m largest components |
 | g.basis, g.basis_scale | int8 [n - m, c], f32 [n - m] | and those of the others, quantised |
-| g.rows, g.rows_scale | int8 [L, k, c / L], f32 [L, k] | of a group of L layers in two stages |
+| g.rows, g.rows_scale | int8 [K, c / L], f32 [K] | of all L layers of a group in two stages |
 | g.scale | u8 [n] | scale class of each component |
 | level.freqs, level.g.thresholds | u16, i32 | tables of entering components (symbols.py) |
 | level.digits.freqs, level.digits.g.thresholds | u16, i32 | and of refined ones |
 | level.centroids | f32 [scale classes, 3] | what to add to a size of 1, 2, or more, in steps |
 
 Version 4 differs from version 3 in one thing: its groups may have two stages (`stages.py`). The
-meta data's `leading` says of each group how many components k of each of its layers the second
-stage sees; 0 is a group of one stage. In a group of two stages, `g.basis` is [n - m, L k], and
-`g.rows` leads from a layer's k components to its columns, keys before values. A profile without
-such groups is written as version 3.
+meta data's `leading` says of each group how many components each of its layers has, K in all, that
+the matrix across layers leads to; an empty list is a group of one stage. In a group of two stages,
+`g.basis` is [n - m, K], and `g.rows` leads from a layer's components to its columns, keys before
+values, layer after layer. A profile without such groups is written as version 3.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ Tensors = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that are transformed together, and how. Only a group of two stages has `rows`."""
+    """Layers that are transformed together, and how. Only a group of two stages has `rows`, of each
+    layer as many as `leading` says."""
 
     layers: tuple[int, int]
     columns: slice
@@ -86,6 +88,13 @@ class Group:
     scale: npt.NDArray[np.uint8]
     rows: npt.NDArray[np.int8] | None = None
     rows_scale: npt.NDArray[np.float32] | None = None
+    leading: tuple[int, ...] = ()
+
+    @property
+    def rows_of_layers(self) -> list[slice]:
+        """Where each layer's rows are among all."""
+        ends = list(accumulate(self.leading, initial=0))
+        return [slice(first, last) for first, last in pairwise(ends)]
 
     @property
     def basis_tensors(self) -> dict[str, npt.NDArray[Any]]:
@@ -184,7 +193,9 @@ class Profile:
         for index, (first, last) in enumerate(self.meta["groups"]):
             names = _GROUP_TENSORS + (_STAGE_TENSORS if leading_of(self.meta, index) else ())
             part = {k: self.tensors[f"g{index}.{k}"] for k in names}
-            found.append(Group((first, last), slice(first * width, last * width), **part))
+            columns = slice(first * width, last * width)
+            leading = leading_of(self.meta, index)
+            found.append(Group((first, last), columns, **part, leading=leading))
         return tuple(found)
 
     @cached_property
@@ -249,9 +260,9 @@ BASIS_TENSORS = _ONE_STAGE + _STAGE_TENSORS
 _GROUP_TENSORS = ("weight", "metric", "gain", *_ONE_STAGE, "scale")
 
 
-def leading_of(meta: Mapping[str, Any], group: int) -> int:
-    """How many components of each of a group's layers the second stage sees; 0: it has one."""
-    return int(meta["leading"][group]) if meta["version"] == VERSION_OF_STAGES else 0
+def leading_of(meta: Mapping[str, Any], group: int) -> tuple[int, ...]:
+    """How many components each layer of a group of two stages has; none in a group of one."""
+    return tuple(meta["leading"][group]) if meta["version"] == VERSION_OF_STAGES else ()
 
 
 def _check(profile: Profile) -> None:
@@ -324,10 +335,15 @@ def _check_numbers(meta: Mapping[str, Any]) -> None:
 
 def _check_leading(meta: Mapping[str, Any]) -> None:
     most = 2 * meta["num_kv_heads"] * meta["head_dim"]
-    found, count = meta["leading"], len(meta["groups"])
-    if len(found) != count or any(type(k) is not int or not 0 <= k <= most for k in found):
+    layers = [last - first for first, last in meta["groups"]]
+    found = meta["leading"]
+    right = type(found) is list and len(found) == len(layers)
+    right = right and all(type(own) is list for own in found)
+    right = right and all(len(own) in (0, n) for own, n in zip(found, layers, strict=True))
+    if not right or any(type(k) is not int or not 0 < k <= most for own in found for k in own):
         raise FormatError(
-            f"expected {count} numbers of leading components, 0 to {most}, found {found}"
+            f"expected numbers of leading components, 1 to {most}, of {layers} layers or of none, "
+            f"found {str(found)[:200]}"
         )
 
 
@@ -365,12 +381,12 @@ def _layout(profile: Profile) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]
             raise FormatError(f"group {index}: expected at most {width} components, found {count}")
         leading, inner = leading_of(meta, index), width
         if leading:
-            inner = (last - first) * leading
+            inner = sum(leading)
             if coarse > inner:
                 raise FormatError(f"group {index}: expected at most {inner} rows, found {coarse}")
             layout |= {
-                key + "rows": ((last - first, leading, per_layer), i8),
-                key + "rows_scale": ((last - first, leading), f32),
+                key + "rows": ((inner, per_layer), i8),
+                key + "rows_scale": ((inner,), f32),
             }
         layout |= {
             key + "weight": ((width,), f32),

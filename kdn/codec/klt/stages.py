@@ -4,8 +4,10 @@ What layers share is worth more than anything else (decision 0001), but the rows
 as long as all columns of a group: the operations per value grow with its layers. Two stages are
 that matrix as a product:
 
-    z = components' inner        [tokens, L k]: k leading components of each of L layers
+    z = components' inner        [tokens, K]: the leading components of all layers
     columns of layer l = z[of l] rows_l / weight
+
+Layers have as many leading components as they need, some few, others many.
 
 The large components keep rows of their own, as long as the group's columns, in float32: they are
 few, and 8 bits are not enough for them in either stage. All others go through both stages in
@@ -20,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from numba import njit
 
@@ -52,14 +55,12 @@ class TwoStageTransform(GroupTransform):
         super().__init__(group, profile)
         assert group.rows is not None
         assert group.rows_scale is not None
-        count, leading, per_layer = group.rows.shape
-        inner = group.basis.reshape(len(group.basis), count, leading).swapaxes(0, 1)
-        self._inner = torch.from_numpy(np.ascontiguousarray(inner))
-        self._scales = group.rows_scale
-        self._width = per_layer // 2
-        # [keys and values, layers, k, columns]: what one product takes lies together.
-        sides = group.rows.reshape(count, leading, 2, self._width).transpose(2, 0, 1, 3)
-        self._rows = torch.from_numpy(np.ascontiguousarray(sides))
+        self._width = group.rows.shape[1] // 2
+        # What one product takes lies together.
+        places, halves = group.rows_of_layers, (slice(self._width), slice(self._width, None))
+        self._inner = [_bytes(group.basis[:, own]) for own in places]
+        self._rows = [[_bytes(group.rows[own, half]) for own in places] for half in halves]
+        self._scales = [group.rows_scale[own] for own in places]
 
     @property
     def at_once(self) -> Sequence[slice]:
@@ -75,7 +76,7 @@ class TwoStageTransform(GroupTransform):
             place, first = divmod(columns.start, self._width)
             side, layer = divmod(place, len(self._inner))
             own = slice(first, first + columns.stop - columns.start)
-            whole = int8_product(found[layer].codes, self._rows[side, layer, :, own])
+            whole = int8_product(found[layer].codes, self._rows[side][layer][:, own])
             return Scaled(whole.numpy(), found[layer].unit, self.column_scale[columns])
 
         return of
@@ -91,6 +92,10 @@ class TwoStageTransform(GroupTransform):
         unit = np.empty(num_tokens, np.float32)
         _narrow(whole.numpy(), self._scales[layer], packed.token_scale, codes, unit)
         return Leading(torch.from_numpy(codes), unit)
+
+
+def _bytes(matrix: npt.NDArray[np.int8]) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(matrix))
 
 
 @njit(nogil=True, cache=True)

@@ -4,7 +4,9 @@
 
 A `[tokens, k]` holds, in 16-bit floats, what the token ids predict (all groups share it) and the
 components of the groups at hand. B `[columns, k]`, made once from the profile, holds the rows that
-belong to them. Sums are float32; rounding A and B adds about 3e-4 of a value. B's columns are
+belong to them. Of groups of two stages (`gpu_stages.py`), A also holds the leading components of
+each layer, in place of all but the precise components of the group. Sums are float32; rounding A
+and B adds about 3e-4 of a value. B's columns are
 ordered so that the two channels that RoPE turns together are neighbours, which one thread holds:
 the turn costs no exchange. A tile of columns lies within one layer's keys or values, so that it has
 one destination.
@@ -182,7 +184,7 @@ def _write(
 @triton.jit(
     do_not_specialize=[
         "first_tile", "num_tiles", "first_group", "sink_width", "num_token_tiles", "error_groups",
-        "first_error_group",
+        "first_error_group", "leading_from",
     ]
 )  # fmt: skip
 def restore(
@@ -190,10 +192,11 @@ def restore(
     column_scale, bias, first_channel, second_channel, frequency, cos, sin, num_frequencies,
     slots, pointers, key_stride, value_stride, sinks, sink_width, num_token_tiles, num_pairs,
     value_channels, status, inverse_scales, error_low, error_high, error_row_of, error_column_step,
-    error_token_step, error_groups, error_columns, first_error_group,
+    error_token_step, error_groups, error_columns, first_error_group, leading_begins,
+    leading_blocks, leading_from, leading_width,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
     DTYPE: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr, ERRORS: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
+    HAS_SCALES: tl.constexpr, STAGED: tl.constexpr,
 ):  # fmt: skip
     """Tiles of tokens and columns, one after the other. `tiles` [tile, 4]: group, layer, whether
     values, and with which of a layer's pairs it begins; `pointers` [layers, 2]: where each layer's
@@ -204,7 +207,9 @@ def restore(
     every run begins at a whole vector. With HAS_SCALES values are multiplied by `inverse_scales`
     [layers, 2]. With ERRORS the last level is added, before the turn: 16-bit integers in two planes
     [chunk, group, row, spot] as `symbols_triton.py` writes them, of groups from `first_error_group`
-    on, whose row is `error_row_of` [columns], in steps of a column and of a token."""
+    on, whose row is `error_row_of` [columns], in steps of a column and of a token. With STAGED
+    a layer has `leading_blocks` [layers] more blocks of A and B, in A from `leading_from` and, in
+    its group's `leading_width`, from `leading_begins` [layers] on."""
     latent_blocks = latents // BK
     for item in tl.range(tl.program_id(0), num_tiles * num_token_tiles, tl.num_programs(0),
                          flatten=FLATTEN):  # fmt: skip
@@ -218,9 +223,19 @@ def restore(
         is_value, first_pair = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
         begin = latents + (group - first_group) * group_width
         sums = tl.zeros((BM, BN), tl.float32)
-        for block in range(latent_blocks + tl.load(blocks_of + group)):
+        shared_blocks = latent_blocks + tl.load(blocks_of + group)
+        num_blocks = shared_blocks
+        leading = 0
+        if STAGED:
+            num_blocks += tl.load(leading_blocks + layer)
+            leading = leading_from + (group - first_group) * leading_width
+            leading += tl.load(leading_begins + layer)
+        for block in range(num_blocks):
             own = begin + (block - latent_blocks) * BK
             place = tl.where(block < latent_blocks, block * BK, own)
+            if STAGED:
+                place = tl.where(block < shared_blocks, place,
+                                 leading + (block - shared_blocks) * BK)  # fmt: skip
             a = a_matrix.load([token_tile * BM, place])
             b = b_matrix.load([tile * BN, block * BK])
             sums = tl.dot(a, b.T, sums)
