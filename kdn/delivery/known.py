@@ -48,14 +48,16 @@ class Known:
         streams = {key: stream for key, stream in self.streams.items() if key in keys}
         return replace(self, chunks=mine, streams=streams)
 
-    def incoming(self, chunks: Sequence[Chunk]) -> list[Incoming]:
-        """The first of these chunks, as far as their streams are known."""
+    def incoming(self, chunks: Sequence[Chunk], whole_from: int = 0) -> list[Incoming]:
+        """The first of these chunks, as far as their streams are known. Of those that end before
+        `whole_from`, layers with a window are not wanted."""
         found: list[Incoming] = []
         for chunk in chunks:
             stream = self.streams.get(chunk.key)
             if stream is None:
                 break
-            found.append(Incoming(len(found), chunk, stream.assembly, set(stream.lacking)))
+            windowed = chunk.end > whole_from
+            found.append(Incoming.of(len(found), chunk, stream, windowed=windowed))
         return found
 
     def are_found(self, chunks: Iterable[Chunk]) -> bool:

@@ -47,6 +47,8 @@ class Request:
     """Without it nothing is computed on the way, and no plan counts on it."""
     shared: bool = False
     """Whether model and decoder work on the same processor, at each other's cost."""
+    whole_from: int = 0
+    """Of chunks that end before this token, or with it, layers with a window are not wanted."""
 
     def __post_init__(self) -> None:
         assert self.chunks, "a request is for at least one chunk"

@@ -255,11 +255,13 @@ class Session(Opened):
         compute: Compute | None = None,
         shared: bool = False,
         on_progress: OnProgress | None = None,
+        whole_from: int = 0,
     ) -> Delivered:
         """Consecutive chunks, good enough for a context up to `end` (None: that of the chunks), by
         the deadline, into the sink. Those that this host holds come first, the others from places,
         which are asked for them unless it is `known` what they have. `compute` lets the model read
-        along, `shared` says that it and the decoder take each other's time."""
+        along, `shared` says that it and the decoder take each other's time. Of chunks that end
+        before `whole_from`, layers with a window may be left out."""
         until_s = self._clock() + deadline_s
         last = chunks[-1].end if end is None else end
         held = await self._write_held(chunks, sink, last, enough_kld, until_s)
@@ -269,7 +271,7 @@ class Session(Opened):
             return Delivered(tuple(chunks), held, None, self.codec.expected_kld)
         request = Request(
             rest, self.codec, self.codec.expected_kld, sink, left_s, enough_kld, speeds,
-            None if held else compute, shared,
+            None if held else compute, shared, whole_from,
         )  # fmt: skip
         told = known if known is not None and known.are_found(rest) else None
         result = await deliver(
