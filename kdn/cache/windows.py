@@ -49,37 +49,34 @@ def needed_from(windows: Windows, end: int) -> int:
 
 def chunks_to_read(chunks: Sequence[Chunk], held: Sequence[Held], windows: Windows) -> set[int]:
     """Which of a context's chunks a model must read so that it can go on from their end: those that
-    are not held; and, where a layer lacks tokens that it reads next, those from there on."""
-    missing = {number for number, one in enumerate(held) if one is None}
-    # From the back, as what is added is before what needs it.
+    are not held, and those of which a layer lacks tokens that the model attends to in reading
+    others, or in going on."""
+    read = {number for number, one in enumerate(held) if one is None}
+    # From the back: what a chunk needs lies before it.
     for number in range(len(chunks), 0, -1):
-        needs = number == len(chunks) or number in missing
-        if needs and number - 1 not in missing:
-            lacking = _lacking(chunks[:number], held, windows, missing)
-            missing |= set() if lacking is None else set(range(lacking, number))
-    return missing
+        if number == len(chunks) or number in read:
+            read |= _lacking(chunks[:number], held, windows)
+    return read
 
 
 def resumable(chunks: Sequence[Chunk], held: Sequence[Held], windows: Windows) -> int:
     """After how many of these chunks, the first of which are held, a model can go on at once: as
     many as possible."""
     count = next((number for number, one in enumerate(held) if one is None), len(chunks))
-    while count and _lacking(chunks[:count], held, windows, frozenset()) is not None:
+    while count and _lacking(chunks[:count], held, windows):
         count -= 1
     return count
 
 
-def _lacking(
-    chunks: Sequence[Chunk], held: Sequence[Held], windows: Windows, read: set[int] | frozenset[int]
-) -> int | None:
-    """The last of these chunks in which a layer lacks tokens that a continuation after them reads;
-    chunks that the model reads lack nothing."""
+def _lacking(chunks: Sequence[Chunk], held: Sequence[Held], windows: Windows) -> set[int]:
+    """Those of these chunks in which a layer lacks tokens that are attended to after them."""
     end = chunks[-1].end
-    for number in range(len(chunks) - 1, -1, -1):
-        chunk, own = chunks[number], held[number]
-        if number not in read and own is not None and _lacks(chunk, own, windows, end):
-            return number
-    return None
+    both = zip(chunks, held, strict=False)
+    return {
+        number
+        for number, (chunk, own) in enumerate(both)
+        if own is not None and _lacks(chunk, own, windows, end)
+    }
 
 
 def _lacks(chunk: Chunk, held: tuple[int, ...], windows: Windows, end: int) -> bool:

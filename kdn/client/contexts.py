@@ -11,7 +11,6 @@ from itertools import groupby, pairwise
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Tokens, cut
 from kdn.cache.tensors import KVCache
-from kdn.cache.windows import needed_from
 from kdn.checked import checked_deadline, checked_function, checked_number
 from kdn.client.answers import Stats
 from kdn.client.engine import Context, ContextSource, Engine
@@ -106,7 +105,7 @@ class Contexts:
                 chunks, landing.sink, known=known, enough_kld=self.enough_kld(options),
                 deadline_s=FAR_S if deadline_s is None else deadline_s, speeds=self.speeds,
                 compute=reader, shared=engine.device.type == "cpu",
-                on_progress=options.on_progress, whole_from=self._whole_from(chunks),
+                on_progress=options.on_progress, skips_windows=True,
             )  # fmt: skip
         finally:
             if reader is not None:
@@ -124,11 +123,6 @@ class Contexts:
         else:
             sink = HostSink.of(codec, chunks, self.engine.model.dtype)
         return Landing(spec, sink, sink.until)
-
-    def _whole_from(self, chunks: Sequence[Chunk]) -> int:
-        """Before this token, layers with a window are not read by whoever goes on from the end of
-        these chunks."""
-        return needed_from(self.session.spec.windows, chunks[-1].end)
 
     def enough_kld(self, options: Options) -> float:
         """What the request asks for, as far as the codec can be that good."""
@@ -188,7 +182,7 @@ class Contexts:
             room = self.engine.room_for(end) if self.engine.by_rows else None
             landing = self.landing_for(known.chunks, room)
             got = await self.session.deliver(
-                known.chunks, landing.sink, known=known, whole_from=self._whole_from(known.chunks)
+                known.chunks, landing.sink, known=known, skips_windows=True
             )
             if not landing.to_read(got) and got.exact_until is None:
                 return self.engine.context_of(landing.until(end), tokens, room)

@@ -129,6 +129,21 @@ class WindowedCodec(Codec):
         valid_from = tuple(found.valid_from[place] for place in self._back)
         return KVCache(out.keys, out.values, found.start, valid_from)
 
+    def decode_all(
+        self,
+        streams: Sequence[Bitstream],
+        chunks: Sequence[Chunk],
+        out: KVCache,
+        *,
+        levels: int | None = None,
+    ) -> None:
+        self._check_layers(out)
+        inside = KVCache(torch.zeros_like(out.keys), torch.zeros_like(out.values), out.start)
+        self.inner.decode_all(streams, chunks, inside, levels=levels)
+        for chunk in chunks:
+            found, place = (one.slice(chunk.start, chunk.end) for one in (inside, out))
+            self._copied(found, place)
+
     def decode_heads(
         self,
         stream: Bitstream,

@@ -174,8 +174,9 @@ class Delivery:
                 self.front.raise_crash()
                 await asyncio.wait([lookup], timeout=TICK_S)
             if lookup.done() and self.front.num_read < len(self.request.chunks):
-                found = lookup.result()
-                self.known += found.incoming(self.request.chunks, self.request.whole_from)
+                spec, skips = self.request.codec.spec, self.request.skips_windows
+                windows = spec.windows if skips else ()
+                self.known += lookup.result().incoming(self.request.chunks, windows)
         finally:
             lookup.cancel()
             await asyncio.wait([lookup])

@@ -9,9 +9,12 @@ from typing import Any
 from kdn.bench.rivals.cachegen import CacheGenCodec
 from kdn.bench.rivals.cachegen_profile import CacheGenProfile
 from kdn.cache.keys import PUBLIC_SECRET, Chunk
+from kdn.cache.spec import ModelSpec
+from kdn.codec import open_codec
 from kdn.codec.base import Codec
 from kdn.codec.exact import ExactCodec
 from kdn.codec.klt import KltCodec
+from kdn.codec.profiles import codec_with
 from tests.codec.klt_profile import make_profile
 
 
@@ -54,11 +57,32 @@ def _two_stages(tiny: Any) -> Target:
     return _target(tiny, *codecs)
 
 
+def _in_parts(tiny: Any) -> Target:
+    return _target(tiny, *(open_codec("exact", windowed(tiny, model)) for model in (b"", b"x")))
+
+
+def _klt_in_parts(tiny: Any) -> Target:
+    spec = windowed(tiny)
+    return _target(tiny, *(klt_in_parts(spec, seed) for seed in (0, 1)))
+
+
+def windowed(tiny: Any, model: bytes = b"") -> ModelSpec:
+    """Every second layer has a window."""
+    fingerprint = tiny.spec.fingerprint if not model else model.ljust(16)
+    return replace(tiny.spec, windows=(None, 40, None, 40), fingerprint=fingerprint)
+
+
+def klt_in_parts(spec: ModelSpec, seed: int = 0) -> Codec:
+    return codec_with(spec, make_profile(spec, seed, in_parts=True))
+
+
 CODECS: dict[str, Callable[[Any], Target]] = {
     "exact": _exact,
     "cachegen": _cachegen,
     "klt": _klt,
     "klt in two stages": _two_stages,
+    "exact in two parts": _in_parts,
+    "klt in two parts": _klt_in_parts,
 }
 
 
