@@ -110,7 +110,8 @@ class Stream:
 
 
 def _wanted(stream: Stream, windowed: bool) -> Assembly:
-    return stream.assembly if windowed else stream.assembly.without_windowed()
+    has_parts = stream.assembly.header.info.windowed_from is not None
+    return stream.assembly if windowed or not has_parts else stream.assembly.without_windowed()
 
 
 Answers = dict[Endpoint, list[Assembly | None]]

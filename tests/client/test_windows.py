@@ -12,8 +12,10 @@ import torch
 from kdn.cache.keys import cut
 from kdn.client.asynchronous import AsyncClient
 from kdn.engines.reading import forward, new_cache, read
+from kdn.engines.transformers import spec_of
 from kdn.errors import FormatError
 from tests.client.clients import QUESTION, TEXT, in_folder, own_answer, prompt_of
+from tests.session.calibrated import calibrate_here
 
 TOKENS = [3 + i * i % 125 for i in range(1100)]
 
@@ -159,3 +161,26 @@ def test_a_longer_text_goes_on_from_a_shorter_one(tiny_model: Any, tmp_path: Pat
             await client.learn("notes", text)
             expected = own_answer(model, prompt_of(text, QUESTION), 9)
             assert await client.ask("notes", QUESTION, max_new_tokens=9).read() == expected
+
+
+def test_klt_in_two_parts(tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
+    model = gemma(tiny_model, 300)
+    calibrate_here(spec_of(model), in_parts=True)
+
+    @in_folder(tmp_path / "data", model, codec="klt")
+    async def _(client: AsyncClient) -> None:
+        await client.learn("notes", TEXT)
+        tokens = (await client.named("notes")).tokens
+        asked = spied(client, monkeypatch)
+        loaded = await client.load(tokens, quality="exact")
+        end = loaded.num_tokens
+        assert end == len(tokens) // 16 * 16
+        assert 0 < sum(asked) < 0.8 * sum(await sizes(client, tokens[:end]))
+        past, own = loaded.past_key_values, new_cache(model)
+        assert past is not None
+        read(model, tokens[:end], own)
+        for layer, (mine, theirs) in enumerate(zip(own.layers, past.layers, strict=True)):
+            held = 299 if layer < 5 else end
+            for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+                assert torch.allclose(a[:, :, -held:], b[:, :, -held:], atol=0.05)

@@ -10,7 +10,6 @@ from kdn.bench.rivals.cachegen import CacheGenCodec
 from kdn.bench.rivals.cachegen_profile import CacheGenProfile
 from kdn.cache.keys import PUBLIC_SECRET, Chunk
 from kdn.cache.spec import ModelSpec
-from kdn.codec import open_codec
 from kdn.codec.base import Codec
 from kdn.codec.exact import ExactCodec
 from kdn.codec.klt import KltCodec
@@ -57,19 +56,15 @@ def _two_stages(tiny: Any) -> Target:
     return _target(tiny, *codecs)
 
 
-def _in_parts(tiny: Any) -> Target:
-    return _target(tiny, *(open_codec("exact", windowed(tiny, model)) for model in (b"", b"x")))
-
-
 def _klt_in_parts(tiny: Any) -> Target:
     spec = windowed(tiny)
     return _target(tiny, *(klt_in_parts(spec, seed) for seed in (0, 1)))
 
 
-def windowed(tiny: Any, model: bytes = b"") -> ModelSpec:
+def windowed(tiny: Any) -> ModelSpec:
     """Every second layer has a window."""
-    fingerprint = tiny.spec.fingerprint if not model else model.ljust(16)
-    return replace(tiny.spec, windows=(None, 40, None, 40), fingerprint=fingerprint)
+    spec: ModelSpec = replace(tiny.spec, windows=(None, 40, None, 40))
+    return spec
 
 
 def klt_in_parts(spec: ModelSpec, seed: int = 0) -> Codec:
@@ -81,7 +76,6 @@ CODECS: dict[str, Callable[[Any], Target]] = {
     "cachegen": _cachegen,
     "klt": _klt,
     "klt in two stages": _two_stages,
-    "exact in two parts": _in_parts,
     "klt in two parts": _klt_in_parts,
 }
 
