@@ -182,6 +182,8 @@ class _Calibration:
         digest = blake2b(self.spec.fingerprint, digest_size=16)
         digest.update(f"{SUMS_VERSION} {self.model.dtype} {self.model.device.type}".encode())
         digest.update(json.dumps(asdict(self.options), sort_keys=True).encode())
+        if self.columns.order is not None:
+            digest.update(f"{self.columns.order} {self.columns.groups}".encode())
         for window in self.windows:
             digest.update(window.cpu().numpy().tobytes())
         return digest.digest()
