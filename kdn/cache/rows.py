@@ -85,6 +85,12 @@ class TokenRows:
     def head_dim(self) -> int:
         return int(self.keys[0].shape[2])
 
+    def of_layers(self, layers: Sequence[int]) -> TokenRows:
+        """The same memory, its layers in this order."""
+        parts = (self.keys, self.values, self.key_scales, self.value_scales)
+        keys, values, *scales = ([one[layer] for layer in layers] if one else () for one in parts)
+        return TokenRows(keys, values, self.heads, *scales)  # type: ignore[arg-type]
+
     def check_slots(self, slots: Slots, num_tokens: int) -> None:
         """MismatchError unless there is a slot for each of so many tokens, or NOWHERE."""
         if slots.shape != (num_tokens,) or slots.dtype != np.int64:

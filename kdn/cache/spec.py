@@ -43,6 +43,11 @@ class ModelSpec:
     fingerprint: bytes
 
     @property
+    def has_windows(self) -> bool:
+        """Whether any layer attends to its last tokens only."""
+        return any(window is not None for window in self.windows)
+
+    @property
     def values_per_token(self) -> int:
         """K and V values one token holds over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim

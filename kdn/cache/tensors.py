@@ -8,6 +8,7 @@ zero and must not be read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -95,6 +96,18 @@ class KVCache:
         return KVCache(
             self.keys[:, :, own], self.values[:, :, own], self.start, self.valid_from, self.ready
         )
+
+    def of_layers(self, layers: Sequence[int]) -> KVCache:
+        """Its layers in this order: itself if that is its own, else in new memory, on a GPU in the
+        order of its current stream."""
+        if list(layers) == list(range(self.num_layers)):
+            return self
+        if self.ready is not None:
+            torch.cuda.current_stream(self.keys.device).wait_event(self.ready)
+        which = torch.tensor(layers, device=self.keys.device)
+        keys, values = (side.index_select(0, which) for side in (self.keys, self.values))
+        valid_from = tuple(self.valid_from[layer] for layer in layers)
+        return KVCache(keys, values, self.start, valid_from).queued()
 
     def queued(self) -> KVCache:
         """The same, where a GPU still has to compute it: ready when that has done what its current

@@ -39,10 +39,12 @@ CONTINUATION_KLD, RECALL_KLD = 0.01, 0.05
 
 @dataclass(frozen=True)
 class Columns:
-    """Where each group's values stand in a token's row (see profile.py)."""
+    """Where each group's values stand in a token's row (see profile.py). Groups are of layers in
+    the profile's order, which `order` names as the model has them; None: the model's own."""
 
     spec: ModelSpec
     groups: tuple[tuple[int, int], ...]
+    order: tuple[int, ...] | None = None
 
     def slices(self) -> list[slice]:
         width = 2 * self.spec.num_kv_heads * self.spec.head_dim
@@ -50,10 +52,12 @@ class Columns:
 
     def of(self, cache: KVCache) -> torch.Tensor:
         """[tokens, columns] in float32 with RoPE undone, on the cache's device."""
-        keys = rope.undo(cache.keys, self.spec, cache.start)
+        keys, values = rope.undo(cache.keys, self.spec, cache.start), cache.values
+        if self.order is not None:
+            keys, values = keys[list(self.order)], values[list(self.order)]
         parts = []
         for first, last in self.groups:
-            for side in (keys[first:last], cache.values[first:last].float()):
+            for side in (keys[first:last], values[first:last].float()):
                 parts.append(side.transpose(0, 1).reshape(cache.num_tokens, -1))
         return torch.cat(parts, dim=1)
 

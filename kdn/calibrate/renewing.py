@@ -29,7 +29,15 @@ from kdn.calibrate.base_profile import (
 )
 from kdn.calibrate.fit import Metric
 from kdn.calibrate.run import PROBE_WINDOWS, CalibrationOptions
-from kdn.calibrate.steps import Parts, Progress, Steps, counted_chunks, table_stride
+from kdn.calibrate.steps import (
+    Parts,
+    Progress,
+    Steps,
+    counted_chunks,
+    order_of,
+    ordered_codec,
+    table_stride,
+)
 from kdn.codec.klt.codec import KltCodec
 from kdn.codec.klt.profile import Profile
 from kdn.engines.quality import QualityProbe
@@ -155,7 +163,9 @@ class _Renewal:
         leaves out."""
         meta, tensors = self.parts
         draft = tables.draft_profile(*steps.with_step(meta, tensors, self.base.finest_step))
-        spread = _spread(KltCodec(self.spec, draft), chunks)
+        order = order_of(self.spec, draft)
+        moved = [(chunk, part.of_layers(order)) for chunk, part in chunks]
+        spread = _spread(ordered_codec(self.spec, draft), moved)
         steps.deviations = spread.deviations
         meta["finest_step"] = steps.find_step(meta, tensors, probes[:2], self.base.finest_step)
         meta, tensors = steps.count(meta, tensors, chunks)
@@ -165,7 +175,8 @@ class _Renewal:
 
     def _sinks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and deviation of the first tokens. What comes after them does not change them."""
-        columns = moments.Columns(self.spec, tuple(g.layers for g in self.base.groups))
+        groups = tuple(g.layers for g in self.base.groups)
+        columns = moments.Columns(self.spec, groups, tuple(order_of(self.spec, self.base)))
         caches = (moments.read(self.model, w[: moments.NUM_SINKS]) for w in self.windows)
         rows = torch.stack([columns.of(cache).cpu().double() for cache in caches])
         mean = rows.mean(dim=0).half().double()

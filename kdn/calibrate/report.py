@@ -26,8 +26,10 @@ from kdn.calibrate.run import PROBE_WINDOWS
 from kdn.calibrate.self_text import SELF
 from kdn.calibrate.steps import Progress
 from kdn.calibrate.verdict import Figures, Verdict, judge
+from kdn.codec.base import Codec
 from kdn.codec.format import Bitstream
-from kdn.codec.klt import KltCodec, Profile
+from kdn.codec.klt import Profile
+from kdn.codec.profiles import codec_with
 from kdn.defaults import QUALITY
 from kdn.engines.quality import Quality, QualityProbe
 from kdn.engines.transformers import spec_of
@@ -102,7 +104,7 @@ def make_report(
 ) -> Report:
     """`learnt` and `kept_out` are windows of a context and what follows it, as `keep_out` gave
     them."""
-    codec = KltCodec(spec_of(model), profile)
+    codec = codec_with(spec_of(model), profile)
     tried = []
     for number, window in enumerate(kept_out):
         progress("reporting", number, len(kept_out))
@@ -149,9 +151,7 @@ class _Tried:
     decode_s: list[float]
 
 
-def _try_window(
-    model: Any, codec: KltCodec, window: TokenIds, context: int, *, warm: bool
-) -> _Tried:
+def _try_window(model: Any, codec: Codec, window: TokenIds, context: int, *, warm: bool) -> _Tried:
     if not warm:  # the first use compiles kernels and starts threads
         _try_window(model, codec, window, context, warm=True)
     probe = QualityProbe(model, window, context)
@@ -180,7 +180,7 @@ def _now(cache: KVCache) -> float:
     return time.perf_counter()
 
 
-def _level(level: int, tried: Sequence[_Tried], codec: KltCodec, context: int) -> ReportedLevel:
+def _level(level: int, tried: Sequence[_Tried], codec: Codec, context: int) -> ReportedLevel:
     values = context * codec.spec.values_per_token
     bits = 8 * sum(one.sizes[level] for one in tried) / (values * len(tried))
     qualities = [one.qualities[level] for one in tried]

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from kdn.cache.tensors import KVCache
+from kdn.cache.windows import layer_order, num_unbounded
 from kdn.calibrate import fit, importance, moments, two_stage
 from kdn.calibrate.first_pass import FirstPass, until
 from kdn.calibrate.sizes import free_memory, layer_groups
@@ -32,6 +33,7 @@ from kdn.codec.klt.profile import (
     FORMAT,
     VERSION,
     VERSION_OF_STAGES,
+    VERSION_OF_WINDOWS,
     Profile,
 )
 from kdn.engines.quality import QualityProbe
@@ -122,8 +124,10 @@ class _Calibration:
         self.model, self.options, self.progress = model.eval(), options, progress
         self.checkpoint, self.source = checkpoint, source
         self.spec = spec_of(model)
-        groups = layer_groups(self.spec.num_layers, options.group_layers)
-        self.columns = moments.Columns(self.spec, groups)
+        num_layers, border = self.spec.num_layers, num_unbounded(self.spec)
+        groups = layer_groups(num_layers, options.group_layers, num_layers - border)
+        order = layer_order(self.spec) if self.spec.has_windows else None
+        self.columns = moments.Columns(self.spec, groups, order)
         self.slices = self.columns.slices()
         ids = [torch.as_tensor(np.asarray(w, dtype=np.int64), device=model.device) for w in windows]
         self.probe_windows, self.windows = ids[-PROBE_WINDOWS:], ids[:-PROBE_WINDOWS]
@@ -184,6 +188,8 @@ class _Calibration:
         digest = blake2b(self.spec.fingerprint, digest_size=16)
         digest.update(f"{SUMS_VERSION} {self.model.dtype} {self.model.device.type}".encode())
         digest.update(json.dumps(asdict(self.options), sort_keys=True).encode())
+        if self.columns.order is not None:
+            digest.update(f"{self.columns.order} {self.columns.groups}".encode())
         for window in self.windows:
             digest.update(window.cpu().numpy().tobytes())
         return digest.digest()
@@ -269,14 +275,13 @@ class _Calibration:
     def _meta(self, tensors: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
         return {
             "format": FORMAT,
-            "version": VERSION_OF_STAGES if self.options.leading else VERSION,
+            **self._version(),
             "model": self.spec.fingerprint.hex(),
             "num_layers": self.spec.num_layers,
             "num_kv_heads": self.spec.num_kv_heads,
             "head_dim": self.spec.head_dim,
             "vocab_size": len(tensors["embed.codes"]),
             "groups": [list(group) for group in self.columns.groups],
-            **({"leading": self.leading} if self.options.leading else {}),
             "levels": self.options.levels,
             "importance_bias": self.importance_bias,
             "calibration": asdict(self.options)
@@ -287,6 +292,17 @@ class _Calibration:
             }
             | self.source,
         }
+
+    def _version(self) -> dict[str, Any]:
+        """Of the profile, with what that version says."""
+        leading = {"leading": self.leading}
+        if self.spec.has_windows:
+            firsts = [first for first, _ in self.columns.groups]
+            border = firsts.index(num_unbounded(self.spec))
+            return {"version": VERSION_OF_WINDOWS, "windowed_from": border, **leading}
+        if self.options.leading:
+            return {"version": VERSION_OF_STAGES, **leading}
+        return {"version": VERSION}
 
 
 @dataclass(frozen=True)

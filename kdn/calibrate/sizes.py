@@ -5,7 +5,8 @@ The rule, in its order:
 1. **Groups of layers** are as wide as they may be, for layers have much in common: at most 8,192
    columns (keys and values of one token in all layers of the group), and so few that the sums of
    calibration fill at most half of the memory at hand. As few groups as that allows, of equal size
-   or one layer apart.
+   or one layer apart. Layers with a sliding window are in groups of their own: readers leave them
+   out where no continuation reads them.
 2. **Components**: 38 % of a group's columns, at most 2,200.
 3. **Decoding speed**: the decoder multiplies every column with every component of its group. That
    may be at most a quarter of the weights that the model itself multiplies with each token it
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 
 from kdn.cache.spec import ModelSpec
+from kdn.cache.windows import num_unbounded
 from kdn.calibrate.fit import PRECISE_LATENTS
 from kdn.codec.klt.profile import CONTEXT_TOKENS
 from kdn.errors import UnsupportedError
@@ -71,6 +73,12 @@ class Shape:
     num_used_weights: int
     """Those that a token is multiplied with while a context is read: no embeddings, no other
     experts."""
+    num_windowed: int = 0
+    """Layers with a sliding window."""
+
+    def groups(self, most_layers: int) -> tuple[tuple[int, int], ...]:
+        """Of its layers, those with a window last."""
+        return layer_groups(self.num_layers, most_layers, self.num_windowed)
 
     @property
     def columns(self) -> int:
@@ -108,7 +116,7 @@ def shape_of(model: Any, spec: ModelSpec) -> Shape:
     idle = int(experts * (1 - used / every)) if experts and every and used else 0
     return Shape(
         spec.num_layers, 2 * spec.num_kv_heads * spec.head_dim, table.shape[0], table.shape[1],
-        total, total - outside - idle,
+        total, total - outside - idle, spec.num_layers - num_unbounded(spec),
     )  # fmt: skip
 
 
@@ -169,7 +177,7 @@ def operations_of(shape: Shape, sizes: Sizes) -> float:
 
 def _even_layers(shape: Shape, most_layers: int) -> int:
     """Of the largest of as few groups as that allows."""
-    return -(-shape.num_layers // len(layer_groups(shape.num_layers, most_layers)))
+    return max(last - first for first, last in shape.groups(most_layers))
 
 
 def _most_layers(shape: Shape, memory_bytes: int, most_columns: int) -> int:
@@ -207,17 +215,22 @@ def _part(rank: int, percent: int) -> int:
     return max(min(LEAST_RANK, rank), rank * percent // 100)
 
 
-def layer_groups(num_layers: int, most_layers: int) -> tuple[tuple[int, int], ...]:
-    """As few groups [first, last) as that allows, all of one size or one layer apart."""
-    count = -(-num_layers // max(1, most_layers))
-    ends = [num_layers * index // count for index in range(count + 1)]
+def layer_groups(
+    num_layers: int, most_layers: int, num_windowed: int = 0
+) -> tuple[tuple[int, int], ...]:
+    """As few groups [first, last) as that allows, all of one size or one layer apart. The last
+    `num_windowed` layers have groups of their own."""
+    border, ends = num_layers - num_windowed, [0]
+    for first, last in ((0, border), (border, num_layers)):
+        count = -(-(last - first) // max(1, most_layers))
+        ends += [first + (last - first) * (index + 1) // count for index in range(count)]
     return tuple(pairwise(ends))
 
 
 def profile_bytes(shape: Shape, sizes: Sizes) -> int:
     """About how large the profile will be: its tensors that grow with a model (profile.py)."""
     total = 0
-    for first, last in layer_groups(shape.num_layers, sizes.group_layers):
+    for first, last in shape.groups(sizes.group_layers):
         columns = (last - first) * shape.layer_columns
         components = min(sizes.components, columns)
         fine = min(sizes.fine_components, components)
@@ -234,7 +247,7 @@ def profile_bytes(shape: Shape, sizes: Sizes) -> int:
 
 def sums_bytes(shape: Shape, sizes: Sizes) -> int:
     """Memory of the sums that the first pass takes."""
-    groups = layer_groups(shape.num_layers, sizes.group_layers)
+    groups = shape.groups(sizes.group_layers)
     widths = [(last - first) * shape.layer_columns for first, last in groups]
     return 2 * SUM_BYTES * sum(w * w for w in widths) + _cross_bytes(shape, sizes.embedding_dims)
 

@@ -18,12 +18,15 @@ import torch
 from kdn.cache.keys import CHUNK_TOKENS, Chunk, Namespace, cut
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
+from kdn.cache.windows import layer_order, ordered
 from kdn.calibrate import moments, tables
 from kdn.calibrate.sizes import free_memory
+from kdn.codec.base import Codec
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import symbols
 from kdn.codec.klt.codec import KltCodec
 from kdn.codec.klt.profile import Profile
+from kdn.codec.profiles import codec_with
 from kdn.engines.quality import Quality, QualityProbe
 
 if TYPE_CHECKING:
@@ -99,8 +102,7 @@ class Steps:
         for attempt in range(STEP_ATTEMPTS):
             self.progress("finding the step", attempt, STEP_ATTEMPTS)
             draft = tables.draft_profile(*self.with_step(meta, tensors, step))
-            codec = KltCodec(self.spec, draft)
-            kld = simulated_kld(codec, probes, levels=self.options.levels - 1)
+            kld = simulated_kld(self.spec, draft, probes, levels=self.options.levels - 1)
             tried.append((step, kld))
             if is_rounding(tried):  # or what matters to this model is not in the basis
                 step = tried[-2][0]
@@ -116,8 +118,11 @@ class Steps:
     ) -> Parts:
         """Tables of all levels but the last, from chunks of text and their caches."""
         meta, tensors = self.with_step(meta, tensors, meta["finest_step"])
-        codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
-        self._samples = [tables.quantise(codec, chunk, part) for chunk, part in parts]
+        draft = tables.draft_profile(meta, tensors)
+        codec, order = ordered_codec(self.spec, draft), order_of(self.spec, draft)
+        self._samples = [
+            tables.quantise(codec, chunk, part.of_layers(order)) for chunk, part in parts
+        ]
         counts = tables.components_per_level(self._samples)
         tensors = tensors | tables.count_tables(codec, self._samples, counts)
         for group, count in enumerate(counts[-1]):
@@ -136,11 +141,11 @@ class Steps:
         weight = self._weight(tensors)
         step = self._correction_step(meta, tensors, probes, 1.5 * meta["finest_step"])
         tensors["fix.step"] = (step / weight).astype(np.float32)
-        codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
+        codec = ordered_codec(self.spec, tables.draft_profile(meta, tensors))
         self.progress("correcting", 1, 2)
         samples = [tables.with_correction(codec, sample) for sample in self._samples]
         tensors["fix.scale"] = tables.correction_scales(samples)
-        codec = KltCodec(self.spec, tables.draft_profile(meta, tensors))
+        codec = ordered_codec(self.spec, tables.draft_profile(meta, tensors))
         meta = meta | {"num_components": codec.profile.meta["num_components"]}
         tensors |= tables.count_tables(codec, samples, meta["num_components"])
         tensors[f"level{self.options.levels - 1}.centroids"] = np.zeros(
@@ -155,8 +160,8 @@ class Steps:
         weight, tried = self._weight(tensors), []
         for _ in range(STEP_ATTEMPTS):
             fixed = tensors | {"fix.step": (step / weight).astype(np.float32)}
-            codec = KltCodec(self.spec, tables.draft_profile(meta, fixed))
-            last = simulated_kld(codec, probes, levels=self.options.levels)
+            draft = tables.draft_profile(meta, fixed)
+            last = simulated_kld(self.spec, draft, probes, levels=self.options.levels)
             tried.append((step, last))
             if is_rounding(tried):
                 return tried[-2][0]
@@ -169,7 +174,7 @@ class Steps:
         """What each level costs and does: the profile's `expected`."""
         self.progress("measuring", 0, 1)
         levels = list(range(1, profile.num_levels + 1))
-        measured = decoded_quality(KltCodec(self.spec, profile), probes, levels=levels)
+        measured = decoded_quality(codec_with(self.spec, profile), probes, levels=levels)
         self.progress("measuring", 1, 1)
         values = len(probes) * self.options.context * self.spec.values_per_token
         return [
@@ -233,7 +238,7 @@ class Measured:
 
 
 def decoded_quality(
-    codec: KltCodec, probes: Sequence[QualityProbe], *, levels: Sequence[int]
+    codec: Codec, probes: Sequence[QualityProbe], *, levels: Sequence[int]
 ) -> list[Measured]:
     """Each number of levels over all probes, through real streams."""
     parts: dict[int, list[Quality]] = {level: [] for level in levels}
@@ -253,18 +258,32 @@ def decoded_quality(
     return [Measured(sizes[level], Quality.pooled(parts[level])) for level in levels]
 
 
-def simulated_kld(codec: KltCodec, probes: Sequence[QualityProbe], levels: int) -> float:
+def ordered_codec(spec: ModelSpec, profile: Profile) -> KltCodec:
+    """For a model whose layers stand in the profile's order."""
+    return KltCodec(spec if profile.windowed_from is None else ordered(spec), profile)
+
+
+def order_of(spec: ModelSpec, profile: Profile) -> Sequence[int]:
+    """That order: the model's layers, as it numbers them."""
+    return range(spec.num_layers) if profile.windowed_from is None else layer_order(spec)
+
+
+def simulated_kld(
+    spec: ModelSpec, profile: Profile, probes: Sequence[QualityProbe], levels: int
+) -> float:
     """Divergence at a number of levels, before there are tables to code them with."""
+    codec, order = ordered_codec(spec, profile), order_of(spec, profile)
+    back = [order.index(layer) for layer in range(spec.num_layers)]
     found = []
     for probe in probes:
-        cache = on_cpu(probe.cache)
+        cache = on_cpu(probe.cache).of_layers(order)
         namespace = Namespace(codec.spec.fingerprint, codec.profile_id)
         lossy = KVCache(torch.empty_like(cache.keys), torch.empty_like(cache.values))
         for chunk in cut(probe.tokens[: probe.context].numpy(), namespace):
             part = codec.simulate(chunk, cache.slice(chunk.start, chunk.end), levels)
             lossy.slice(chunk.start, chunk.end).keys.copy_(part.keys)
             lossy.slice(chunk.start, chunk.end).values.copy_(part.values)
-        found.append(probe.measure(lossy))
+        found.append(probe.measure(lossy.of_layers(back)))
     return max(Quality.pooled(found).kld, LEAST_KLD)
 
 

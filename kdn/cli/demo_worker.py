@@ -97,7 +97,7 @@ def warm_up(client: AsyncClient, num_tokens: int) -> None:
         forward(engine.model, tokens[start:end], context.past)
         chunk = cut(tokens[:end], engine.namespace)[-1]
         stream = Bitstream.parse(codec.encode(chunk, ContextSource(context).read(chunk)))
-        sink, _ = contexts.sink_for([chunk], room)
+        sink = contexts.landing_for([chunk], room).sink
         for levels in range(1, codec.num_levels + 1):
             sink.decode([Arrival(chunk, stream, levels, False)])
 

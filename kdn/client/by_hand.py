@@ -23,11 +23,12 @@ async def load(contexts: Contexts, tokens: Tokens, options: Options) -> Loaded:
     known, options = await contexts.know(tokens, options)
     if not known.chunks:
         return Loaded(None, 0, None, engine.config)
-    got, cache = await contexts.deliver(known.chunks, options, known)
-    if not got.num_ready or (got.num_ready < len(got.chunks) and not cache.is_complete):
+    got, landing = await contexts.deliver(known.chunks, options, known)
+    ready = landing.num_ready(got)
+    if not ready:
         return Loaded(None, 0, got, engine.config)
-    end = got.ready_until
-    return Loaded(cache.slice(0, end), end, got, engine.config)
+    end = got.chunks[ready - 1].end
+    return Loaded(landing.until(end), end, got, engine.config)
 
 
 async def publish(contexts: Contexts, tokens: Tokens, cache: Any, after: Loaded | None) -> int:

@@ -14,12 +14,13 @@ from kdn.cache.tensors import KVCache
 from kdn.checked import checked_deadline, checked_function, checked_number
 from kdn.client.answers import Stats
 from kdn.client.engine import Context, ContextSource, Engine
+from kdn.client.landing import Landing
 from kdn.delivery.known import Known
 from kdn.delivery.plan import Speeds
 from kdn.delivery.publish import Admission, Values
 from kdn.delivery.refine import Refinement
 from kdn.delivery.request import FAR_S, OnProgress
-from kdn.delivery.sink import HostSink, RowsSink, Sink
+from kdn.delivery.sink import HostSink, RowsSink
 from kdn.engines.compute import ChunkReader
 from kdn.engines.device import model_stream
 from kdn.engines.generating import Sampling
@@ -90,41 +91,38 @@ class Contexts:
         options: Options,
         known: Known | None = None,
         room: Room | None = None,
-    ) -> tuple[Delivered, KVCache]:
+    ) -> tuple[Delivered, Landing]:
         """As good as asked for, by the deadline, into `room`; the model may read along from the
         front. What a GPU decodes goes to a room in any case."""
         engine, session = self.engine, self.session
         deadline_s = self.deadline_s if options.deadline_s is None else options.deadline_s
         if room is None and engine.by_rows:
             room = engine.room_for(chunks[-1].end)
-        sink, cache_of = self.sink_for(chunks, room)
+        landing = self.landing_for(chunks, room)
         reader = None if self.speeds is None else ChunkReader(engine.model, chunks)
         try:
             got = await session.deliver(
-                chunks, sink, known=known, enough_kld=self.enough_kld(options),
+                chunks, landing.sink, known=known, enough_kld=self.enough_kld(options),
                 deadline_s=FAR_S if deadline_s is None else deadline_s, speeds=self.speeds,
                 compute=reader, shared=engine.device.type == "cpu",
-                on_progress=options.on_progress,
+                on_progress=options.on_progress, skips_windows=True,
             )  # fmt: skip
         finally:
             if reader is not None:
                 await reader.finish()
-        return got, cache_of()
+        return got, landing
 
-    def sink_for(
-        self, chunks: Sequence[Chunk], room: Room | None
-    ) -> tuple[Sink, Callable[[], KVCache]]:
-        """To deliver a context's first chunks to, and what it then holds: in `room`, or in new
-        memory of the CPU."""
-        codec, end = self.session.codec, chunks[-1].end
+    def landing_for(self, chunks: Sequence[Chunk], room: Room | None) -> Landing:
+        """To deliver a context's first chunks to: in `room`, or in new memory of the CPU."""
+        codec, spec = self.session.codec, self.session.spec
         if room is not None and self.engine.by_rows:
             rows = RowsSink(codec, room.rows(), slots_of, room.after)
-            return rows, lambda: room.canonical(end)
+            return Landing(spec, rows, room.canonical)
         if room is not None:
-            sink = HostSink(codec, room.canonical(end))
+            sink = HostSink(codec, room.canonical(chunks[-1].end))
         else:
             sink = HostSink.of(codec, chunks, self.engine.model.dtype)
-        return sink, lambda: sink.cache
+        return Landing(spec, sink, sink.until)
 
     def enough_kld(self, options: Options) -> float:
         """What the request asks for, as far as the codec can be that good."""
@@ -139,38 +137,42 @@ class Contexts:
         if not chunks:
             return self.engine.new_context()
         room = self.engine.room_for(chunks[-1].end)
-        got, cache = await self.deliver(chunks, options, room=room)
-        context = await self._joined(got, cache, tokens, room)
+        got, landing = await self.deliver(chunks, options, room=room)
+        to_read = landing.to_read(got)
+        context = await self._joined(got, landing, to_read, tokens, room)
         stats.fetched_bytes = got.fetched_bytes
         stats.troubles += got.troubles
         stats.levels, stats.delivery_s = got.levels, got.done_s
-        if context.delivered is not None:
-            stats.known_tokens = got.num_loaded_tokens
+        both = enumerate(zip(chunks, got.levels, strict=True))
+        stats.known_tokens = sum(
+            chunk.num_tokens for i, (chunk, levels) in both if levels and i not in to_read
+        )
         stats.computed_tokens = context.num_tokens - stats.known_tokens
         return context
 
     async def _joined(
-        self, got: Delivered, cache: KVCache, tokens: Sequence[int], room: Room | None
+        self,
+        got: Delivered,
+        landing: Landing,
+        to_read: set[int],
+        tokens: Sequence[int],
+        room: Room | None,
     ) -> Context:
         """Of what was delivered and what the model must read, in order."""
-        engine, chunks, ready = self.engine, got.chunks, got.num_ready
+        engine, chunks = self.engine, got.chunks
+        ready = min(to_read, default=len(chunks))
         context = engine.new_context(room)
-        if ready < len(chunks) and not cache.is_complete:
-            # Layers with windows: only of the whole is it known what they hold.
-            await self.read(context, tokens, chunks)
-            return context
         if ready:
-            part = cache.slice(0, chunks[ready - 1].end)
-            context = engine.context_of(part, tokens, room)
-        context.delivered = got
-        rest = list(zip(chunks, got.grades, strict=True))[ready:]
-        for is_missing, run in groupby(rest, lambda one: one[1] is None):
-            some = [chunk for chunk, _ in run]
+            context = engine.context_of(landing.until(chunks[ready - 1].end), tokens, room)
+        if len(to_read) < len(chunks):
+            context.delivered = got
+        for is_missing, run in groupby(range(ready, len(chunks)), lambda one: one in to_read):
+            some = [chunks[number] for number in run]
             if is_missing:
                 await self.read(context, tokens, some)
                 continue
             start, end = some[0].start, some[-1].end
-            engine.append(context, cache.slice(start, end), tokens[start:end])
+            engine.append(context, landing.until(end).slice(start, end), tokens[start:end])
         return context
 
     async def exact(self, known: Known, tokens: Sequence[int]) -> Context:
@@ -178,10 +180,12 @@ class Contexts:
         if known.chunks:
             end = known.chunks[-1].end
             room = self.engine.room_for(end) if self.engine.by_rows else None
-            sink, cache_of = self.sink_for(known.chunks, room)
-            got = await self.session.deliver(known.chunks, sink, known=known)
-            if got.num_ready == len(got.chunks) and got.exact_until is None:
-                return self.engine.context_of(cache_of(), tokens, room)
+            landing = self.landing_for(known.chunks, room)
+            got = await self.session.deliver(
+                known.chunks, landing.sink, known=known, skips_windows=True
+            )
+            if not landing.to_read(got) and got.exact_until is None:
+                return self.engine.context_of(landing.until(end), tokens, room)
         return self.engine.new_context()
 
     # finer levels, after the first token

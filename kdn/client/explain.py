@@ -16,7 +16,7 @@ from kdn.client.answers import Stats
 from kdn.client.asynchronous import AsyncClient
 from kdn.client.contexts import Options
 from kdn.client.joining import checked_pieces
-from kdn.codec.exact import ExactCodec
+from kdn.codec import open_codec
 from kdn.codec.profiles import find_profile
 from kdn.delivery.endpoints import Endpoints
 from kdn.errors import KdnError
@@ -162,7 +162,7 @@ async def _suspects(session: Session) -> Suspects:
 
 def _own_profiles(spec: ModelSpec) -> Mapping[str, bytes]:
     """Of the codecs this client could have used."""
-    profiles = {"exact": ExactCodec(spec).profile_id}
+    profiles = {"exact": open_codec("exact", spec).profile_id}
     if (klt := find_profile(spec)) is not None:
         profiles["klt"] = klt.profile_id
     return profiles

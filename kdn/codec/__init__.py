@@ -21,8 +21,9 @@ def open_codec(name: str, spec: ModelSpec, profile: Path | None = None) -> Codec
     shipped or calibrated on this machine; `exact` has none."""
     if name == "exact":
         from kdn.codec.exact import ExactCodec
+        from kdn.codec.windowed import in_order
 
-        return ExactCodec(spec)
+        return in_order(spec, lambda own: ExactCodec(own, in_parts=own.has_windows))
     if name == "klt":
         from kdn.codec.profiles import find_profile, klt_codec
 

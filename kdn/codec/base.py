@@ -54,6 +54,9 @@ class Codec(ABC):
     num_levels: int
     profile_id: bytes
     """Content address of the codec's parameters: part of every key and header."""
+    windowed_from: int | None = None
+    """First group of the second part of its streams, which holds the layers with a window; None:
+    its streams are in one part."""
 
     @property
     def expected_kld(self) -> tuple[float, ...]:
@@ -174,7 +177,7 @@ class Codec(ABC):
         """One chunk in main memory, then where it belongs."""
         try:
             rows.check_slots(one.slots, one.chunk.num_tokens)
-            check_whole(one.stream.info.valid_from, one.chunk.start, one.slots)
+            check_whole(info_at_hand(one.stream, self.spec).valid_from, one.chunk.start, one.slots)
             dtype = self._dtype_for(one.stream.info, rows)
             cache = self.decode(one.stream, one.chunk, levels=one.levels, dtype=dtype, at=one.at)
             with rows.writing(after):
@@ -227,6 +230,16 @@ def output_cache(
         cache = KVCache(out.keys, out.values, info.start, info.valid_from)
     clear_absent(cache)
     return cache
+
+
+def info_at_hand(stream: Bitstream, spec: ModelSpec) -> StreamInfo:
+    """What a stream holds: nothing of the layers with a window where their part is not at hand."""
+    info = stream.info
+    if stream.has_windowed:
+        return info
+    both = zip(info.valid_from, spec.windows, strict=True)
+    end = info.start + info.num_tokens
+    return replace(info, valid_from=tuple(p if window is None else end for p, window in both))
 
 
 def moved(info: StreamInfo, at: int) -> StreamInfo:

@@ -86,6 +86,18 @@ class Directory:
         """Where each section begins, counted from the stream's first byte."""
         return self._ends - self.lengths
 
+    @property
+    def last_group(self) -> int:
+        return int(self._lines["group"].max())
+
+    def part_ends(self, border: int) -> tuple[int, ...]:
+        """Where the sections of groups before `border` end in each level: they come first in it."""
+        num_levels = len(self.level_ends)
+        own = np.where(self._lines["group"] < border, self.lengths, 0)
+        firsts = np.searchsorted(self._lines["level"], np.arange(num_levels))
+        starts = np.array([self._first_offset, *self.level_ends[:-1]], np.int64)
+        return tuple((starts + np.add.reduceat(own, firsts)).tolist())
+
     def packed(self) -> bytes:
         return self._lines.tobytes()
 

@@ -12,7 +12,7 @@ the engine has it: undoing RoPE would round.
             for each that occurs
 
 One level, one section for K and one for V per group of layers. Parameters: layers per group (u16),
-rANS lanes (u16).
+rANS lanes (u16). In two parts (`windowed.py`), no group has layers of both.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ import torch
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
+from kdn.cache.windows import num_unbounded
 from kdn.codec import rans, rans_numba, rope
-from kdn.codec.base import Codec, check_input, output_cache
+from kdn.codec.base import Codec, check_input, info_at_hand, output_cache
 from kdn.codec.format import (
     KIND_KEYS,
     KIND_VALUES,
@@ -47,6 +48,8 @@ from kdn.errors import FormatError, MismatchError, TruncatedError
 LAYERS_PER_GROUP = 2
 LANES = 64
 MAX_LANES = 1024
+IN_PARTS = b"exact in 2 parts"
+"""In place of a profile's id, where streams are in two parts: nobody takes them for others."""
 _PARAMS = struct.Struct("<HH")
 _RAW, _CODED = 0, 1
 _CODED_HEAD = struct.Struct("<I")
@@ -67,10 +70,14 @@ class ExactCodec(Codec):
     codec_id = CodecId.EXACT
     is_lossless = True
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, *, in_parts: bool = False) -> None:
+        """`in_parts`: the layers with a window, which come last, are a part of their own."""
         self.spec = spec
         self.num_levels = 1
-        self.profile_id = NO_PROFILE
+        self.profile_id = IN_PARTS if in_parts else NO_PROFILE
+        self._border = num_unbounded(spec) if in_parts else spec.num_layers
+        """Layers from here on are in the second part."""
+        self.windowed_from = -(-self._border // LAYERS_PER_GROUP) if in_parts else None
 
     def decodes_to(self, info: StreamInfo, dtype: torch.dtype) -> bool:
         """The source's only: anything else would not be exact."""
@@ -85,9 +92,12 @@ class ExactCodec(Codec):
             dtype=DType.of(cache.dtype),
             num_levels=1,
             valid_from=cache.valid_from,
+            profile=self.profile_id,
             params=_PARAMS.pack(LAYERS_PER_GROUP, LANES),
+            windowed_from=self.windowed_from,
         )
-        jobs = [(g, k) for g in _groups(info, LAYERS_PER_GROUP) for k in (KIND_KEYS, KIND_VALUES)]
+        groups = self._groups(LAYERS_PER_GROUP)
+        jobs = [(g, k) for g in groups for k in (KIND_KEYS, KIND_VALUES)]
         sections = parallel_map(partial(_encode_section, info, cache), jobs)
         return write(info, sections, chunk.seal_key)
 
@@ -103,18 +113,33 @@ class ExactCodec(Codec):
     ) -> KVCache:
         """Every bit comes back at the positions that keys were learned at; elsewhere they are
         turned, and rounded to their dtype."""
-        stream.check_for(chunk, self.spec, NO_PROFILE, self.codec_id)
+        stream.check_for(chunk, self.spec, self.profile_id, self.codec_id, self.windowed_from)
         source = _TORCH[stream.info.dtype]
         asked = {dtype or source, source if out is None else out.dtype}
         if not all(self.decodes_to(stream.info, one) for one in asked):
             raise MismatchError(f"expected to decode to {source}, the dtype of the source")
         layers_per_group, lanes = _parse_params(stream.info.params)
-        cache = output_cache(stream.info, out, source, at)
-        groups = _groups(stream.info, layers_per_group)
+        if self.windowed_from is not None and layers_per_group != LAYERS_PER_GROUP:
+            raise FormatError(f"expected {LAYERS_PER_GROUP} layers a group, found another number")
+        cache = output_cache(info_at_hand(stream, self.spec), out, source, at)
+        groups = self._groups(layers_per_group)
+        if not stream.has_windowed:
+            groups = groups[: self.windowed_from]
         jobs = [(g, k) for g in groups for k in (KIND_KEYS, KIND_VALUES)]
         parallel_map(partial(_decode_section, stream, cache, lanes), jobs)
         rope.move(cache.keys, self.spec, cache.start - chunk.start)
         return cache
+
+    def _groups(self, layers_per_group: int) -> list[tuple[int, range]]:
+        """Their numbers and layers; none has layers of both parts."""
+        border, end = self._border, self.spec.num_layers
+        parts = [range(0, border, layers_per_group), range(border, end, layers_per_group)]
+        layers = [
+            range(first, min(first + layers_per_group, part.stop))
+            for part in parts
+            for first in part
+        ]
+        return list(enumerate(layers))
 
 
 def _parse_params(params: bytes) -> tuple[int, int]:
@@ -126,14 +151,6 @@ def _parse_params(params: bytes) -> tuple[int, int]:
             f"expected 1 to {MAX_LANES} lanes and a layer per group, found {params!r}"
         )
     return layers_per_group, lanes
-
-
-def _groups(info: StreamInfo, layers_per_group: int) -> list[tuple[int, range]]:
-    starts = range(0, info.num_layers, layers_per_group)
-    return [
-        (i, range(first, min(first + layers_per_group, info.num_layers)))
-        for i, first in enumerate(starts)
-    ]
 
 
 def _encode_section(

@@ -84,8 +84,21 @@ def write_levels(
 ) -> bytes:
     """The same of sections that lie in the format's order already: what each is, and the bytes of
     whole levels."""
-    digests = [level_digest(one) for one in levels]
+    digests = [
+        level_digest(part)
+        for level, data in enumerate(levels)
+        for part in _parts_of(info, lines, level, data)
+    ]
     return _joined([build_header(info, lines, digests, seal_key), *levels])
+
+
+def _parts_of(info: StreamInfo, lines: Sequence[Line], level: int, data: Buffer) -> list[Buffer]:
+    """What each digest of a level is of."""
+    if info.windowed_from is None:
+        return [data]
+    own = (line for line in lines if line[0] == level and line[2] < info.windowed_from)
+    border, view = sum(line[3] for line in own), _bytes_of(data)
+    return [view[:border], view[border:]]
 
 
 def _joined(parts: Sequence[Buffer]) -> bytes:
@@ -134,11 +147,19 @@ class Bitstream:
     """A header and those of its levels that are at hand. Nothing is copied."""
 
     def __init__(
-        self, header: Header, levels: Mapping[int, memoryview], verified: Collection[int] = ()
+        self,
+        header: Header,
+        levels: Mapping[int, memoryview],
+        verified: Collection[int] = (),
+        *,
+        windowed: bool = True,
     ) -> None:
         """`verified` levels are known to be what the header's digests say. Levels may be a
-        LevelSource."""
+        LevelSource. Not `windowed`: of each level its first part alone is at hand, without the
+        layers that have a window."""
         self.header = header
+        self.has_windowed = windowed or header.info.windowed_from is None
+        """Whether the layers with a window are at hand as well, if the model has any."""
         self._levels = levels
         self._verified = set(verified)
 
@@ -159,6 +180,17 @@ class Bitstream:
             if end <= len(view)
         }
         return cls(header, levels, verified)
+
+    @classmethod
+    def without_windowed(
+        cls, header: Header, data: Buffer, levels: int, verified: Collection[int] = ()
+    ) -> Bitstream:
+        """The first parts of so many levels, each at its place in `data`; what lies between them
+        was not fetched."""
+        view = _bytes_of(data)
+        ends = header.part_ends[:levels]
+        parts = {n: view[header.level_start(n) : end] for n, end in enumerate(ends)}
+        return cls(header, parts, verified, windowed=False)
 
     @classmethod
     def from_levels(cls, header_bytes: Buffer, levels: Mapping[int, Buffer]) -> Bitstream:
@@ -209,6 +241,9 @@ class Bitstream:
         span = self.header.directory.spans.get((level, group, kind))
         if span is None:
             raise FormatError(f"expected a section (level {level}, group {group}, kind {kind})")
+        border = self.info.windowed_from
+        if not self.has_windowed and border is not None and group >= border:
+            raise TruncatedError(f"level {level}: layers with a window are not at hand")
         data = self._verified_level(level)
         first = self.header.level_start(level)
         return data[span[0] - first : span[1] - first]
@@ -216,6 +251,7 @@ class Bitstream:
     def read_into(self, buffer: memoryview, levels: int) -> None:
         """The verified bytes of the first levels, one after the other; `buffer` has exactly their
         size. Other threads run meanwhile: copies and digests are made without the GIL."""
+        self._check_whole()
         header, start = self.header, self.header.size_bytes
         for level in range(levels):
             if level not in self._levels:
@@ -239,6 +275,8 @@ class Bitstream:
     def copies(self, levels: int) -> list[Copy] | None:
         """Where the bytes of the first levels lie, for those who copy many streams' at once; None
         if they have to be verified first, or are not all at hand. Good as long as this is."""
+        if not self.has_windowed:
+            return None
         for level in range(levels):
             if level not in self._levels or level not in self._verified:
                 return None
@@ -252,24 +290,38 @@ class Bitstream:
             raise TruncatedError(f"level {level} is not at hand")
         data = self._levels[level]
         if level not in self._verified:  # two threads may both do it: once is enough, twice right
-            self.header.check_level(level, data)
+            self.header.check_level(level, data, windowed=self.has_windowed)
             self._verified.add(level)
         return data
 
+    def _check_whole(self) -> None:
+        """That a level's bytes at hand are all of it."""
+        if not self.has_windowed:
+            raise TruncatedError("layers with a window are not at hand")
+
     def parts(self, levels: int) -> list[bytes | memoryview]:
         """The stream up to the end of so many levels, verified: its header, then each of them."""
+        self._check_whole()
         header = self.header
         first = header.sealed + header.seal + header.stream_id
         return [first, *(self._verified_level(level) for level in range(levels))]
 
     def verify(self) -> None:
         """Check that all levels are here, every byte of them."""
+        self._check_whole()
         for level in range(self.info.num_levels):
             self._verified_level(level)
 
-    def check_for(self, chunk: Chunk, spec: ModelSpec, profile_id: bytes, codec: CodecId) -> None:
-        """That this is the stream of this chunk, model, profile and codec, and that a holder of
-        the secret that named the chunk has written it."""
+    def check_for(
+        self,
+        chunk: Chunk,
+        spec: ModelSpec,
+        profile_id: bytes,
+        codec: CodecId,
+        windowed_from: int | None = None,
+    ) -> None:
+        """That this is the stream of this chunk, model, profile and codec, in the parts that the
+        codec makes, and that a holder of the secret that named the chunk has written it."""
         info = self.info
         for name, expected, found in (
             ("codec", codec, info.codec),
@@ -281,6 +333,7 @@ class Bitstream:
             ("num_layers", spec.num_layers, info.num_layers),
             ("num_kv_heads", spec.num_kv_heads, info.num_kv_heads),
             ("head_dim", spec.head_dim, info.head_dim),
+            ("windowed_from", windowed_from, info.windowed_from),
         ):
             if expected != found:
                 raise MismatchError(f"{name}: expected {_show(expected)}, found {_show(found)}")

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from hashlib import blake2b, sha256
 from hmac import compare_digest
 
@@ -60,12 +61,17 @@ MIN_HEADER_BYTES = _FIXED.size + LINE_BYTES + LEVEL_DIGEST_BYTES + SEAL_BYTES + 
 MAX_HEADER_BYTES = (
     _FIXED.size
     + 2 * MAX_LAYERS
+    + 2
     + MAX_PARAMS_BYTES
     + LINE_BYTES * MAX_SECTIONS
-    + LEVEL_DIGEST_BYTES * MAX_LEVELS
+    + LEVEL_DIGEST_BYTES * 2 * MAX_LEVELS
     + SEAL_BYTES
     + STREAM_ID_BYTES
 )
+
+MAX_GROUPS = 2**16
+_ABSENCES, _PARTS = 1, 2
+"""What follows the fixed part, as bits of one byte."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -98,7 +104,8 @@ _CODECS, _DTYPES = frozenset(map(int, CodecId)), frozenset(map(int, DType))
 @dataclass(frozen=True)
 class StreamInfo:
     """What a header says of a chunk. `valid_from[layer]` is the first absolute position that layer
-    holds, as in KVCache; `params` is the codec's own."""
+    holds, as in KVCache; `params` is the codec's own. `windowed_from` is the first group of the
+    stream's second part, which holds the layers with a sliding window; None: it is in one part."""
 
     codec: CodecId
     dtype: DType
@@ -114,6 +121,7 @@ class StreamInfo:
     valid_from: tuple[int, ...]
     params: bytes = b""
     prefix_quality: int = PREFIX_COMPUTED
+    windowed_from: int | None = None
 
     @classmethod
     def for_chunk(
@@ -128,6 +136,7 @@ class StreamInfo:
         profile: bytes = NO_PROFILE,
         params: bytes = b"",
         prefix_quality: int = PREFIX_COMPUTED,
+        windowed_from: int | None = None,
     ) -> StreamInfo:
         """Of this chunk of this model; every layer holds every token if `valid_from` is empty."""
         return cls(
@@ -145,7 +154,13 @@ class StreamInfo:
             valid_from=tuple(valid_from) or (chunk.start,) * spec.num_layers,
             params=params,
             prefix_quality=prefix_quality,
+            windowed_from=windowed_from,
         )
+
+    @property
+    def num_parts(self) -> int:
+        """That each level is in."""
+        return 1 if self.windowed_from is None else 2
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -167,6 +182,7 @@ class Header:
     stream_id: bytes
     directory: Directory = field(repr=False, compare=False)
     level_digests: tuple[bytes, ...]
+    """Of each part of each level."""
     size_bytes: int
     sealed: bytes = field(repr=False)
     """The header's bytes up to the seal, which covers them."""
@@ -194,11 +210,32 @@ class Header:
         assert level >= 0
         return self.level_ends[level]
 
-    def check_level(self, level: int, data: Buffer) -> None:
-        """ChecksumError unless these are the bytes of this level."""
-        found, expected = level_digest(data), self.level_digests[level]
-        if found != expected:
-            raise ChecksumError(f"level {level}: expected {expected.hex()}, found {found.hex()}")
+    @cached_property
+    def part_ends(self) -> tuple[int, ...]:
+        """Byte offset where the first part of each level ends: what follows it up to the level's
+        end is of layers with a window."""
+        border = self.info.windowed_from
+        return self.level_ends if border is None else self.directory.part_ends(border)
+
+    def check_level(self, level: int, data: Buffer, *, windowed: bool = True) -> None:
+        """ChecksumError unless these are the bytes of this level; without its `windowed` part, if
+        it has one that is not wanted."""
+        parts = 2 if windowed else 1
+        for part, own in enumerate(self._split(level, data)[:parts]):
+            found = level_digest(own)
+            expected = self.level_digests[level * self.info.num_parts + part]
+            if found != expected:
+                raise ChecksumError(
+                    f"level {level}: expected {expected.hex()}, found {found.hex()}"
+                )
+
+    def _split(self, level: int, data: Buffer) -> list[Buffer]:
+        """A level's parts."""
+        if self.info.windowed_from is None:
+            return [data]
+        view = memoryview(data).cast("B")
+        border = self.part_ends[level] - self.level_start(level)
+        return [view[:border], view[border:]]
 
     def check_seal(self, seal_key: bytes) -> None:
         """AuthenticityError unless a holder of this key wrote the header, and with it every byte
@@ -238,22 +275,23 @@ def header_size(prefix: Buffer) -> int:
 def _parse_header(view: memoryview) -> Header:
     (
         _, _, codec, dtype, size, chunk_key, model, profile, start, tokens, layers, kv_heads,
-        head_dim, prefix_quality, levels, num_sections, absences_follow, params_bytes,
+        head_dim, prefix_quality, levels, num_sections, follows, params_bytes,
     ) = _FIXED.unpack_from(view)  # fmt: skip
     if codec not in _CODECS:
         raise FormatError(f"expected codec 1, 2 or 3, found {codec}")
     if dtype not in _DTYPES:
         raise FormatError(f"expected dtype 1, 2 or 3, found {dtype}")
-    if absences_follow not in (0, 1):
-        raise FormatError(f"expected 0 or 1 for absences, found {absences_follow}")
+    if follows & ~(_ABSENCES | _PARTS):
+        raise FormatError(f"expected 0 to 3 for what follows, found {follows}")
+    absences_follow, is_parted = bool(follows & _ABSENCES), bool(follows & _PARTS)
     check_range("layers", layers, 1, MAX_LAYERS)
     check_range("sections", num_sections, 1, MAX_SECTIONS)
     check_range("parameter bytes", params_bytes, 0, MAX_PARAMS_BYTES)
     at = _FIXED.size
     check_range("levels", levels, 1, MAX_LEVELS)
-    directory_at = at + 2 * layers * absences_follow + params_bytes
+    directory_at = at + 2 * layers * absences_follow + 2 * is_parted + params_bytes
     digests_at = directory_at + LINE_BYTES * num_sections
-    seal_at = digests_at + LEVEL_DIGEST_BYTES * levels
+    seal_at = digests_at + LEVEL_DIGEST_BYTES * levels * (1 + is_parted)
     expected = seal_at + SEAL_BYTES + STREAM_ID_BYTES
     if size != expected:
         raise FormatError(f"expected a header of {expected} bytes by its fields, found {size}")
@@ -264,6 +302,10 @@ def _parse_header(view: memoryview) -> Header:
         at += 2 * layers
         if not any(absences):
             raise FormatError("expected an absent token where absences follow, found none")
+    windowed_from = None
+    if is_parted:
+        (windowed_from,) = struct.unpack_from("<H", view, at)
+        at += 2
     info = StreamInfo(
         codec=CodecId(codec),
         dtype=DType(dtype),
@@ -279,12 +321,15 @@ def _parse_header(view: memoryview) -> Header:
         valid_from=valid_from,
         params=bytes(view[at : at + params_bytes]),
         prefix_quality=prefix_quality,
+        windowed_from=windowed_from,
     )
     _check_info(info)
+    directory = Directory.parse(view[directory_at:digests_at], size, levels)
+    _check_parts(info, directory)
     return Header(
         info=info,
         stream_id=bytes(view[-STREAM_ID_BYTES:]),
-        directory=Directory.parse(view[directory_at:digests_at], size, levels),
+        directory=directory,
         level_digests=tuple(
             bytes(view[at : at + LEVEL_DIGEST_BYTES])
             for at in range(digests_at, seal_at, LEVEL_DIGEST_BYTES)
@@ -306,49 +351,62 @@ def _check_info(info: StreamInfo) -> None:
     check_range("levels", info.num_levels, 1, MAX_LEVELS)
     check_range("prefix quality", info.prefix_quality, 0, 255)
     check_range("parameter bytes", len(info.params), 0, MAX_PARAMS_BYTES)
+    check_range("first group with windows", info.windowed_from or 0, 0, MAX_GROUPS - 1)
     for position in set(info.valid_from):  # nearly always one, the start
         absent = position - info.start
         if not 0 <= absent <= info.num_tokens:
             raise FormatError(f"expected 0 to {info.num_tokens} absent tokens, found {absent}")
 
 
+def _check_parts(info: StreamInfo, directory: Directory) -> None:
+    border = info.windowed_from
+    if border is not None and border > directory.last_group:
+        raise FormatError(f"expected a second part from group {border} on, found none")
+
+
 def build_header(
     info: StreamInfo, lines: Sequence[Line], digests: Sequence[bytes], seal_key: bytes
 ) -> bytes:
-    """The header bytes for ordered sections, and the digests of their levels."""
+    """The header bytes for ordered sections, and the digests of their levels' parts."""
     assert len(info.chunk_key) == KEY_BYTES
     assert len(info.model) == FINGERPRINT_BYTES
     assert len(info.profile) == PROFILE_ID_BYTES
     assert len(info.valid_from) == info.num_layers
     _check_info(info)
-    assert len(digests) == info.num_levels
+    assert len(digests) == info.num_levels * info.num_parts
     front = _front_bytes(info, len(lines))
     directory = Directory.of(lines, _FIXED.unpack_from(front)[4], info.num_levels)
+    _check_parts(info, directory)
     sealed = b"".join([front, directory.packed(), *digests])
     header = sealed + _seal(sealed, seal_key)
     return header + _stream_id(header)
 
 
 def _front_bytes(info: StreamInfo, num_sections: int) -> bytes:
-    """Fixed part, absences and parameters."""
-    absences = b""
+    """Fixed part, absences, border of the parts and parameters."""
+    absences = border = b""
+    follows = 0
     if any(info.absences):
         absences = struct.pack(f"<{info.num_layers}H", *info.absences)
-    tail = absences + info.params
+        follows |= _ABSENCES
+    if info.windowed_from is not None:
+        border = struct.pack("<H", info.windowed_from)
+        follows |= _PARTS
+    tail = absences + border + info.params
     size = _FIXED.size + len(tail) + LINE_BYTES * num_sections
-    size += LEVEL_DIGEST_BYTES * info.num_levels + SEAL_BYTES + STREAM_ID_BYTES
+    size += LEVEL_DIGEST_BYTES * info.num_levels * info.num_parts + SEAL_BYTES + STREAM_ID_BYTES
     fixed = _FIXED.pack(
         MAGIC, FORMAT_VERSION, info.codec, info.dtype, size, info.chunk_key, info.model,
         info.profile, info.start, info.num_tokens, info.num_layers, info.num_kv_heads,
-        info.head_dim, info.prefix_quality, info.num_levels, num_sections, bool(absences),
+        info.head_dim, info.prefix_quality, info.num_levels, num_sections, follows,
         len(info.params),
     )  # fmt: skip
     return fixed + tail
 
 
 def level_digest(data: Buffer) -> bytes:
-    """Of the bytes of one level. SHA-256, which processors have instructions for: everything else
-    here is short."""
+    """Of the bytes of one level, or of a part of it. SHA-256, which processors have instructions
+    for: everything else here is short."""
     digest = sha256(b"kdn-level")
     digest.update(data)
     return digest.digest()[:LEVEL_DIGEST_BYTES]

@@ -15,7 +15,8 @@ from kdn.cache.spec import ModelSpec
 from kdn.errors import FormatError, MismatchError, UnsupportedError
 
 if TYPE_CHECKING:
-    from kdn.codec.klt import KltCodec, Profile
+    from kdn.codec.base import Codec
+    from kdn.codec.klt import Profile
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +53,8 @@ def find_profile(spec: ModelSpec, named: Path | None = None) -> Profile | None:
     return None
 
 
-def klt_codec(spec: ModelSpec, profile: Profile | None) -> KltCodec:
+def klt_codec(spec: ModelSpec, profile: Profile | None) -> Codec:
     """With the profile that was found; if none was, the error says what to do."""
-    from kdn.codec.klt import KltCodec
-
     if profile is None:
         raise UnsupportedError(
             f"no klt profile for the model {spec.fingerprint.hex()}: make one with "
@@ -65,4 +64,14 @@ def klt_codec(spec: ModelSpec, profile: Profile | None) -> KltCodec:
         duals = local_profile(spec).with_suffix(".duals")
     except RuntimeError:  # no home: they are worked out by every process
         duals = None
-    return KltCodec(spec, profile, duals)
+    return codec_with(spec, profile, duals)
+
+
+def codec_with(spec: ModelSpec, profile: Profile, duals: Path | None = None) -> Codec:
+    """`klt` with a profile, whose layers may stand in another order than the model's."""
+    from kdn.codec.klt import KltCodec
+    from kdn.codec.windowed import in_order
+
+    if profile.windowed_from is None:
+        return KltCodec(spec, profile, duals)
+    return in_order(spec, lambda own: KltCodec(own, profile, duals))

@@ -4,6 +4,9 @@ An assembly belongs to one stream id for ever: bytes of another stream need anot
 that are there are never written again, so a decoder may read them in its own thread while others
 arrive. A level is verified once, when all of it is here, against the digest in the sealed header.
 If it does not verify, all that was not verified is forgotten and missing again.
+
+Of a stream in two parts an assembly may be `without_windowed`: of each level it wants the first
+part alone, and what lies between is never missing.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import asyncio
 import os
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, cached_property
 
 from kdn.codec.format import Bitstream
 from kdn.codec.format import Buffer as Bytes
@@ -78,14 +81,17 @@ def _outside(interval: Interval, start: int, end: int) -> tuple[Interval, Interv
 
 
 class Assembly:
-    def __init__(self, header: Header, head: Bytes) -> None:
+    def __init__(self, header: Header, head: Bytes, *, windowed: bool = True) -> None:
         """`head` are the stream's first bytes: at least its header, which `header` is."""
         if header.stream_bytes > MAX_CHUNK_BYTES:
             raise LimitError(
                 f"expected at most {MAX_CHUNK_BYTES} bytes of stream, found {header.stream_bytes}"
             )
         self.header = header
-        self.level_ends = header.level_ends
+        self.is_whole = windowed or header.info.windowed_from is None
+        """Whether it wants all of the stream's bytes."""
+        self.level_ends = header.level_ends if self.is_whole else header.part_ends
+        """Byte offsets up to which there is something to fetch for each level."""
         self.levels = 0
         """How many of the first levels are here and verified."""
         self.damages = 0
@@ -94,7 +100,23 @@ class Assembly:
         self._buffer: Buffer | None = None  # of the whole stream, when more than that comes
         self._have = Intervals()
         self._have.add(0, len(self._first))
+        self._skip(0)
         self._checking = False
+
+    def without_windowed(self) -> Assembly:
+        """A new one of the same stream that does not want its layers with a window."""
+        return Assembly(self.header, self._first, windowed=False)
+
+    def _skip(self, first: int) -> None:
+        """What is not wanted of levels from `first` on is not missing."""
+        for skipped in self._skipped()[first:]:
+            self._have.add(*skipped)
+
+    def _skipped(self) -> list[Interval]:
+        """Of each level the bytes that are not wanted."""
+        if self.is_whole:
+            return []
+        return list(zip(self.header.part_ends, self.header.level_ends, strict=True))
 
     @property
     def stream_id(self) -> bytes:
@@ -107,8 +129,23 @@ class Assembly:
 
     @property
     def arrived_bytes(self) -> int:
-        """From the first byte on, without a gap."""
+        """From the first byte on, without a gap; what is not wanted counts as being here."""
         return self._have.first_gap
+
+    @cached_property
+    def wanted_ends(self) -> tuple[int, ...]:
+        """How many bytes the first levels take, without those that are not wanted."""
+        return tuple(self._wanted_before(end) for end in self.level_ends)
+
+    @property
+    def wanted_arrived(self) -> int:
+        """How many of these are here, without a gap."""
+        return self._wanted_before(self.arrived_bytes)
+
+    def _wanted_before(self, end: int) -> int:
+        if self.is_whole:
+            return end
+        return end - sum(max(0, min(hi, end) - lo) for lo, hi in self._skipped())
 
     def missing(self, end: int) -> list[Interval]:
         """What is still to be fetched of the first `end` bytes."""
@@ -142,10 +179,13 @@ class Assembly:
         """The first `levels` levels, to be decoded."""
         assert 1 <= levels <= self.levels
         data = self._memory()[: self.level_ends[levels - 1]]
+        if not self.is_whole:
+            return Bitstream.without_windowed(self.header, data, levels, verified=range(levels))
         return Bitstream.of(self.header, data, verified=range(levels))
 
     def verified(self) -> memoryview:
         """Header and verified levels, as they came; they do not change any more."""
+        assert self.is_whole, "of a stream without a part of its levels nothing is kept"
         end = self.level_ends[self.levels - 1] if self.levels else self.header.size_bytes
         return self._memory()[:end].toreadonly()
 
@@ -191,7 +231,7 @@ class Assembly:
         """How many of these levels are, up to the first that is not."""
         for level in range(first, end):
             try:
-                self.header.check_level(level, self._level(level))
+                self.header.check_level(level, self._level(level), windowed=self.is_whole)
             except ChecksumError:
                 return level - first
         return end - first
@@ -202,7 +242,8 @@ class Assembly:
     def _forget(self, level: int) -> None:
         """And all behind it: nobody knows whether those who brought this brought that."""
         self.damages += 1
-        self._have.remove(self.header.level_start(level), self.level_ends[-1])
+        self._have.remove(self.header.level_start(level), self.header.stream_bytes)
+        self._skip(level)
 
 
 @cache

@@ -174,7 +174,9 @@ class Delivery:
                 self.front.raise_crash()
                 await asyncio.wait([lookup], timeout=TICK_S)
             if lookup.done() and self.front.num_read < len(self.request.chunks):
-                self.known += lookup.result().incoming(self.request.chunks)
+                spec, skips = self.request.codec.spec, self.request.skips_windows
+                windows = spec.windows if skips else ()
+                self.known += lookup.result().incoming(self.request.chunks, windows)
         finally:
             lookup.cancel()
             await asyncio.wait([lookup])
@@ -183,6 +185,9 @@ class Delivery:
             async with asyncio.timeout(max(0.0, until_s - self.question.clock())):
                 enough = enough_levels(self.request.expected_kld, self.request.enough_kld)
                 await read_local(self.known, self.endpoints, enough)
+                # All that is wanted of these may have come with their headers.
+                parts = [one.assembly for one in self.known if not one.assembly.is_whole]
+                await asyncio.gather(*(one.verify() for one in parts))
 
     async def _find(self, until_s: float) -> Known:
         if self._told is not None:
@@ -241,7 +246,7 @@ class Delivery:
         if len(fetches) * GATHERED >= self.request.sink.batch_chunks:
             return True
         now_s, link = self.now_s(), self.transfer.link()
-        size = self.known[fetches[0].chunk].assembly.level_ends[fetches[0].levels - 1]
+        size = self.known[fetches[0].chunk].assembly.wanted_ends[fetches[0].levels - 1]
         if link.low_rate * GATHER_S < size or not self.transfer.in_flight_bytes:
             return True
         if self._gathering_s is None:
@@ -343,7 +348,7 @@ def _result_of(delivery: Delivery) -> Result:
 
 def _arrived(known: Iterable[Incoming]) -> Iterator[Arrived]:
     for one in known:
-        if one.assembly.levels and not one.undecodable:
+        if one.assembly.levels and not one.undecodable and one.assembly.is_whole:
             yield Arrived(one.chunk, one.assembly.verified(), one.assembly.levels)
 
 

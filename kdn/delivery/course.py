@@ -115,7 +115,9 @@ class Course:
             kld = tuple(self._request.expected_kld)
             self._offered = streams
             self._offers = tuple(
-                Offer(one.chunk.num_tokens, one.assembly.level_ends, kld, self._weights[one.number])
+                Offer(
+                    one.chunk.num_tokens, one.assembly.wanted_ends, kld, self._weights[one.number]
+                )
                 for one in self._known
             )
         return self._offers
@@ -123,5 +125,5 @@ class Course:
 
 def _progress(one: Incoming) -> Progress:
     if one.lost:  # nothing more will come: for a planner it is as good as done
-        return Progress(one.assembly.level_ends[-1], len(one.assembly.level_ends))
-    return Progress(one.assembly.arrived_bytes, one.decoded, one.computed)
+        return Progress(one.assembly.wanted_ends[-1], len(one.assembly.wanted_ends))
+    return Progress(one.assembly.wanted_arrived, one.decoded, one.computed)

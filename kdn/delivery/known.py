@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from kdn.cache.keys import CHUNK_TOKENS, TAIL_MULTIPLE, Chunk, Namespace, TokenIds, cut, tails
+from kdn.cache.windows import Windows, needed_from
 from kdn.codec.base import Codec
 from kdn.codec.header import StreamInfo
 from kdn.delivery.assemble import Assembly
@@ -48,15 +49,17 @@ class Known:
         streams = {key: stream for key, stream in self.streams.items() if key in keys}
         return replace(self, chunks=mine, streams=streams)
 
-    def incoming(self, chunks: Sequence[Chunk]) -> list[Incoming]:
-        """The first of these chunks, as far as their streams are known."""
-        found: list[Incoming] = []
-        for chunk in chunks:
-            stream = self.streams.get(chunk.key)
-            if stream is None:
-                break
-            found.append(Incoming(len(found), chunk, stream.assembly, set(stream.lacking)))
-        return found
+    def incoming(self, chunks: Sequence[Chunk], windows: Windows = ()) -> list[Incoming]:
+        """The first of these chunks, as far as their streams are known. Of the model's layers with
+        `windows`, only what is read by whoever goes on from their end is wanted."""
+        streams = [self.streams.get(chunk.key) for chunk in chunks]
+        known = list(zip(chunks, takewhile(lambda one: one is not None, streams), strict=False))
+        whole_from = needed_from(windows, known[-1][0].end) if known else 0
+        return [
+            Incoming.of(number, chunk, stream, windowed=chunk.end > whole_from)
+            for number, (chunk, stream) in enumerate(known)
+            if stream is not None
+        ]
 
     def are_found(self, chunks: Iterable[Chunk]) -> bool:
         """Whether nobody need be asked for them: their streams are here, or nobody has them."""

@@ -70,10 +70,18 @@ class Incoming:
     """Levels of it in the cache, all of stream `decoded_id`."""
     decoded_id: bytes = b""
     computed: bool = False
+    windowed: bool = True
+    """Whether its layers with a window are wanted."""
+
+    @classmethod
+    def of(cls, number: int, chunk: Chunk, stream: Stream, *, windowed: bool = True) -> Incoming:
+        """As a lookup found it."""
+        lacking = set(stream.lacking)
+        return cls(number, chunk, _wanted(stream, windowed), lacking, windowed=windowed)
 
     def restart(self, stream: Stream) -> None:
         """Begin again with another stream; what was decoded stays as it is."""
-        self.assembly, self.lacking = stream.assembly, set(stream.lacking)
+        self.assembly, self.lacking = _wanted(stream, self.windowed), set(stream.lacking)
         self.restarts += 1
 
 
@@ -99,6 +107,11 @@ class Stream:
 
     assembly: Assembly
     lacking: frozenset[Endpoint] = frozenset()
+
+
+def _wanted(stream: Stream, windowed: bool) -> Assembly:
+    has_parts = stream.assembly.header.info.windowed_from is not None
+    return stream.assembly if windowed or not has_parts else stream.assembly.without_windowed()
 
 
 Answers = dict[Endpoint, list[Assembly | None]]
@@ -262,7 +275,7 @@ def verified_head(head: bytes, chunk: Chunk, codec: Codec) -> Header:
     parse = _parsed if len(own) <= KEPT_HEADER_BYTES else Header.parse
     header = parse(own, chunk.seal_key)
     stream = Bitstream(header, {})
-    stream.check_for(chunk, codec.spec, codec.profile_id, codec.codec_id)
+    stream.check_for(chunk, codec.spec, codec.profile_id, codec.codec_id, codec.windowed_from)
     if header.info.num_levels != codec.num_levels:
         raise MismatchError(f"expected {codec.num_levels} levels, found {header.info.num_levels}")
     return header

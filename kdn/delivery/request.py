@@ -47,6 +47,9 @@ class Request:
     """Without it nothing is computed on the way, and no plan counts on it."""
     shared: bool = False
     """Whether model and decoder work on the same processor, at each other's cost."""
+    skips_windows: bool = False
+    """Whether layers with a window are wanted only as far as those read them who go on from the end
+    of what is known. The sink must be able to say what a layer lacks."""
 
     def __post_init__(self) -> None:
         assert self.chunks, "a request is for at least one chunk"

@@ -72,15 +72,23 @@ class HostSink:
 
     @property
     def cache(self) -> KVCache:
-        """With what layers lack, as the chunks say that were written: a layer with a sliding window
-        lacks the oldest tokens, be it in one chunk or in several."""
-        cache = self._cache
+        """All of it: see `until`."""
+        return self.until(self._cache.end)
+
+    def until(self, end: int) -> KVCache:
+        """The tokens before `end`, with what layers lack, as the chunks say that were written: a
+        layer with a sliding window lacks the oldest tokens, be it in one chunk or in several."""
+        cache = self._cache.slice(self._cache.start, end)
         valid_from = list(cache.valid_from)
         for start, positions in sorted(self._valid_from.items()):
-            for layer, position in enumerate(positions):
+            for layer, position in enumerate(positions if start < end else ()):
                 if position > start:
-                    valid_from[layer] = position
+                    valid_from[layer] = min(position, end)
         return KVCache(cache.keys, cache.values, cache.start, tuple(valid_from))
+
+    def held_from(self, chunk: Chunk) -> tuple[int, ...] | None:
+        """The first position that each layer holds of a chunk; None if it was not written."""
+        return self._valid_from.get(chunk.start)
 
     @property
     def batch_chunks(self) -> int:

@@ -255,11 +255,14 @@ class Session(Opened):
         compute: Compute | None = None,
         shared: bool = False,
         on_progress: OnProgress | None = None,
+        skips_windows: bool = False,
     ) -> Delivered:
         """Consecutive chunks, good enough for a context up to `end` (None: that of the chunks), by
         the deadline, into the sink. Those that this host holds come first, the others from places,
         which are asked for them unless it is `known` what they have. `compute` lets the model read
-        along, `shared` says that it and the decoder take each other's time."""
+        along, `shared` says that it and the decoder take each other's time. With
+        `skips_windows`, layers with a window are fetched only as far as they are read by whoever
+        goes on from the end of what is known."""
         until_s = self._clock() + deadline_s
         last = chunks[-1].end if end is None else end
         held = await self._write_held(chunks, sink, last, enough_kld, until_s)
@@ -269,7 +272,7 @@ class Session(Opened):
             return Delivered(tuple(chunks), held, None, self.codec.expected_kld)
         request = Request(
             rest, self.codec, self.codec.expected_kld, sink, left_s, enough_kld, speeds,
-            None if held else compute, shared,
+            None if held else compute, shared, skips_windows,
         )  # fmt: skip
         told = known if known is not None and known.are_found(rest) else None
         result = await deliver(

@@ -22,7 +22,8 @@ from kdn.calibrate.command import Request, longest_context, num_windows
 from kdn.calibrate.first_pass import until
 from kdn.calibrate.loading import cpu_knows_bfloat16, dtype_on, fits, load_to_calibrate
 from kdn.calibrate.steps import is_rounding
-from kdn.codec.klt import KltCodec, Profile
+from kdn.codec.klt import Profile
+from kdn.codec.profiles import codec_with
 from kdn.engines.models import load_model, own_weights
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
@@ -105,7 +106,7 @@ def test_killed_and_resumed_it_ends_well(
     assert calibration["texts"] == ["words"]
     klds = [level["kld"] for level in profile.meta["expected"]]
     assert klds == sorted(klds, reverse=True)
-    KltCodec(spec_of(load_model(folder)[0]), profile)
+    codec_with(spec_of(load_model(folder)[0]), profile)
     assert "from 6,144 tokens" in " ".join(capsys.readouterr().out.split())
 
 

@@ -149,3 +149,15 @@ def test_the_stated_size_is_that_of_a_profile(tiny_model: Callable[..., Any]) ->
     tables = ("level", "token", "sink.freqs")
     size = sum(t.nbytes for name, t in profile.tensors.items() if not name.startswith(tables))
     assert profile_bytes(shape_of(model, spec_of(model)), sizes) == pytest.approx(size, rel=0.1)
+
+
+def test_layers_with_windows_have_groups_of_their_own() -> None:
+    assert layer_groups(30, 15) == layer_groups(30, 15, 0) == ((0, 15), (15, 30))
+    assert layer_groups(12, 5, 10) == ((0, 2), (2, 7), (7, 12))
+    assert layer_groups(12, 20, 10) == ((0, 2), (2, 12))
+    assert layer_groups(12, 20, 12) == ((0, 12),)
+    gemma = Shape(26, 512, 262_144, 1152, 10**9, 7 * 10**8, num_windowed=22)
+    plain = Shape(26, 512, 262_144, 1152, 10**9, 7 * 10**8)
+    sizes = chosen_sizes(gemma, 64 << 30)
+    assert gemma.groups(sizes.group_layers) == ((0, 4), (4, 15), (15, 26))
+    assert chosen_sizes(plain, 64 << 30).group_layers == 13

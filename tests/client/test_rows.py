@@ -94,13 +94,13 @@ def test_the_model_reads_along(tiny_model: Any, tmp_path: Path) -> None:
             engine, prompt = client.engine, prompt_of(TEXT, QUESTION)
             chunks = cut(prompt, await engine.names())
             room = engine.room_for(chunks[-1].end)
-            sink, cache_of = client.contexts.sink_for(chunks, room)
+            landing = client.contexts.landing_for(chunks, room)
             reader = ChunkReader(model, chunks)
             values = await reader(0, len(chunks))
             for chunk in chunks:
-                sink.write(chunk, values)
+                landing.sink.write(chunk, values)
             await reader.finish()
-            context = engine.context_of(cache_of(), prompt, room)
+            context = engine.context_of(landing.until(chunks[-1].end), prompt, room)
             await engine.read(context, prompt[chunks[-1].end :])
             tokens = [token async for token in engine.answer(context, Sampling(9))]
             assert engine.text(tokens) == expected
@@ -147,7 +147,9 @@ async def delivered(client: AsyncClient) -> tuple[Any, Any, RowsSink]:
     tokens = (await client.named("notes")).tokens
     chunks = cut(tokens, await client.engine.names())
     room = client.engine.room_for(chunks[-1].end)
-    sink, cache_of = client.contexts.sink_for(chunks, room)
+    landing = client.contexts.landing_for(chunks, room)
+    sink = landing.sink
     assert isinstance(sink, RowsSink)
     await client.session.deliver(chunks, sink)
-    return client.engine.context_of(cache_of(), tokens, room), chunks, sink
+    cache = landing.until(chunks[-1].end)
+    return client.engine.context_of(cache, tokens, room), chunks, sink

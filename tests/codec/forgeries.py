@@ -19,6 +19,8 @@ def forge(rng: random.Random, target: Target) -> Attempt:
     """A stream with sections and fields of the attacker's choice and every digest right, by one who
     has the secret."""
     info, sections = _forged_parts(rng, target)
+    if info.windowed_from is not None and rng.random() < 0.1:
+        info = replace(info, windowed_from=rng.choice((None, 0, 1, 2, 65535)))
     return lambda: Bitstream.parse(write(info, sections, target.chunk.seal_key))
 
 
@@ -74,14 +76,16 @@ def spliced(rng: random.Random, target: Target) -> Attempt:
     good, other = (Bitstream.parse(data).header for data in (target.stream, target.other))
     level = rng.randrange(good.info.num_levels)
     levels = levels_of(target.stream) | {level: levels_of(target.other)[level]}
-    digests_at = good.size_bytes - 32 - 16 * good.info.num_levels
+    digests_at = good.size_bytes - 32 - 16 * len(good.level_digests)
     directory_at = digests_at - 8 * len(good.entries)
     head = bytearray(target.stream[: good.size_bytes])
     for i, entry in enumerate(other.entries):
         if entry.level == level:
             struct.pack_into("<I", head, directory_at + 8 * i + 4, entry.length)
-    at = digests_at + 16 * level
-    head[at : at + 16] = other.level_digests[level]
+    parts = good.info.num_parts
+    for number in range(level * parts, (level + 1) * parts):
+        at = digests_at + 16 * number
+        head[at : at + 16] = other.level_digests[number]
     if good.info.num_levels > 1 and rng.random() < 0.3:  # of one level, it would be all of `other`
         head[-32:-16] = other.seal
     data = bytes(head) + b"".join(levels[i] for i in sorted(levels))

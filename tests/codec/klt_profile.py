@@ -8,23 +8,26 @@ import numpy as np
 import numpy.typing as npt
 
 from kdn.cache.spec import ModelSpec
+from kdn.cache.windows import num_unbounded
 from kdn.calibrate.tables import flat_tables, laplace_tables
 from kdn.codec.klt import Profile, symbols
-from kdn.codec.klt.profile import FORMAT, VERSION, VERSION_OF_STAGES
+from kdn.codec.klt.profile import FORMAT, VERSION, VERSION_OF_STAGES, VERSION_OF_WINDOWS
 from kdn.codec.rans import normalise
 
 LEVELS = 4
 
 
 def parts(
-    spec: ModelSpec, seed: int = 0, leading: int = 0
+    spec: ModelSpec, seed: int = 0, leading: int = 0, in_parts: bool = False
 ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
     """Meta data and tensors, to be built into a profile or to be spoilt first. `leading`: of the
-    first layer of each group in two stages; every other layer has one fewer than that before."""
+    first layer of each group in two stages; every other layer has one fewer than that before.
+    `in_parts`: layers with a window are in groups of their own."""
     rng = np.random.default_rng(seed)
     per_layer = 2 * spec.num_kv_heads * spec.head_dim
     columns, half = per_layer * spec.num_layers, spec.num_layers // 2
-    groups = [[0, half], [half, spec.num_layers]]
+    border = num_unbounded(spec) if in_parts else 0
+    groups = [[0, border or half], [border or half, spec.num_layers]]
     embed, rank, sinks = 6, 4, 4
     tensors: dict[str, npt.NDArray[Any]] = {
         "embed.codes": rng.integers(-127, 128, (spec.vocab_size, embed)).astype(np.int8),
@@ -91,6 +94,9 @@ def parts(
         meta |= {"version": VERSION_OF_STAGES, "leading": counts}
         for index, own in enumerate(counts):
             tensors |= _stages(tensors, f"g{index}.", spec, own, rng)
+    if in_parts:
+        told = meta.get("leading", [[] for _ in groups])
+        meta |= {"version": VERSION_OF_WINDOWS, "windowed_from": int(border > 0), "leading": told}
     return meta, tensors | flat
 
 
@@ -109,5 +115,7 @@ def _stages(
     return found
 
 
-def make_profile(spec: ModelSpec, seed: int = 0, leading: int = 0) -> Profile:
-    return Profile.build(*parts(spec, seed, leading))
+def make_profile(
+    spec: ModelSpec, seed: int = 0, leading: int = 0, in_parts: bool = False
+) -> Profile:
+    return Profile.build(*parts(spec, seed, leading, in_parts))

@@ -48,8 +48,8 @@ def wrong_length(rng: random.Random, target: Target) -> Attempt:
     """A count or length field changed, with or without a stream id that fits."""
     header = Bitstream.parse(target.stream).header
     data = bytearray(target.stream)
-    directory = header.size_bytes - 32 - 16 * header.info.num_levels - 8 * len(header.entries)
-    places = [(8, "<I"), (68, "<H"), (70, "<H"), (77, "<B"), (78, "<H"), (81, "<H")]
+    directory = header.size_bytes - 32 - 16 * len(header.level_digests) - 8 * len(header.entries)
+    places = [(8, "<I"), (68, "<H"), (70, "<H"), (77, "<B"), (78, "<H"), (80, "<B"), (81, "<H")]
     places += [(directory + 8 * i + 4, "<I") for i in range(len(header.entries))]
     at, form = rng.choice(places)
     (value,) = struct.unpack_from(form, data, at)

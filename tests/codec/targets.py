@@ -9,9 +9,11 @@ from typing import Any
 from kdn.bench.rivals.cachegen import CacheGenCodec
 from kdn.bench.rivals.cachegen_profile import CacheGenProfile
 from kdn.cache.keys import PUBLIC_SECRET, Chunk
+from kdn.cache.spec import ModelSpec
 from kdn.codec.base import Codec
 from kdn.codec.exact import ExactCodec
 from kdn.codec.klt import KltCodec
+from kdn.codec.profiles import codec_with
 from tests.codec.klt_profile import make_profile
 
 
@@ -54,11 +56,27 @@ def _two_stages(tiny: Any) -> Target:
     return _target(tiny, *codecs)
 
 
+def _klt_in_parts(tiny: Any) -> Target:
+    spec = windowed(tiny)
+    return _target(tiny, *(klt_in_parts(spec, seed) for seed in (0, 1)))
+
+
+def windowed(tiny: Any) -> ModelSpec:
+    """Every second layer has a window."""
+    spec: ModelSpec = replace(tiny.spec, windows=(None, 40, None, 40))
+    return spec
+
+
+def klt_in_parts(spec: ModelSpec, seed: int = 0) -> Codec:
+    return codec_with(spec, make_profile(spec, seed, in_parts=True))
+
+
 CODECS: dict[str, Callable[[Any], Target]] = {
     "exact": _exact,
     "cachegen": _cachegen,
     "klt": _klt,
     "klt in two stages": _two_stages,
+    "klt in two parts": _klt_in_parts,
 }
 
 

@@ -21,12 +21,16 @@ from safetensors.torch import load_file, save_file
 from kdn.bench.rivals.cachegen import CacheGenCodec
 from kdn.bench.rivals.cachegen_profile import CacheGenProfile
 from kdn.cache.keys import Chunk
+from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
+from kdn.codec import open_codec
 from kdn.codec.base import Codec
 from kdn.codec.exact import ExactCodec
 from kdn.codec.format import Bitstream
-from kdn.codec.klt import KltCodec, Profile
+from kdn.codec.klt import Profile
+from kdn.codec.profiles import codec_with
 from tests.codec.klt_profile import make_profile
+from tests.codec.targets import windowed
 
 
 @dataclass(frozen=True)
@@ -50,18 +54,23 @@ def _exact(tiny: Any, profile: bytes) -> Codec:
     return ExactCodec(tiny.spec)
 
 
+def _exact_parts(tiny: Any, profile: bytes) -> Codec:
+    return open_codec("exact", windowed(tiny))
+
+
 def _cachegen(tiny: Any, profile: bytes) -> Codec:
     return CacheGenCodec(tiny.spec, CacheGenProfile.from_bytes(profile))
 
 
-KLT_LEADING = {"klt": 0, "klt_stages": 24}
+KLT_LEADING = {"klt": 0, "klt_stages": 24, "klt_parts": 0}
 """Names of files, and how many components of each layer a second stage sees: none in version 3 of
-the profile."""
+the profile. The last is for a model with windows, in two parts."""
 CACHEGEN_PROFILE = "cachegen_profile.safetensors"
 GOLDEN = {
     "exact_float16": Golden(_exact),
     "exact_bfloat16_windowed": Golden(_exact, torch.bfloat16, (0, 7, 32, 0), 1),
     "exact_float32": Golden(_exact, torch.float32),
+    "exact_parts": Golden(_exact_parts, absences=(0, 7, 0, 32), index=1),
     "cachegen": Golden(_cachegen, profile=CACHEGEN_PROFILE),
     "cachegen_windowed": Golden(_cachegen, torch.float32, (0, 7, 32, 0), 1, CACHEGEN_PROFILE),
 }
@@ -118,12 +127,18 @@ def test_decodes_to_the_pinned_values(name: str, tiny: Any, golden_folder: Path)
 KLT_TOLERANCE = 2e-3
 
 
-def _klt_case(tiny: Any, folder: Path, name: str, index: int) -> tuple[KltCodec, Chunk]:
-    codec = KltCodec(tiny.spec, Profile.load(folder / f"{name}_profile.safetensors"))
+def _klt_spec(tiny: Any, name: str) -> ModelSpec:
+    found: ModelSpec = windowed(tiny) if name == "klt_parts" else tiny.spec
+    return found
+
+
+def _klt_case(tiny: Any, folder: Path, name: str, index: int) -> tuple[Codec, Chunk]:
+    profile = Profile.load(folder / f"{name}_profile.safetensors")
+    codec = codec_with(_klt_spec(tiny, name), profile)
     return codec, tiny.chunk(codec.profile_id, 32, index)
 
 
-def _klt_levels(codec: KltCodec, stream: Bitstream, chunk: Chunk) -> dict[str, torch.Tensor]:
+def _klt_levels(codec: Codec, stream: Bitstream, chunk: Chunk) -> dict[str, torch.Tensor]:
     found = {}
     for levels in range(1, codec.num_levels + 1):
         cache = codec.decode(stream, chunk, levels=levels)
@@ -132,7 +147,8 @@ def _klt_levels(codec: KltCodec, stream: Bitstream, chunk: Chunk) -> dict[str, t
 
 
 def _regenerate_klt(tiny: Any, folder: Path, name: str) -> None:
-    profile = make_profile(tiny.spec, leading=KLT_LEADING[name])
+    spec, in_parts = _klt_spec(tiny, name), name == "klt_parts"
+    profile = make_profile(spec, leading=KLT_LEADING[name], in_parts=in_parts)
     (folder / f"{name}_profile.safetensors").write_bytes(profile.to_bytes())
     pinned = {}
     for index in (0, 1):

@@ -108,9 +108,9 @@ def test_large_levels_are_verified_beside_the_event_loop(monkeypatch: pytest.Mon
     threads = set()
     check_level = Header.check_level
 
-    def seen(self: Header, level: int, data: memoryview) -> None:
+    def seen(self: Header, level: int, data: memoryview, *, windowed: bool) -> None:
         threads.add(threading.current_thread())
-        check_level(self, level, data)
+        check_level(self, level, data, windowed=windowed)
 
     monkeypatch.setattr(Header, "check_level", seen)
     add(assembly, 0, stream)

@@ -22,7 +22,8 @@ from kdn.cache.keys import Chunk
 from kdn.cache.rows import TokenRows, check_whole
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache, check_heads
-from kdn.codec.base import Codec, Coded, moved, output_cache
+from kdn.cache.windows import ordered
+from kdn.codec.base import Codec, Coded, info_at_hand, moved, output_cache
 from kdn.codec.format import Bitstream, CodecId, DType, Section, StreamInfo, write, write_levels
 from kdn.codec.klt import symbols
 from kdn.codec.klt.analysis import Analyser
@@ -49,7 +50,7 @@ from kdn.codec.klt.transform import (
 )
 from kdn.codec.repair import Repair
 from kdn.codec.threads import parallel_call, parallel_map
-from kdn.errors import FormatError, KdnError
+from kdn.errors import FormatError, KdnError, MismatchError
 
 
 class KltCodec(Codec):
@@ -70,7 +71,10 @@ class KltCodec(Codec):
         """`duals`: a file that spares later processes what the first encoding works out.
         `unrepaired`: the codec into whose rows a repair was folded, to make this one's."""
         profile.check_for(spec)
+        if profile.windowed_from is not None and spec != ordered(spec):
+            raise MismatchError("expected the layers with a window to come last")
         self.spec = spec
+        self.windowed_from = profile.windowed_from
         self.profile = profile
         self.profile_id = profile.profile_id
         self.num_levels = profile.num_levels
@@ -166,6 +170,7 @@ class KltCodec(Codec):
             num_levels=self.num_levels,
             profile=self.profile_id,
             valid_from=cache.valid_from,
+            windowed_from=self.windowed_from,
         )
 
     def decode(
@@ -180,8 +185,9 @@ class KltCodec(Codec):
     ) -> KVCache:
         """Keys are stored without rotation: to decode them elsewhere costs nothing."""
         wanted = self._checked_levels(stream, chunk, levels)
-        cache = output_cache(stream.info, out, dtype, at)
-        if self._gpu.decode([stream], [chunk], [wanted], cache, at=at):
+        cache = output_cache(info_at_hand(stream, self.spec), out, dtype, at)
+        by_cores = not stream.has_windowed  # the others know whole streams only
+        if by_cores or self._gpu.decode([stream], [chunk], [wanted], cache, at=at):
             self._decode_into(cache, stream, chunk, wanted)
         return cache
 
@@ -198,7 +204,7 @@ class KltCodec(Codec):
         """Sums the columns of these heads only; all symbols have to be decoded for that."""
         wanted = self._checked_levels(stream, chunk, levels)
         check_heads(heads, self.spec.num_kv_heads)
-        info = replace(stream.info, num_kv_heads=len(heads))
+        info = replace(info_at_hand(stream, self.spec), num_kv_heads=len(heads))
         cache = output_cache(info, None, dtype, at)
         self._decode_into(cache, stream, chunk, wanted, heads)
         return cache
@@ -211,21 +217,24 @@ class KltCodec(Codec):
         wanted: int,
         heads: range | None = None,
     ) -> None:
-        """On the cores, for positions from the cache's beginning on."""
+        """On the cores, for positions from the cache's beginning on. Groups whose part of the
+        stream is not at hand are left out."""
+        every = len(self._transforms)
+        groups = range(every if stream.has_windowed else self.windowed_from or 0)
+        if not groups:
+            return
         classes = self.coder.decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
-        groups = range(len(self._transforms))
         known, coded = parallel_call(
             lambda: self._restorer.known(chunk, cache.start),
             *(partial(self.coder.decode, stream, g, wanted, classes) for g in groups),
         )
         count = self.profile.num_sinks_of(chunk)
-        sinks = self._decode_sinks(stream, count) if count else []
+        sinks = self._decode_sinks(stream, groups, count) if count else []
         self._restorer.restore(chunk, known, FromStream(classes, coded, sinks), cache, heads)
 
-    def _decode_sinks(self, stream: Bitstream, count: int) -> list[torch.Tensor]:
-        """Of each group, the values [sinks, columns] of a context's first tokens."""
-        data = [stream.section(0, g, KIND_SINKS) for g in range(len(self._sinks))]
-        return [own.decode(part, count) for own, part in zip(self._sinks, data, strict=True)]
+    def _decode_sinks(self, stream: Bitstream, groups: range, count: int) -> list[torch.Tensor]:
+        """Of each of these groups, the values [sinks, columns] of a context's first tokens."""
+        return [self._sinks[g].decode(stream.section(0, g, KIND_SINKS), count) for g in groups]
 
     def decode_all(
         self,
@@ -237,7 +246,10 @@ class KltCodec(Codec):
     ) -> None:
         """Chunks that a GPU can decode are decoded there, all at once."""
         counts = [self._checked_levels(*both, levels) for both in zip(streams, chunks, strict=True)]
-        left = self._gpu.decode(streams, chunks, counts, out)
+        whole = all(stream.has_windowed for stream in streams)
+        left: Sequence[int] = range(len(streams))
+        if whole:
+            left = self._gpu.decode(streams, chunks, counts, out)
         super().decode_all(
             [streams[i] for i in left], [chunks[i] for i in left], out, levels=levels
         )
@@ -278,7 +290,8 @@ class KltCodec(Codec):
             if one.at is not None:
                 moved(one.stream.info, one.at)
             rows.check_slots(one.slots, one.chunk.num_tokens)
-            check_whole(one.stream.info.valid_from, one.chunk.start, one.slots)
+            held = info_at_hand(one.stream, self.spec).valid_from
+            check_whole(held, one.chunk.start, one.slots)
         except KdnError as error:
             return error
         return None
@@ -289,7 +302,7 @@ class KltCodec(Codec):
 
     def _checked_levels(self, stream: Bitstream, chunk: Chunk, levels: int | None) -> int:
         """How many levels to decode of what is this chunk's stream."""
-        stream.check_for(chunk, self.spec, self.profile_id, self.codec_id)
+        stream.check_for(chunk, self.spec, self.profile_id, self.codec_id, self.windowed_from)
         if stream.info.num_levels != self.num_levels:
             raise FormatError(f"expected {self.num_levels} levels, found {stream.info.num_levels}")
         wanted = stream.levels_available if levels is None else levels

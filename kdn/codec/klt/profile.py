@@ -30,6 +30,10 @@ meta data's `leading` says of each group how many components each of its layers 
 the matrix across layers leads to; an empty list is a group of one stage. In a group of two stages,
 `g.basis` is [n - m, K], and `g.rows` leads from a layer's components to its columns, keys before
 values, layer after layer. A profile without such groups is written as version 3.
+
+Version 5 is version 4 for a model with sliding windows. Its layers are numbered as streams have
+them, those with a window last (`kdn/codec/windowed.py`), and the meta data's `windowed_from` is the
+first group that holds such layers; no group holds both kinds.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ from safetensors.numpy import save as save_tensors
 
 from kdn.cache.keys import Chunk
 from kdn.cache.spec import FINGERPRINT_BYTES, ModelSpec
+from kdn.cache.windows import num_unbounded
 from kdn.codec.klt import symbols
 from kdn.codec.rans import PROB_TOTAL
 from kdn.errors import FormatError, MismatchError
@@ -60,6 +65,7 @@ FORMAT = "kdn klt profile"
 VERSION = 3
 """Of profiles whose groups all have one stage."""
 VERSION_OF_STAGES = 4
+VERSION_OF_WINDOWS = 5
 PROFILE_ID_BYTES = 16
 CONTEXT_TOKENS = 3
 """The predictor sees a token and the two before it."""
@@ -198,6 +204,11 @@ class Profile:
             found.append(Group((first, last), columns, **part, leading=leading))
         return tuple(found)
 
+    @property
+    def windowed_from(self) -> int | None:
+        """The first group of layers with a window; None: streams are in one part."""
+        return self.meta["windowed_from"] if self.meta["version"] == VERSION_OF_WINDOWS else None
+
     @cached_property
     def has_two_stages(self) -> bool:
         """Whether any group has."""
@@ -239,6 +250,9 @@ class Profile:
                 f"the profile is for another model: fingerprint expected "
                 f"{spec.fingerprint.hex()}, found {self.meta['model']}"
             )
+        border = self.windowed_from
+        if border is not None and self.meta["groups"][border][0] != num_unbounded(spec):
+            raise MismatchError("the profile is for another model: other layers have windows")
 
 
 def _cumulative(freqs: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
@@ -262,7 +276,7 @@ _GROUP_TENSORS = ("weight", "metric", "gain", *_ONE_STAGE, "scale")
 
 def leading_of(meta: Mapping[str, Any], group: int) -> tuple[int, ...]:
     """How many components each layer of a group of two stages has; none in a group of one."""
-    return tuple(meta["leading"][group]) if meta["version"] == VERSION_OF_STAGES else ()
+    return tuple(meta["leading"][group]) if meta["version"] != VERSION else ()
 
 
 def _check(profile: Profile) -> None:
@@ -298,9 +312,10 @@ def _check_freqs(name: str, freqs: npt.NDArray[Any]) -> None:
 
 
 def _check_meta(meta: Mapping[str, Any]) -> None:
-    if meta["format"] != FORMAT or meta["version"] not in (VERSION, VERSION_OF_STAGES):
+    known = (VERSION, VERSION_OF_STAGES, VERSION_OF_WINDOWS)
+    if meta["format"] != FORMAT or meta["version"] not in known:
         raise FormatError(
-            f"expected a {FORMAT} of version {VERSION} or {VERSION_OF_STAGES}, "
+            f"expected a {FORMAT} of version {', '.join(map(str, known))}, "
             f"found {meta['format']!r} of version {meta['version']!r}"
         )
     if len(bytes.fromhex(meta["model"])) != FINGERPRINT_BYTES:
@@ -317,8 +332,12 @@ def _check_meta(meta: Mapping[str, Any]) -> None:
         raise FormatError(f"expected groups that cover all layers, found {meta['groups']}")
     if any(first >= last for first, last in meta["groups"]):
         raise FormatError(f"expected groups of at least one layer, found {meta['groups']}")
-    if meta["version"] == VERSION_OF_STAGES:
+    if meta["version"] != VERSION:
         _check_leading(meta)
+    if meta["version"] == VERSION_OF_WINDOWS:
+        border, count = meta["windowed_from"], len(meta["groups"])
+        if type(border) is not int or not 0 <= border < count:
+            raise FormatError(f"expected a first group with windows below {count}, found {border}")
 
 
 def _check_numbers(meta: Mapping[str, Any]) -> None:

@@ -52,10 +52,10 @@ class RepairedKlt(KltCodec):
         cache.values.copy_(own.values)
         clear_absent(cache)
 
-    def _decode_sinks(self, stream: Bitstream, count: int) -> list[torch.Tensor]:
-        found = super()._decode_sinks(stream, count)
-        for own, sinks in zip(self._maps, found, strict=True):
-            own.add_to_values(sinks)
+    def _decode_sinks(self, stream: Bitstream, groups: range, count: int) -> list[torch.Tensor]:
+        found = super()._decode_sinks(stream, groups, count)
+        for group, sinks in zip(groups, found, strict=True):
+            self._maps[group].add_to_values(sinks)
         return found
 
     def repaired(self, repair: Repair) -> Codec:

@@ -83,15 +83,17 @@ class Restorer:
         cache: KVCache,
         heads: range | None = None,
     ) -> None:
-        """Puts prediction, components, correction and sinks of all groups into a cache, which may
-        be one of some heads only. The scales of `known` and `coded` are changed."""
+        """Puts prediction, components, correction and sinks of all groups, or of the first that
+        were coded, into a cache, which may be one of some heads only. The scales of `known` and
+        `coded` are changed."""
         error_scale = step_sizes(coded.classes, 1.0)
         scales = (known.latent.unit, error_scale, *(one.token_scale for one, _ in coded.groups))
         # Sinks are not predicted: they are coded as they are.
         for scale in scales:
             scale[: self._profile.num_sinks_of(chunk)] = 0
 
-        both = zip(self._transforms, coded.groups, strict=True)
+        transforms = self._transforms[: len(coded.groups)]
+        both = zip(transforms, coded.groups, strict=True)
         coarse = [transform.coarse(packed) for transform, (packed, _) in both]
 
         def restore(job: tuple[int, Band]) -> None:
@@ -102,7 +104,7 @@ class Restorer:
 
         jobs = [
             (index, band)
-            for index, transform in enumerate(self._transforms)
+            for index, transform in enumerate(transforms)
             for band in self._bands(transform)
         ]
         parallel_map(restore, jobs)
