@@ -17,5 +17,7 @@ SPOOL_BYTES = 1 << 30
 """Of encoded chunks that wait on disk for a node that is away."""
 HOST_BYTES = 2 << 30
 """Of chunks, in memory that all engines of a host share."""
+STATE_SPACING = 4
+"""Chunks from one stored state of recurrent layers to the next."""
 RESOLVE_S = 5.0
 """How long the addresses of a node's name are taken to be the same."""

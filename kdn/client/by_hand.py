@@ -7,11 +7,13 @@ from contextlib import suppress
 from typing import Any
 
 from kdn.cache.keys import Tokens, cut
+from kdn.cache.tensors import KVCache
 from kdn.checked import checked_tokens, shown
 from kdn.client.answers import Loaded
 from kdn.client.contexts import Contexts, Options
 from kdn.client.engine import values_of_cache
 from kdn.engines.device import follow_caller, model_stream, wait_for_model
+from kdn.engines.states import state_of
 from kdn.errors import KdnError, UnsupportedError
 
 
@@ -23,6 +25,12 @@ async def load(contexts: Contexts, tokens: Tokens, options: Options) -> Loaded:
     known, options = await contexts.know(tokens, options)
     if not known.chunks:
         return Loaded(None, 0, None, engine.config)
+    if contexts.resuming is not None:
+        found = await contexts.resuming.resume(known.chunks, options, known, into=False)
+        if found is None:
+            return Loaded(None, 0, None, engine.config)
+        cache, got = found.cache, found.delivered
+        return Loaded(cache, cache.end, got, engine.config, state=found.state)
     got, cache = await contexts.deliver(known.chunks, options, known)
     if not got.num_ready or (got.num_ready < len(got.chunks) and not cache.is_complete):
         return Loaded(None, 0, got, engine.config)
@@ -37,8 +45,11 @@ async def publish(contexts: Contexts, tokens: Tokens, cache: Any, after: Loaded 
     if after is not None and not isinstance(after, Loaded):
         raise UnsupportedError(f"after: expected what was loaded, found {shown(after)}")
     follow_caller(engine.device)
+    if engine.spec.has_states and isinstance(cache, KVCache):
+        raise UnsupportedError("expected past_key_values: a KVCache lacks the states of this model")
     with model_stream(engine.device):
         values = values_of_cache(cache, engine.spec)
+        state = state_of(cache) if engine.spec.has_states else None
     known, exact_until = 0, None
     if after is not None:
         known, exact_until = after.num_tokens, after.exact_until
@@ -46,5 +57,7 @@ async def publish(contexts: Contexts, tokens: Tokens, cache: Any, after: Loaded 
     with suppress(KdnError, OSError):  # a place that is away is published to all the same
         chunks = chunks[len((await session.know_home(chunks)).chunks) :]
     queued = contexts.publish_given(chunks, values, exact_until)
+    if contexts.resuming is not None and state is not None:
+        await contexts.resuming.publish_given(chunks, values.end, state, exact_until)
     await asyncio.to_thread(wait_for_model, engine.device)  # the caller's cache is copied
     return queued

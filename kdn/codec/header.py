@@ -74,6 +74,7 @@ class CodecId(IntEnum):
     EXACT = 1
     CACHEGEN = 2
     KLT = 3
+    STATE = 4
 
 
 class DType(IntEnum):
@@ -241,7 +242,7 @@ def _parse_header(view: memoryview) -> Header:
         head_dim, prefix_quality, levels, num_sections, absences_follow, params_bytes,
     ) = _FIXED.unpack_from(view)  # fmt: skip
     if codec not in _CODECS:
-        raise FormatError(f"expected codec 1, 2 or 3, found {codec}")
+        raise FormatError(f"expected codec 1, 2, 3 or 4, found {codec}")
     if dtype not in _DTYPES:
         raise FormatError(f"expected dtype 1, 2 or 3, found {dtype}")
     if absences_follow not in (0, 1):

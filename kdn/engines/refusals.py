@@ -11,6 +11,8 @@ from transformers import PreTrainedConfig
 from kdn.errors import UnsupportedError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_STATE_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
+"""Layers that keep a state, perhaps beside keys and values, or nothing."""
 
 _RECURRENT = ("linear", "mamba", "conv", "hybrid", "recurrent", "delta")
 """In names of layers that keep a state which each token changes."""
@@ -24,14 +26,18 @@ _BY_NAME = {
 """Families whose own caches lead elsewhere than reading, which shows too late to be probed for."""
 
 
-def refuse_unsupported(whole: PreTrainedConfig, config: PreTrainedConfig) -> None:
-    """UnsupportedError for what is known not to work. `config` is the text part of `whole`."""
+def refuse_unsupported(
+    whole: PreTrainedConfig, config: PreTrainedConfig, *, with_states: bool = False
+) -> None:
+    """UnsupportedError for what is known not to work. `config` is the text part of `whole`.
+    `with_states`: the engine keeps the states of recurrent layers, too."""
     name = config.model_type
     if name in _BY_NAME:
         raise UnsupportedError(f"{name}: not supported, {_BY_NAME[name]}")
     if whole.is_encoder_decoder:
         raise UnsupportedError(f"{name}: encoder-decoder models are not supported")
-    for kind in sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
+    known = _LAYER_TYPES | _STATE_TYPES if with_states else _LAYER_TYPES
+    for kind in sorted(set(getattr(config, "layer_types", None) or ()) - known):
         raise UnsupportedError(f"{name}: layers of type {kind!r} are not supported, {_why(kind)}")
     for rope in _rope_parameters(config):
         kind = str(rope.get("rope_type") or rope.get("type") or "default")
