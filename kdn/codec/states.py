@@ -14,6 +14,8 @@ import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kdn.cache.keys import Chunk
@@ -79,4 +81,5 @@ def _tensor(data: memoryview, part: StatePart) -> torch.Tensor:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return array.data

@@ -49,7 +49,7 @@ def test_an_answer_goes_on_from_a_stored_state(model: Any, tmp_path: Path) -> No
 
 
 def test_a_mamba_hybrid_does_so_too(tmp_path: Path) -> None:
-    model = build("nemotron_h", mamba_num_heads=8, mamba_head_dim=16, n_groups=2)
+    model = build("nemotron_h")
     wanted = own_answer(model, prompt_of(TEXT, QUESTION), 12)
 
     @in_folder(tmp_path, model)

@@ -24,7 +24,7 @@ def parts(
     rng = np.random.default_rng(seed)
     per_layer = 2 * spec.num_kv_heads * spec.head_dim
     columns, half = per_layer * spec.num_layers, spec.num_layers // 2
-    groups = [[0, half], [half, spec.num_layers]]
+    groups = [[0, half], [half, spec.num_layers]] if half else [[0, 1]]
     embed, rank, sinks = 6, 4, 4
     tensors: dict[str, npt.NDArray[Any]] = {
         "embed.codes": rng.integers(-127, 128, (spec.vocab_size, embed)).astype(np.int8),
