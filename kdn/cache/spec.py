@@ -44,6 +44,8 @@ class ModelSpec:
     fingerprint: bytes
     has_states: bool = False
     """Other layers, or these, keep a state that every token changes (`kdn/cache/states.py`)."""
+    max_tokens: int | None = None
+    """In longer contexts the keys are turned otherwise than `ropes` says; None: in none."""
 
     @property
     def values_per_token(self) -> int:

@@ -289,6 +289,7 @@ class AsyncClient(Opened):
         context, tokens, style = await self.begin(name, options, stats)
         rest = tokens[context.num_tokens :]
         rows = [[*rest, *self.engine.prompts.ask(question, style)] for question in questions]
+        self.engine.check_length(context.num_tokens + max(map(len, rows)))
         if context.joined is not None:
             self.joins.check_fits(context.num_tokens + max(map(len, rows)))
         await self.joins.looks.look(context, rows, stats)
@@ -398,6 +399,7 @@ class AsyncClient(Opened):
         """Read what is left of the prompt, and answer."""
         if context.joined is not None:
             await self.joins.look(context, prompt, options, stats)
+        self.engine.check_length(len(prompt))
         held = context.num_tokens
         stats.prompt_tokens = len(prompt)
         stats.computed_tokens += len(prompt) - held

@@ -22,6 +22,9 @@ async def load(contexts: Contexts, tokens: Tokens, options: Options) -> Loaded:
     engine = contexts.engine
     checked_tokens("tokens", tokens, engine.spec.vocab_size)
     await engine.names()
+    most = engine.spec.max_tokens
+    if most is not None and len(tokens) > most:  # in so long a text the model has other keys
+        return Loaded(None, 0, None, engine.config)
     known, options = await contexts.know(tokens, options)
     if not known.chunks:
         return Loaded(None, 0, None, engine.config)
@@ -50,14 +53,15 @@ async def publish(contexts: Contexts, tokens: Tokens, cache: Any, after: Loaded 
     with model_stream(engine.device):
         values = values_of_cache(cache, engine.spec)
         state = state_of(cache) if engine.spec.has_states else None
+    engine.check_length(max(len(tokens), values.end))
     known, exact_until = 0, None
     if after is not None:
         known, exact_until = after.num_tokens, after.exact_until
     chunks = [chunk for chunk in cut(tokens, await engine.names()) if chunk.end > known]
+    if contexts.resuming is not None and state is not None:
+        await contexts.resuming.publish_given(chunks, values.end, state, exact_until)
     with suppress(KdnError, OSError):  # a place that is away is published to all the same
         chunks = chunks[len((await session.know_home(chunks)).chunks) :]
     queued = contexts.publish_given(chunks, values, exact_until)
-    if contexts.resuming is not None and state is not None:
-        await contexts.resuming.publish_given(chunks, values.end, state, exact_until)
     await asyncio.to_thread(wait_for_model, engine.device)  # the caller's cache is copied
     return queued

@@ -277,7 +277,8 @@ class Contexts:
         nothing more will come, the rest of the context."""
         context.check()
         count = context.num_tokens
-        if context.exact_until is not None or not count:
+        most = self.engine.spec.max_tokens or count
+        if context.exact_until is not None or not 0 < count <= most:
             return
         chunks: list[Chunk] = []
         if tail or count % CHUNK_TOKENS == 0:

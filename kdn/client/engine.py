@@ -137,6 +137,16 @@ class Engine:
         await asyncio.to_thread(self.unchanged.check)
         return self.namespace
 
+    def check_length(self, num_tokens: int) -> None:
+        """UnsupportedError for a text in which the model turns its keys otherwise."""
+        most = self.spec.max_tokens
+        if most is not None and num_tokens > most:
+            raise UnsupportedError(
+                f"expected a text of at most {most:,} tokens, found {num_tokens:,}: in longer ones "
+                "this model turns every key by the length of the whole (dynamic NTK or longrope), "
+                "so what is known of a part is of no use"
+            )
+
     def new_context(self, room: Room | None = None) -> Context:
         """Empty, to be read into, in `room` if there is one."""
         return Context(growing_cache(self.config, room), room=room)

@@ -52,6 +52,7 @@ class Learning:
             checked_text("head", head)
         tokens, style = engine.prompts.learn(what, head)
         checked_tokens("what", tokens, engine.spec.vocab_size)
+        engine.check_length(len(tokens))
         num_head = len(engine.prompts.begin(head)) if isinstance(what, str) else None
         chunks = chunks_to_learn(tokens, await engine.names())
         if session.is_read_only:  # before the model reads

@@ -19,6 +19,7 @@ from transformers import Cache, PreTrainedModel
 from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.codec.rope import redo, undo
 from kdn.engines.latents import canonical
+from kdn.engines.refusals import longest_text
 from kdn.engines.states import kv_layers
 from kdn.errors import KdnError, UnsupportedError
 
@@ -195,4 +196,5 @@ def _accepts_positions(model: PreTrainedModel) -> bool:
 def _max_positions(model: PreTrainedModel) -> int:
     config = model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "max_target_positions")
-    return int(next(filter(None, (getattr(config, n, None) for n in names)), _FAR_POSITION + 1))
+    most = int(next(filter(None, (getattr(config, n, None) for n in names)), _FAR_POSITION + 1))
+    return min(most, longest_text(config) or most)

@@ -25,7 +25,7 @@ from kdn.cache.tensors import KVCache
 from kdn.engines.growing import GrowingLayer, Room, growing_cache
 from kdn.engines.handover_probe import check_handover
 from kdn.engines.latents import as_cached, canonical, has_latents
-from kdn.engines.refusals import refuse_unsupported
+from kdn.engines.refusals import longest_text, refuse_unsupported
 from kdn.engines.rope_probe import ropes_of, run_one_token
 from kdn.engines.states import (
     keeps_states,
@@ -50,7 +50,7 @@ def spec_of(model: PreTrainedModel) -> ModelSpec:
     """Shape, rotation, windows and fingerprint of a model, measured on runs of a few tokens."""
     refuse_adapters(model)
     config = model.config.get_text_config(decoder=True)
-    refuse_unsupported(model.config, config, with_states=True)
+    refuse_unsupported(model.config, config, by_transformers=True)
     past = run_one_token(model, 0)
     num_kv_heads, head_dim = cache_shape(past)
     check_handed_over(model)
@@ -63,6 +63,7 @@ def spec_of(model: PreTrainedModel) -> ModelSpec:
         windows=windows_of(past),
         fingerprint=fingerprint_of(model),
         has_states=keeps_states(past),
+        max_tokens=longest_text(config),
     )
 
 

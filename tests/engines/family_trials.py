@@ -127,6 +127,8 @@ def described(spec: ModelSpec) -> str:
         said.append("partial RoPE")
     if len(set(turned)) > 1:
         said.append("RoPE differs by layer")
+    if spec.max_tokens is not None:
+        said.append("texts up to a length")
     windows = [window for window in spec.windows if window is not None]
     if windows:
         said.append("windows" if len(windows) == spec.num_layers else "windows in some layers")
