@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from xxhash import xxh3_64_intdigest
 
+from kdn.bench.node_servers import start_kdn
 from kdn.cache.keys import cut
+from kdn.cache.states import State, StateLayout
 from kdn.client.asynchronous import AsyncClient
 from kdn.client.learning import chunks_to_learn
+from kdn.codec.header import Header
 from kdn.engines.reading import new_cache, read
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
-from tests.client.clients import QUESTION, TEXT, in_folder, own_answer, prompt_of
+from tests.client.clients import (
+    QUESTION,
+    RUN_S,
+    TEXT,
+    client_at,
+    in_folder,
+    own_answer,
+    prompt_of,
+)
 from tests.engines.family_models import build
+from tests.node.harness import run
 from tests.session.calibrated import calibrate_here
 
 TEXT_TOKENS = [ord(letter) for letter in f"\x01[user]{TEXT}"]
@@ -186,3 +201,81 @@ def test_joins_are_refused(model: Any, tmp_path: Path) -> None:
         await client.learn("two", TEXT[::-1])
         with pytest.raises(UnsupportedError, match="recurrent layers"):
             await client.ask(["one", "two"], QUESTION).read()
+
+
+def test_forged_and_damaged_states_are_misses(model: Any, tmp_path: Path) -> None:
+    """And the next who computes them puts right ones in their place."""
+
+    @in_folder(tmp_path, model, state_spacing=1)
+    async def _(client: AsyncClient) -> None:
+        await client.learn("ids", TOKENS)
+        assert client.contexts.resuming is not None
+        states, store = client.contexts.resuming.states, client.session.places.publish_to.store
+        tail, last, *_ = reversed(chunks_to_learn(TOKENS, client.session.namespace)[:-1])
+        loaded = await client.load(TOKENS)
+        assert loaded.state is not None
+        assert loaded.num_tokens == tail.end
+        other = states.layout.chunk_of(tail).with_seal_key(bytes(32))
+        forged = states.codec.encode(other, loaded.state)
+        await replace_with(store, states.key_of(tail), forged)
+        assert (await client.load(TOKENS)).num_tokens == last.end
+        smaller = StateLayout(states.layout.parts[:-1])
+        wrong = replace(states.codec, layout=smaller).encode(
+            states.layout.chunk_of(last), State(smaller, loaded.state.tensors[:-1])
+        )
+        await replace_with(store, states.key_of(last), wrong)
+        assert (await client.load(TOKENS)).num_tokens == last.start
+
+    @in_folder(tmp_path, model, state_spacing=1)
+    async def _(client: AsyncClient) -> None:
+        assert (await client.learn("ids", TOKENS)).computed_tokens
+        assert (await client.load(TOKENS)).num_tokens == len(TOKENS) // 16 * 16
+
+
+async def replace_with(store: Any, key: bytes, data: bytes) -> None:
+    """As somebody with access to the store could."""
+    assert await store.delete(key)
+    etag = Header.parse(data).stream_id
+    await store.put(key, data, etag=etag, checksum=xxh3_64_intdigest(data))
+
+
+def test_a_node_keeps_states_for_others(model: Any, tmp_path: Path) -> None:
+    """It checks them as it checks chunks, and a name that goes takes them with it."""
+    wanted = own_answer(model, prompt_of(TEXT, QUESTION), 8)
+
+    async def learn(url: str) -> None:
+        async with client_at(url, model) as client:
+            await client.learn("notes", TEXT)
+
+    async def ask(url: str) -> None:
+        async with client_at(url, model) as client:
+            answer = client.ask("notes", QUESTION, max_new_tokens=8)
+            assert await answer.read() == wanted
+            assert answer.stats.known_tokens > 700
+            learned = (await client.named("notes")).tokens
+            assert await client.forget("notes")
+            assert (await client.load(TEXT_TOKENS)).num_tokens == 0
+            assert client.contexts.resuming is not None
+            keys = client.contexts.resuming.keys_of(
+                chunks_to_learn(learned, client.session.namespace)
+            )
+            store = client.session.places.publish_to.store
+            assert await store.lookup(keys) == [None] * len(keys)
+
+    with start_kdn(tmp_path / "node", {}) as node:
+        run(learn(node.url), RUN_S)
+        run(ask(node.url), RUN_S)
+
+
+def test_states_of_other_dtypes(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model")
+    half = type(model).from_pretrained(tmp_path / "model", dtype=torch.bfloat16).eval()
+
+    @in_folder(tmp_path / "place", half, state_spacing=1)
+    async def _(client: AsyncClient) -> None:
+        await client.learn("ids", TOKENS)
+        loaded = await client.load(TOKENS)
+        assert loaded.num_tokens == 896
+        past, own = loaded.past_key_values, new_cache(half)
+        read(half, TOKENS[:896], own)
+        assert torch.equal(read(half, TOKENS[896:], past), read(half, TOKENS[896:], own))

@@ -144,6 +144,13 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {**_MAMBA2, **_EVERY_SECOND},
+    "inkling_text": {
+        "layer_types": ["hybrid_sliding"] * 3 + ["hybrid"],
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "sliding_window_size": WINDOW,
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
     "kimi_linear": {
         **_EVERY_SECOND,
