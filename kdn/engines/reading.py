@@ -16,12 +16,12 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kdn.cache.keys import CHUNK_TOKENS, Tokens
-from kdn.cache.states import StateLayout
+from kdn.cache.states import State, StateLayout
 from kdn.cache.tensors import KVCache
 from kdn.engines.growing import growing_cache
 from kdn.engines.latents import canonical
 from kdn.engines.rope_probe import probe_tokens
-from kdn.engines.states import keeps_states, kv_layers, layout_of
+from kdn.engines.states import keeps_states, kv_layers, layout_of, state_of
 from kdn.engines.transformers import from_dynamic_cache, windows_of
 from kdn.errors import UnsupportedError
 
@@ -82,6 +82,15 @@ def state_layout(model: PreTrainedModel) -> StateLayout | None:
         return None
     forward(model, probe_tokens(model, STATE_TOKENS).tolist(), past)
     return layout_of(past)
+
+
+def state_after(model: PreTrainedModel, tokens: Tokens) -> State | None:
+    """Of the model's recurrent layers, when it has read these; None if it has none."""
+    past = new_cache(model)
+    if not keeps_states(past):
+        return None
+    forward(model, tokens, past)
+    return state_of(past)
 
 
 def read_whole(model: PreTrainedModel, tokens: Tokens) -> KVCache:

@@ -9,6 +9,7 @@ state goes its own way (`kdn/cache/states.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,6 +63,26 @@ def put_state(past: Cache, state: State, device: torch.device) -> None:
         else:
             layer.update_recurrent_state(own, part.number)
             layer.has_previous_state[part.number] = True
+
+
+def freeze_states(past: Cache) -> None:
+    """Let passes leave the states of this cache as they are. They are written in place otherwise,
+    which gradients do not bear."""
+    for layer in past.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            layer.update_conv_state = partial(_joined_inputs, layer)
+            layer.update_recurrent_state = _as_given
+
+
+def _joined_inputs(
+    layer: LinearAttentionCacheLayerMixin, conv_states: torch.Tensor, state_idx: int = 0, **_: Any
+) -> torch.Tensor:
+    """What a convolution reads: the last inputs before these, and these."""
+    return torch.cat([layer.conv_states[state_idx], conv_states], dim=-1)
+
+
+def _as_given(recurrent_states: torch.Tensor, state_idx: int = 0, **_: Any) -> torch.Tensor:
+    return recurrent_states
 
 
 def repeat(past: Cache, count: int) -> None:

@@ -256,9 +256,8 @@ def test_a_node_keeps_states_for_others(model: Any, tmp_path: Path) -> None:
             assert await client.forget("notes")
             assert (await client.load(TEXT_TOKENS)).num_tokens == 0
             assert client.contexts.resuming is not None
-            keys = client.contexts.resuming.keys_of(
-                chunks_to_learn(learned, client.session.namespace)
-            )
+            chunks = chunks_to_learn(learned, client.session.namespace)
+            keys = client.contexts.resuming.keys_of(chunks)
             store = client.session.places.publish_to.store
             assert await store.lookup(keys) == [None] * len(keys)
 
