@@ -30,7 +30,8 @@ async def find_states(
     places = [codec.layout.chunk_of(chunk) for chunk in chunks]
     if not places:
         return {}
-    streams = await look_up(replace(ask, chunks=places, codec=codec), endpoints, until_s)
+    question = replace(ask, chunks=places, codec=codec, best=places[-1:])
+    streams = await look_up(question, endpoints, until_s)
     found = {number: streams.get(place.key) for number, place in enumerate(places)}
     return {
         number: stream

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 import pytest
@@ -49,6 +50,20 @@ def test_every_bit_comes_back() -> None:
     assert CODEC.fits(stream.header)
     assert bits(CODEC.decode(stream, PLACE)) == bits(state())
     assert CODEC.encode(PLACE, state()) == data
+
+
+def test_the_bytes_are_a_promise() -> None:
+    tensors = tuple(
+        torch.arange(one.size_bytes // getattr(torch, one.dtype).itemsize)
+        .to(getattr(torch, one.dtype))
+        .reshape(one.shape)
+        for one in LAYOUT_OF_THREE.parts
+    )
+    data = CODEC.encode(PLACE, State(LAYOUT_OF_THREE, tensors))
+    assert (len(data), blake2b(data, digest_size=8).hexdigest()) == GOLDEN
+
+
+GOLDEN = (409, "85d17100f793a3d5")
 
 
 def test_keys_are_those_of_a_chunk_and_a_layout() -> None:
