@@ -157,6 +157,28 @@ def test_a_missing_chunk_leads_to_an_earlier_state(model: Any, tmp_path: Path) -
         assert (await client.load(TOKENS)).num_tokens == 256
 
 
+@pytest.mark.parametrize(("lost", "resumed"), [(1, 256), (0, 0)])
+def test_a_chunk_that_does_not_come_is_read_after_an_earlier_state(
+    model: Any, tmp_path: Path, lost: int, resumed: int
+) -> None:
+    """The state of the end is there, but not all that leads to it."""
+    wanted = own_answer(model, prompt_of(TEXT, QUESTION), 8)
+
+    @in_folder(tmp_path, model, state_spacing=1)
+    async def _(client: AsyncClient) -> None:
+        await client.learn("notes", TEXT)
+        chunks = (await client.named("notes")).cut(client.session.namespace)
+        store = client.session.places.publish_to.store
+        assert await store.delete(chunks[lost].key)
+        answer = client.ask("notes", QUESTION, max_new_tokens=8)
+        assert await answer.read() == wanted
+        assert answer.stats.known_tokens == resumed
+        assert await client.flush(20)  # it was read, and published again
+        answer = client.ask("notes", QUESTION, max_new_tokens=8)
+        assert await answer.read() == wanted
+        assert answer.stats.known_tokens == chunks[-1].end
+
+
 def test_callers_publish_the_state_of_a_cache(model: Any, tmp_path: Path) -> None:
     @in_folder(tmp_path, model)
     async def _(client: AsyncClient) -> None:
