@@ -23,7 +23,6 @@ from kdn.delivery.request import FAR_S
 from kdn.engines.reading import pieces
 from kdn.engines.states import state_of
 from kdn.session.delivered import Delivered
-from kdn.session.session import LOOKUP_S
 from kdn.session.states import States
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from kdn.client.engine import Context
     from kdn.engines.growing import Room
 
+FIND_S = 5.0
+"""For the lookup of states: where nobody answers by then, the model reads."""
 TRIES = 3
 """States that are fetched in vain before the model reads everything."""
 GRACE_S = 1.0
@@ -64,7 +65,7 @@ class Resuming:
         contexts, clock = self.contexts, self.contexts.clock
         deadline_s = contexts.deadline_s if options.deadline_s is None else options.deadline_s
         until_s = clock() + (FAR_S if deadline_s is None else deadline_s)
-        found = await self.states.find(chunks, min(until_s, clock() + LOOKUP_S))
+        found = await self.states.find(chunks, min(until_s, clock() + FIND_S))
         number, state = await self._last(chunks, found, len(chunks), until_s)
         left_s = until_s - clock()
         if state is None or left_s <= 0:
