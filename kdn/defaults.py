@@ -17,5 +17,8 @@ SPOOL_BYTES = 1 << 30
 """Of encoded chunks that wait on disk for a node that is away."""
 HOST_BYTES = 2 << 30
 """Of chunks, in memory that all engines of a host share."""
+STATE_SPACING = 16
+"""Chunks from one stored state of recurrent layers to the next: a state may be as large as the keys
+and values of some thousand tokens."""
 RESOLVE_S = 5.0
 """How long the addresses of a node's name are taken to be the same."""

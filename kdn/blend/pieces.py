@@ -26,6 +26,11 @@ def check_joinable(spec: ModelSpec) -> None:
             "pieces cannot be joined: this model has layers with a sliding window, which hold only "
             "the end of a piece"
         )
+    if spec.has_states:
+        raise UnsupportedError(
+            "pieces cannot be joined: this model has recurrent layers, whose state is of all that "
+            "was read before"
+        )
     if not any(spec.ropes):
         raise UnsupportedError(
             "pieces cannot be joined: this model does not turn its keys by their positions (RoPE), "

@@ -32,7 +32,8 @@ class RopeSpec:
 @dataclass(frozen=True)
 class ModelSpec:
     """Shape and identity of a model's KV cache. `ropes[l]` is None where layer l has no RoPE;
-    `windows[l]` is None where layer l attends to everything."""
+    `windows[l]` is None where layer l attends to everything. Only layers with keys and values
+    count."""
 
     num_layers: int
     num_kv_heads: int
@@ -41,6 +42,10 @@ class ModelSpec:
     ropes: tuple[RopeSpec | None, ...]
     windows: tuple[int | None, ...]
     fingerprint: bytes
+    has_states: bool = False
+    """Other layers, or these, keep a state that every token changes (`kdn/cache/states.py`)."""
+    max_tokens: int | None = None
+    """In longer contexts the keys are turned otherwise than `ropes` says; None: in none."""
 
     @property
     def has_windows(self) -> bool:

@@ -30,6 +30,7 @@ from kdn.checked import MAX_COUNT, checked_count, checked_number, checked_output
 from kdn.codec.profiles import local_profile
 from kdn.defaults import DEVICE
 from kdn.engines.device import check_device
+from kdn.engines.refusals import longest_text
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
 from kdn.files import write_whole
@@ -120,11 +121,13 @@ def chosen_options(model: Any, spec: Any, operations: int | None = None) -> Cali
 
 
 def longest_context(config: Any) -> int:
-    """The usual one, or the longest that the model has positions for with what follows it."""
-    usual = CalibrationOptions.context
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    """The usual one, or the longest that the model has positions for with what follows it, all
+    turned alike."""
+    usual, config = CalibrationOptions.context, config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0:
         return usual
+    positions = min(positions, longest_text(config) or positions)
     longest = min(usual, (positions - PASSAGE_TOKENS) // CHUNK_TOKENS * CHUNK_TOKENS)
     if longest < LEAST_CONTEXT:
         least = LEAST_CONTEXT + PASSAGE_TOKENS

@@ -24,8 +24,9 @@ from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec import rope
 from kdn.codec.klt.profile import CONTEXT_TOKENS
-from kdn.engines.reading import read_whole
+from kdn.engines.reading import read_whole, state_after
 from kdn.engines.spread import placed
+from kdn.engines.states import freeze_states, repeat
 from kdn.engines.transformers import to_dynamic_cache
 
 NUM_SINKS = 4
@@ -225,9 +226,11 @@ def gradient_of(
     rows += [window[start : start + PASSAGE_TOKENS] for start in starts]
     keys = cache.keys.detach().requires_grad_(True)
     values = cache.values.detach().requires_grad_(True)
-    past = to_dynamic_cache(KVCache(keys, values), model.config)
+    state = state_after(model, window[:context].cpu().numpy())
+    past = to_dynamic_cache(KVCache(keys, values), model.config, state=state)
     placed(past, model)
-    past.batch_repeat_interleave(len(rows))
+    repeat(past, len(rows))
+    freeze_states(past)
     logits = model(torch.stack(rows), past_key_values=past, use_cache=True).logits.float()
     log_probs = torch.log_softmax(logits, dim=-1)
     chosen = log_probs.gather(-1, _drawn(log_probs.detach(), generator))[..., 0]

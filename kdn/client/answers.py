@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kdn.cache.states import State
 from kdn.cache.tensors import KVCache
 from kdn.session.delivered import Delivered
 
@@ -37,6 +38,8 @@ class Loaded:
     num_tokens: int
     delivered: Delivered | None = field(repr=False)
     _config: PreTrainedConfig = field(repr=False)
+    state: State | None = field(default=None, repr=False, kw_only=True)
+    """Of a model with recurrent layers, after the last of these tokens."""
 
     @property
     def exact_until(self) -> int | None:
@@ -48,7 +51,9 @@ class Loaded:
         """A fresh one for the model to go on from; None if nothing is known."""
         from kdn.engines.transformers import to_dynamic_cache
 
-        return None if self.cache is None else to_dynamic_cache(self.cache, self._config)
+        if self.cache is None:
+            return None
+        return to_dynamic_cache(self.cache, self._config, state=self.state)
 
 
 @dataclass(frozen=True)

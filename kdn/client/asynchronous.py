@@ -41,9 +41,18 @@ from kdn.client.fitting import Asked, fit_and_share
 from kdn.client.joining import Joins, Names, checked_names, checked_pieces
 from kdn.client.learning import FLUSH_S, Learning, OnRead
 from kdn.client.naming import Named, find_name
+from kdn.client.resuming import Resuming
 from kdn.codec import CODECS
 from kdn.config import find_credentials
-from kdn.defaults import CODEC, DEVICE, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
+from kdn.defaults import (
+    CODEC,
+    DEVICE,
+    MAX_NEW_TOKENS,
+    MODEL,
+    QUALITY,
+    SPOOL_BYTES,
+    STATE_SPACING,
+)
 from kdn.delivery.request import OnProgress
 from kdn.engines.device import (
     Device,
@@ -54,7 +63,7 @@ from kdn.engines.device import (
 from kdn.engines.generating import Sampling, TextPieces
 from kdn.engines.growing import Rooms
 from kdn.engines.prompts import Knowledge, Prompts
-from kdn.engines.reading import pieces
+from kdn.engines.reading import state_layout
 from kdn.engines.seam_fitting import OnProgress as OnFitting
 from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import spec_of
@@ -65,11 +74,13 @@ from kdn.session.quality import Quality, enough_join_kld, enough_kld
 from kdn.session.seams import checked_tag
 from kdn.session.session import Session
 from kdn.session.settings import SessionSettings
+from kdn.session.states import States
 
 if TYPE_CHECKING:
     from transformers import Cache
 
 MAX_BYTES = 1 << 50
+MAX_SPACING = 1 << 20
 
 
 class AsyncClient(Opened):
@@ -100,6 +111,7 @@ class AsyncClient(Opened):
         audit_share: float = 0.0,
         spool_bytes: int = SPOOL_BYTES,
         seams: str | None = "",
+        state_spacing: int = STATE_SPACING,
         rng: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -113,6 +125,7 @@ class AsyncClient(Opened):
         checked_client(client)
         checked_number("audit_share", audit_share, 0, 1)
         checked_count("spool_bytes", spool_bytes, 0, MAX_BYTES)
+        self._state_spacing = checked_count("state_spacing", state_spacing, 1, MAX_SPACING)
         self._seams_tag = None if seams is None else checked_tag(seams)
         self.metrics = Metrics()
         self.now_s = clock
@@ -143,12 +156,15 @@ class AsyncClient(Opened):
         self.engine = Engine(
             model, tokenizer, spec, session.namespace, Prompts(tokenizer), rooms, unchanged
         )
-        speeds = None
-        if self._recompute:
+        speeds, layout = None, await asyncio.to_thread(state_layout, model)
+        if self._recompute and layout is None:  # a state is not read along to
             speeds = await asyncio.to_thread(measured_speeds, model, session.codec)
         self.contexts = Contexts(
             self.engine, session, self._quality, self._deadline_s, speeds, self.now_s
         )
+        if layout is not None:
+            states = States(session, layout, self._state_spacing)
+            self.contexts.resuming = Resuming(self.contexts, states)
         self._learning = Learning(self.contexts)
         self.joins = Joins(self.contexts, self._seams_tag)
         self._parts.push_async_callback(self.joins.close)
@@ -273,6 +289,7 @@ class AsyncClient(Opened):
         context, tokens, style = await self.begin(name, options, stats)
         rest = tokens[context.num_tokens :]
         rows = [[*rest, *self.engine.prompts.ask(question, style)] for question in questions]
+        self.engine.check_length(context.num_tokens + max(map(len, rows)))
         if context.joined is not None:
             self.joins.check_fits(context.num_tokens + max(map(len, rows)))
         await self.joins.looks.look(context, rows, stats)
@@ -382,12 +399,13 @@ class AsyncClient(Opened):
         """Read what is left of the prompt, and answer."""
         if context.joined is not None:
             await self.joins.look(context, prompt, options, stats)
+        self.engine.check_length(len(prompt))
         held = context.num_tokens
         stats.prompt_tokens = len(prompt)
         stats.computed_tokens += len(prompt) - held
         if publish:  # a turn before this one may have been stopped just there
             await self.contexts.publish_end(context)
-        for start, end in pieces(held, len(prompt)):
+        for start, end in self.contexts.turn_pieces(held, len(prompt)):
             await self.engine.read(context, prompt[start:end])
             if publish:
                 await self.contexts.publish_end(context)

@@ -15,6 +15,7 @@ from kdn.checked import checked_deadline, checked_function, checked_number
 from kdn.client.answers import Stats
 from kdn.client.engine import Context, ContextSource, Engine
 from kdn.client.landing import Landing
+from kdn.client.resuming import Resuming
 from kdn.delivery.known import Known
 from kdn.delivery.plan import Speeds
 from kdn.delivery.publish import Admission, Values
@@ -73,6 +74,8 @@ class Contexts:
     speeds: Speeds | None
     """None: the model reads nothing while chunks load."""
     clock: Callable[[], float] = time.monotonic
+    resuming: Resuming | None = None
+    """For models with recurrent layers."""
 
     # delivering
 
@@ -136,6 +139,8 @@ class Contexts:
         await self.engine.names()
         if not chunks:
             return self.engine.new_context()
+        if self.resuming is not None:
+            return await self.resuming.load(tokens, chunks, options, stats)
         room = self.engine.room_for(chunks[-1].end)
         got, landing = await self.deliver(chunks, options, room=room)
         to_read = landing.to_read(got)
@@ -177,6 +182,8 @@ class Contexts:
 
     async def exact(self, known: Known, tokens: Sequence[int]) -> Context:
         """What is known, without any loss: so what comes next may be published."""
+        if self.resuming is not None:
+            return await self.resuming.exact(known, tokens)
         if known.chunks:
             end = known.chunks[-1].end
             room = self.engine.room_for(end) if self.engine.by_rows else None
@@ -234,6 +241,9 @@ class Contexts:
             for chunk in (one for one in chunks if start < one.end <= end):
                 took_s = token_s * (chunk.end - max(start, chunk.start))
                 published &= await self._publish(context, chunk, took_s, wait_s)
+            if self.resuming is not None:
+                took_s = token_s * (end - start)
+                published &= await self.resuming.publish_seen(context, chunks, took_s, wait_s)
             told(end)
         return published
 
@@ -271,13 +281,25 @@ class Contexts:
         nothing more will come, the rest of the context."""
         context.check()
         count = context.num_tokens
-        if context.exact_until is None and count and (tail or count % CHUNK_TOKENS == 0):
+        most = self.engine.spec.max_tokens or count
+        if context.exact_until is not None or not 0 < count <= most:
+            return
+        chunks: list[Chunk] = []
+        if tail or count % CHUNK_TOKENS == 0:
             chunks = cut(context.tokens[:count], await self.engine.names())
             if not tail:
                 await self._publish(context, chunks[-1])
             elif chunks and chunks[-1].num_tokens < CHUNK_TOKENS:
                 values = ContextSource(context).read(chunks[-1])
                 self.publish_given(chunks[-1:], values, None)
+        if self.resuming is not None and not tail:
+            await self.resuming.note(context, chunks)
+        elif self.resuming is not None and chunks:
+            await self.resuming.publish_last(context, chunks[-1])
+
+    def turn_pieces(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Of a prompt, to read at a time."""
+        return (pieces if self.resuming is None else self.resuming.pieces)(start, end)
 
     def publish_given(
         self, chunks: Sequence[Chunk], values: KVCache, exact_until: int | None

@@ -20,6 +20,7 @@ from kdn.background import outwait
 from kdn.blend.pieces import Join
 from kdn.cache.keys import Chunk, Namespace
 from kdn.cache.spec import ModelSpec
+from kdn.cache.states import State
 from kdn.cache.tensors import KVCache
 from kdn.checked import shown
 from kdn.client.looking import Looking
@@ -39,6 +40,7 @@ from kdn.engines.growing import Room, Rooms, growing_cache, is_written_by_rows
 from kdn.engines.latents import as_cached
 from kdn.engines.prompts import Prompts
 from kdn.engines.reading import forward, last_tokens
+from kdn.engines.states import kv_layers
 from kdn.engines.transformers import from_dynamic_cache, to_dynamic_cache
 from kdn.engines.unchanged import Unchanged
 from kdn.errors import MismatchError, UnsupportedError
@@ -72,6 +74,8 @@ class Context:
     """Where its values lie."""
     logits: torch.Tensor | None = None
     """After the last token that was read."""
+    snapshot: tuple[int, State] | None = None
+    """Of a model with recurrent layers: a number of tokens, and its state after them."""
     is_broken: bool = False
     """A pass failed halfway: some layers may hold tokens that others lack."""
 
@@ -109,7 +113,7 @@ class ContextSource:
     def read(self, chunk: Chunk) -> KVCache:
         self.context.check()
         past = self.context.past
-        with model_stream(past.layers[0].keys.device):
+        with model_stream(kv_layers(past)[0].keys.device):
             return last_tokens(past, chunk.start, chunk.end).queued()
 
 
@@ -133,6 +137,16 @@ class Engine:
         await asyncio.to_thread(self.unchanged.check)
         return self.namespace
 
+    def check_length(self, num_tokens: int) -> None:
+        """UnsupportedError for a text in which the model turns its keys otherwise."""
+        most = self.spec.max_tokens
+        if most is not None and num_tokens > most:
+            raise UnsupportedError(
+                f"expected a text of at most {most:,} tokens, found {num_tokens:,}: in longer ones "
+                "this model turns every key by the length of the whole (dynamic NTK or longrope), "
+                "so what is known of a part is of no use"
+            )
+
     def new_context(self, room: Room | None = None) -> Context:
         """Empty, to be read into, in `room` if there is one."""
         return Context(growing_cache(self.config, room), room=room)
@@ -149,8 +163,9 @@ class Engine:
 
     @property
     def chunks_at_once(self) -> int:
-        """To let the model read. A layer with a window drops what is not taken at once."""
-        return GPU_CHUNKS if self.by_rows else 1
+        """To let the model read. A layer with a window drops what is not taken at once, and a
+        recurrent one has its state where it has stopped only."""
+        return GPU_CHUNKS if self.by_rows and not self.spec.has_states else 1
 
     def room_for(self, num_tokens: int) -> Room | None:
         """To deliver into, if the model works in memory that a decoder can write to."""
@@ -162,11 +177,15 @@ class Engine:
         context.room = None
 
     def context_of(
-        self, cache: KVCache, tokens: Sequence[int], room: Room | None = None
+        self,
+        cache: KVCache,
+        tokens: Sequence[int],
+        room: Room | None = None,
+        state: State | None = None,
     ) -> Context:
         """A context that goes on from a delivered cache, without a copy if it lies in `room`."""
         with model_stream(self.device):
-            past = to_dynamic_cache(self.to_model(cache), self.config, room)
+            past = to_dynamic_cache(self.to_model(cache), self.config, room, state)
         return Context(past, list(tokens[: cache.end]), room=room)
 
     def lies_in_room(self, context: Context) -> bool:
@@ -176,7 +195,7 @@ class Engine:
         return room is not None and all(
             window is None and layer.keys.data_ptr() == room.keys[index].data_ptr()
             for index, (layer, window) in enumerate(
-                zip(context.past.layers, self.spec.windows, strict=True)
+                zip(kv_layers(context.past), self.spec.windows, strict=True)
             )
         )
 

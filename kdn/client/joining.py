@@ -118,6 +118,7 @@ class Joins:
         return join, _style(found)
 
     def check_fits(self, num_tokens: int) -> None:
+        self._contexts.engine.check_length(num_tokens)
         limit = getattr(self._contexts.engine.config, "max_position_embeddings", None)
         if limit is not None and num_tokens > limit:
             raise UnsupportedError(

@@ -52,6 +52,7 @@ class Learning:
             checked_text("head", head)
         tokens, style = engine.prompts.learn(what, head)
         checked_tokens("what", tokens, engine.spec.vocab_size)
+        engine.check_length(len(tokens))
         num_head = len(engine.prompts.begin(head)) if isinstance(what, str) else None
         chunks = chunks_to_learn(tokens, await engine.names())
         if session.is_read_only:  # before the model reads
@@ -59,12 +60,13 @@ class Learning:
             raise ReadOnlyError(f"nothing can be learned into {place}: an export is read-only")
         known = await session.know_home(chunks)
         computed = 0
-        if len(known.chunks) < len(chunks):
+        if len(known.chunks) < len(chunks) or not await self._has_states(chunks):
             context = await contexts.exact(_full(known), tokens)
             computed = chunks[-1].end - context.num_tokens
             await self._read_all(context, tokens, chunks, on_read)
         await session.share_profile()
-        await give_name(session, name, tokens, style, chunks, num_head)
+        states = () if contexts.resuming is None else contexts.resuming.keys_of(chunks)
+        await give_name(session, name, tokens, style, chunks, num_head, states)
         new = len(chunks) - len(known.chunks)
         seconds = contexts.clock() - began_s
         if num_head is not None:
@@ -72,6 +74,11 @@ class Learning:
             piece = Piece(token_ids(tokens), num_head, tuple(whole), name)
             await share_anchors(session, piece, saved_s=seconds)
         return Learned(name, len(tokens), len(known.chunks), new, computed, seconds)
+
+    async def _has_states(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether a reader of all these chunks would find the states of their ends."""
+        resuming = self.contexts.resuming
+        return resuming is None or await resuming.states.are_home(resuming.states.ends(chunks))
 
     async def _read_all(
         self,
@@ -99,6 +106,8 @@ class Learning:
 
         published = await self.contexts.read(context, tokens, chunks, FLUSH_S, told)
         keys = [chunk.key for chunk in new]
+        if self.contexts.resuming is not None:
+            keys += self.contexts.resuming.keys_of(new)
         stored = published and await publisher.store_all(keys, FLUSH_S)
         check(len(tokens))
         if not stored:

@@ -100,11 +100,13 @@ async def give_name(
     style: str,
     chunks: Sequence[Chunk],
     head: int | None,
+    states: Sequence[bytes] = (),
 ) -> None:
-    """Point `name` at this context for this model. Entries of other models stay."""
+    """Point `name` at this context for this model. Entries of other models stay. `states`: the keys
+    of streams that belong to it beside its chunks."""
     entry: Entry = {
         "profile": session.codec.profile_id.hex(),
-        "chunks": [chunk.key.hex() for chunk in chunks],
+        "chunks": [key.hex() for key in (*(chunk.key for chunk in chunks), *states)],
         "tokens": list(tokens),
         "style": style,
     }

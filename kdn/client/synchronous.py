@@ -17,7 +17,15 @@ from kdn.client.engine import ModelSource
 from kdn.client.fitting import Asked
 from kdn.client.joining import Names
 from kdn.client.learning import FLUSH_S, OnRead
-from kdn.defaults import CODEC, DEVICE, MAX_NEW_TOKENS, MODEL, QUALITY, SPOOL_BYTES
+from kdn.defaults import (
+    CODEC,
+    DEVICE,
+    MAX_NEW_TOKENS,
+    MODEL,
+    QUALITY,
+    SPOOL_BYTES,
+    STATE_SPACING,
+)
 from kdn.delivery.request import OnProgress
 from kdn.engines.device import Device, DType, follow_caller
 from kdn.engines.prompts import Knowledge
@@ -263,6 +271,7 @@ def connect(
     audit_share: float = 0.0,
     spool_bytes: int = SPOOL_BYTES,
     seams: str | None = "",
+    state_spacing: int = STATE_SPACING,
 ) -> Client:
     """Open a client: `with kdn.connect("http://node:8470", model="smollm2") as client`.
 
@@ -285,7 +294,9 @@ def connect(
     - `recompute`: whether the model may read along while chunks load;
     - `audit_share`: what part of all answers is held against the model's own, in `metrics`;
     - `spool_bytes`: how much may wait on disk for a node that is away; 0: nothing;
-    - `seams`: the tag of the seams that repair what is joined; None: nothing is repaired.
+    - `seams`: the tag of the seams that repair what is joined; None: nothing is repaired;
+    - `state_spacing`: of a model with recurrent layers, a state is stored after every so many
+      chunks, and where a context ends.
     """
     return Client(
         AsyncClient(
@@ -293,6 +304,7 @@ def connect(
             deadline_s=deadline_s, token=token, token_file=token_file, secret=secret,
             secret_file=secret_file, tls_ca=tls_ca, client=client, recompute=recompute,
             audit_share=audit_share, spool_bytes=spool_bytes, seams=seams,
+            state_spacing=state_spacing,
         )
     )  # fmt: skip
 

@@ -80,6 +80,7 @@ class CodecId(IntEnum):
     EXACT = 1
     CACHEGEN = 2
     KLT = 3
+    STATE = 4
 
 
 class DType(IntEnum):
@@ -278,7 +279,7 @@ def _parse_header(view: memoryview) -> Header:
         head_dim, prefix_quality, levels, num_sections, follows, params_bytes,
     ) = _FIXED.unpack_from(view)  # fmt: skip
     if codec not in _CODECS:
-        raise FormatError(f"expected codec 1, 2 or 3, found {codec}")
+        raise FormatError(f"expected codec 1, 2, 3 or 4, found {codec}")
     if dtype not in _DTYPES:
         raise FormatError(f"expected dtype 1, 2 or 3, found {dtype}")
     if follows & ~(_ABSENCES | _PARTS):

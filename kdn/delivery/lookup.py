@@ -15,11 +15,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from random import Random
+from typing import Protocol
 
 from kdn.cache.keys import Chunk
-from kdn.codec.base import Codec
+from kdn.cache.spec import ModelSpec
 from kdn.codec.format import Bitstream
-from kdn.codec.header import STREAM_ID_BYTES, Header, header_size
+from kdn.codec.header import STREAM_ID_BYTES, CodecId, Header, header_size
 from kdn.delivery.assemble import Assembly
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.errors import (
@@ -85,10 +86,25 @@ class Incoming:
         self.restarts += 1
 
 
+class Coding(Protocol):
+    """What a lookup has to know of a codec."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def profile_id(self) -> bytes: ...
+    @property
+    def codec_id(self) -> CodecId: ...
+    @property
+    def num_levels(self) -> int: ...
+    @property
+    def windowed_from(self) -> int | None: ...
+
+
 @dataclass(frozen=True)
 class Question:
     chunks: Sequence[Chunk]
-    codec: Codec
+    codec: Coding
     clock: Callable[[], float]
     rng: Random
     head_bytes: int = HEAD_BYTES
@@ -257,7 +273,7 @@ def _header_bytes(entry: Entry | None) -> int:
         return 0
 
 
-def _begin(entry: Entry, chunk: Chunk, codec: Codec) -> Assembly:
+def _begin(entry: Entry, chunk: Chunk, codec: Coding) -> Assembly:
     """Only a stream that has its own etag is blamed for what is wrong with it."""
     size = header_size(entry.head)
     if entry.head[size - STREAM_ID_BYTES : size] != entry.etag:
@@ -268,7 +284,7 @@ def _begin(entry: Entry, chunk: Chunk, codec: Codec) -> Assembly:
     return Assembly(header, entry.head)
 
 
-def verified_head(head: bytes, chunk: Chunk, codec: Codec) -> Header:
+def verified_head(head: bytes, chunk: Chunk, codec: Coding) -> Header:
     """The header that a stream begins with, if it is one of this chunk that this codec can decode.
     The seal comes first: of what others wrote, nothing else is read."""
     own = head[: header_size(head)]

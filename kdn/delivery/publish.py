@@ -178,6 +178,22 @@ class Publisher:
         self._moved.set()
         return Admission.QUEUED
 
+    def publish_stream(
+        self, key: bytes, data: bytes, stream_id: bytes, *, parent: bytes, saved_s: float = 0.0
+    ) -> Admission:
+        """The same of a stream that is encoded: it waits in memory to be sent."""
+        if self._is_on_its_way(key):
+            return Admission.ALREADY
+        waiting_bytes = sum(len(parcel.data) for parcel in self._parcels)
+        if waiting_bytes and waiting_bytes + len(data) > self._max_queue_bytes:
+            return Admission.FULL
+        self._under_way.add(key)
+        self._sender.refused.pop(key, None)
+        bad = self._sender.endpoint.rejected(key)
+        self._parcels.append(Parcel(key, stream_id, data, Hints(parent, saved_s), replacing=bad))
+        self._moved.set()
+        return Admission.QUEUED
+
     async def flush(self, deadline_s: float) -> bool:
         """Wait until each chunk that was queued before is accepted, or refused for good; False if
         that took too long.

@@ -2,7 +2,8 @@
 
 Rows are padded on the left, between what is known and each question: padding is masked, and
 positions are counted without it, so that every row sees what it would see alone. A sliding window
-counts padding as well; for such models the rows go one by one, each on a copy.
+counts padding as well, and so does a recurrent layer; for such models the rows go one by one, each
+on a copy.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from transformers import Cache, PreTrainedModel
 
 from kdn.engines.generating import Sampling, generate, stop_tokens
 from kdn.engines.reading import read
+from kdn.engines.states import keeps_states
 
 
 def answer_all(
@@ -25,7 +27,7 @@ def answer_all(
     assert rows, "expected at least one question"
     assert all(rows), "expected at least one token in each question"
     assert not sampling.temperature, "a batch is answered greedily"
-    if any(getattr(layer, "is_sliding", False) for layer in past.layers):
+    if keeps_states(past) or any(getattr(layer, "is_sliding", False) for layer in past.layers):
         return [_answer(model, deepcopy(past), row, sampling) for row in rows]
     if len(rows) == 1:
         return [_answer(model, past, rows[0], sampling)]

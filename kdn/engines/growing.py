@@ -24,6 +24,7 @@ from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.engines.device import model_stream
 from kdn.engines.latents import has_latents
+from kdn.engines.states import kv_indices
 
 LEAST_ROOM = 256
 """Tokens; more than that, a quarter of what is held is kept free."""
@@ -97,14 +98,15 @@ def _larger(held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 def growing_cache(config: PreTrainedConfig, room: Room | None = None) -> DynamicCache:
     """Empty, in `room` if given. Layers with a window stay as transformers makes them: they hold
-    little. Latents lie otherwise in a room than attention reads them, so they grow apart from it.
+    little; so do those that keep a state besides. Latents lie otherwise in a room than attention
+    reads them, so they grow apart from it.
     """
     past = DynamicCache(config=config)
     if has_latents(config):
         room = None
-    for index, layer in enumerate(past.layers):
-        if type(layer) is DynamicLayer:
-            past.layers[index] = GrowingLayer() if room is None else room.layer(index, 0)
+    for index, place in enumerate(kv_indices(past)):
+        if type(past.layers[place]) is DynamicLayer:
+            past.layers[place] = GrowingLayer() if room is None else room.layer(index, 0)
     return past
 
 

@@ -14,6 +14,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from kdn.engines.rope_probe import probe_tokens, running
+from kdn.engines.states import kv_layers
 from kdn.errors import UnsupportedError
 
 _READ, _GO_ON = 6, 5
@@ -52,7 +53,7 @@ def check_handover(
 
 def _where_it_was(handed: Cache, past: Cache) -> Cache:
     """Each layer on the device that it came from: a model may be spread over several."""
-    for own, before in zip(handed.layers, past.layers, strict=True):
+    for own, before in zip(kv_layers(handed), kv_layers(past), strict=True):
         own.keys, own.values = (one.to(before.keys.device) for one in (own.keys, own.values))
     return handed
 

@@ -24,9 +24,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kdn.cache.states import State
 from kdn.cache.tensors import KVCache
 from kdn.engines.reading import read_whole
 from kdn.engines.spread import placed
+from kdn.engines.states import keeps_states, repeat, state_of
 from kdn.engines.transformers import from_dynamic_cache, to_dynamic_cache
 from kdn.errors import MismatchError
 
@@ -120,6 +122,7 @@ class QualityProbe:
         self._scored = [slice(0, len(follow) - 1)]
         self._scored += [slice(unscored_tokens - 1, passage_tokens - 1)] * len(passages)
         self._batch = torch.nn.utils.rnn.pad_sequence(self._rows, batch_first=True)[:, :-1]
+        self._state: State | None = None  # of recurrent layers: other caches go on from it, too
         self.cache, self.prefill_s = self._prefill()
         self._reference = self._log_probs(self.cache, None)
 
@@ -146,6 +149,8 @@ class QualityProbe:
             past = self._model(ids, use_cache=True, logits_to_keep=1).past_key_values
         _synchronise(ids.device)
         prefill_s, cache = time.perf_counter() - begin, from_dynamic_cache(past)
+        if keeps_states(past):
+            self._state = state_of(past)
         if not cache.is_complete:
             # What windows have dropped is coded all the same: a shorter context needs it.
             del past
@@ -158,9 +163,10 @@ class QualityProbe:
         device = self._model.device
         rows, width = self._batch.shape
         # The model appends to the cache it gets: each call makes a new one.
-        past = to_dynamic_cache(_to_model(cache, self._model), self._model.config)
+        given = _to_model(cache, self._model)
+        past = to_dynamic_cache(given, self._model.config, state=self._state)
         placed(past, self._model)
-        past.batch_repeat_interleave(rows)
+        repeat(past, rows)
         inputs: dict[str, Any] = {}
         if kept is not None:
             mask = np.concatenate([kept, np.ones(width, dtype=np.bool_)])

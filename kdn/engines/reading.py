@@ -16,11 +16,17 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kdn.cache.keys import CHUNK_TOKENS, Tokens
+from kdn.cache.states import State, StateLayout
 from kdn.cache.tensors import KVCache
 from kdn.engines.growing import growing_cache
 from kdn.engines.latents import canonical
+from kdn.engines.rope_probe import probe_tokens
+from kdn.engines.states import keeps_states, kv_layers, layout_of, state_of
 from kdn.engines.transformers import from_dynamic_cache, windows_of
 from kdn.errors import UnsupportedError
+
+STATE_TOKENS = 32
+"""More than convolutions look back."""
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
@@ -69,6 +75,24 @@ def read(model: PreTrainedModel, tokens: Tokens, past: Cache) -> torch.Tensor:
     return logits
 
 
+def state_layout(model: PreTrainedModel) -> StateLayout | None:
+    """What the model's recurrent layers keep after some tokens; None if it has none."""
+    past = new_cache(model)
+    if not keeps_states(past):
+        return None
+    forward(model, probe_tokens(model, STATE_TOKENS).tolist(), past)
+    return layout_of(past)
+
+
+def state_after(model: PreTrainedModel, tokens: Tokens) -> State | None:
+    """Of the model's recurrent layers, when it has read these; None if it has none."""
+    past = new_cache(model)
+    if not keeps_states(past):
+        return None
+    forward(model, tokens, past)
+    return state_of(past)
+
+
 def read_whole(model: PreTrainedModel, tokens: Tokens) -> KVCache:
     """The complete cache of a context. A layer with a window drops tokens as it reads on: a model
     with such layers reads in pieces that the shortest window holds, and the values of each piece
@@ -94,11 +118,12 @@ def last_tokens(past: Cache, start: int, end: int | None = None) -> KVCache:
     dropped."""
     held_until = past.get_seq_length()
     end = held_until if end is None else end
-    first, _ = canonical(*(t[:, :, :1] for t in (past.layers[0].keys, past.layers[0].values)))
-    shape = (len(past.layers), end - start, first.shape[1], first.shape[3])
+    layers = kv_layers(past)
+    first, _ = canonical(*(t[:, :, :1] for t in (layers[0].keys, layers[0].values)))
+    shape = (len(layers), end - start, first.shape[1], first.shape[3])
     keys, values = first.new_empty(shape), first.new_empty(shape)
     valid_from = []
-    for index, layer in enumerate(past.layers):
+    for index, layer in enumerate(layers):
         held_from = held_until - layer.keys.shape[2]
         begin = min(max(start, held_from), end)
         own = slice(begin - held_from, end - held_from)

@@ -19,6 +19,8 @@ from transformers import Cache, PreTrainedModel
 from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.codec.rope import redo, undo
 from kdn.engines.latents import canonical
+from kdn.engines.refusals import longest_text
+from kdn.engines.states import kv_layers
 from kdn.errors import KdnError, UnsupportedError
 
 _FAR_POSITION = 1000
@@ -75,7 +77,7 @@ def _cache_after(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Cac
 def ropes_of(model: PreTrainedModel, near: Cache) -> tuple[RopeSpec | None, ...]:
     """The rotation of every cached layer; `near` is the result of `run_one_token` at position 0."""
     if not _accepts_positions(model):
-        return _without_positions(model, len(near.layers))
+        return _without_positions(model, len(kv_layers(near)))
     candidates = list(_candidates(model))
     position = min(_FAR_POSITION, _max_positions(model) - 1)
     far = run_one_token(model, position)
@@ -86,7 +88,7 @@ def ropes_of(model: PreTrainedModel, near: Cache) -> tuple[RopeSpec | None, ...]
             raise UnsupportedError(
                 f"{type(model).__name__} has both RoPE and positions in its hidden states"
             )
-        return (None,) * len(near.layers)
+        return (None,) * len(kv_layers(near))
     ropes = _best(candidates, near, far, position, type(model).__name__)
     return ropes if any(ropes) else _without_positions(model, len(ropes))
 
@@ -99,7 +101,7 @@ def _without_positions(model: PreTrainedModel, num_layers: int) -> tuple[None, .
     """
     tokens = probe_tokens(model, 1)[None].expand(1, _NUM_REPEATS)
     past = _cache_after(model, {"input_ids": tokens})
-    for layer in past.layers:
+    for layer in kv_layers(past):
         keys, values = (t[0].float() for t in (layer.keys, layer.values))
         moved = [(one[:, -1] - one[:, 0]).norm() / one[:, 0].norm() for one in (keys, values)]
         if moved[0] > _tolerance(past) >= moved[1]:
@@ -145,12 +147,12 @@ def _distance(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 def _tolerance(past: Cache) -> float:
     """For rounding alone: another rotation is off by a good part of the keys themselves."""
-    return 1e-3 + 8 * torch.finfo(past.layers[0].keys.dtype).eps
+    return 1e-3 + 8 * torch.finfo(kv_layers(past)[0].keys.dtype).eps
 
 
 def _stack(past: Cache, part: str) -> torch.Tensor:
     """[layers, 1 token, probes * heads, head_dim], float32 on the CPU."""
-    pairs = [canonical(layer.keys, layer.values) for layer in past.layers]
+    pairs = [canonical(layer.keys, layer.values) for layer in kv_layers(past)]
     parts = [(keys if part == "keys" else values)[:, :, -1] for keys, values in pairs]
     return torch.stack([p.flatten(0, 1).float().cpu() for p in parts])[:, None]
 
@@ -194,4 +196,5 @@ def _accepts_positions(model: PreTrainedModel) -> bool:
 def _max_positions(model: PreTrainedModel) -> int:
     config = model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "max_target_positions")
-    return int(next(filter(None, (getattr(config, n, None) for n in names)), _FAR_POSITION + 1))
+    most = int(next(filter(None, (getattr(config, n, None) for n in names)), _FAR_POSITION + 1))
+    return min(most, longest_text(config) or most)

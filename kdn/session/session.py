@@ -33,7 +33,7 @@ from kdn.codec.header import StreamInfo
 from kdn.delivery.client import deliver
 from kdn.delivery.estimate import Estimator, Gauge, Told
 from kdn.delivery.known import Known, Wish, longest_known
-from kdn.delivery.lookup import Question, Stream, Streams, ask, look_up
+from kdn.delivery.lookup import Coding, Question, Stream, Streams, ask, look_up
 from kdn.delivery.plan import Speeds
 from kdn.delivery.publish import Admission, Publisher, Source
 from kdn.delivery.request import (
@@ -182,7 +182,7 @@ class Session(Opened):
                     partial(self._takes, whole=whole), is_held,
                     reads_tails=self.device.type == "cuda",
                 )  # fmt: skip
-                return await longest_known(wish, self._question(()), self.places.endpoints, until_s)
+                return await longest_known(wish, self.question(()), self.places.endpoints, until_s)
 
     def _takes(self, info: StreamInfo, *, whole: bool) -> bool:
         complete = not (whole and any(info.absences))
@@ -210,7 +210,7 @@ class Session(Opened):
             rest = [chunk for chunk in chunks if chunk.key not in mine]
             streams: Streams = {}
             if rest and limit_s > 0:
-                streams = await look_up(self._question(rest), self.places.endpoints, until_s)
+                streams = await look_up(self.question(rest), self.places.endpoints, until_s)
         found = [chunk for chunk in rest if takes(streams.get(chunk.key))]
         known = {chunk.key: streams[chunk.key] for chunk in found}
         is_late = len(found) < len(rest) and self._clock() >= until_s
@@ -220,7 +220,7 @@ class Session(Opened):
         """The first of these chunks that are where new ones would go. It is asked once, and what is
         wrong with it raised: whoever is about to publish there wants to know."""
         place = self.places.publish_to
-        answer = await ask(self._question(chunks), place) if chunks else []
+        answer = await ask(self.question(chunks), place) if chunks else []
         others = frozenset(one for one in self.places.endpoints if one is not place)
         found = list(takewhile(lambda one: one is not None, answer))
         first = chunks[: len(found)]
@@ -237,8 +237,9 @@ class Session(Opened):
         decode_s = sum(told.decode_s(chunk.num_tokens, levels) for chunk in fetched)
         return link.latency_s + max(known.size_bytes(levels) / link.rate, decode_s)
 
-    def _question(self, chunks: Sequence[Chunk]) -> Question:
-        return Question(chunks, self.codec, self._clock, self._rng)
+    def question(self, chunks: Sequence[Chunk] = (), codec: Coding | None = None) -> Question:
+        """For chunks, or for what is looked up beside them (`states.py`)."""
+        return Question(chunks, codec or self.codec, self._clock, self._rng)
 
     # delivering
 

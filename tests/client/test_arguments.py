@@ -44,6 +44,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "tls_ca": ("no/such/file", ".", 5, []),
     "client": ("", "a b", "x" * 65, 5, b"x"),
     "spool_bytes": (*NUMBERS, 1.5, None),
+    "state_spacing": (*NUMBERS, 0, 1.5, None),
     "seams": (" ", "a b", "a/b", "x" * 65, 5, b"x", []),
     "audit_share": (-0.1, 1.1, NAN, INF, "x", None, True),
 }  # fmt: skip

@@ -26,8 +26,8 @@ def parts(
     rng = np.random.default_rng(seed)
     per_layer = 2 * spec.num_kv_heads * spec.head_dim
     columns, half = per_layer * spec.num_layers, spec.num_layers // 2
-    border = num_unbounded(spec) if in_parts else 0
-    groups = [[0, border or half], [border or half, spec.num_layers]]
+    cut = (num_unbounded(spec) if in_parts else 0) or half
+    groups = [[0, cut], [cut, spec.num_layers]] if cut else [[0, 1]]
     embed, rank, sinks = 6, 4, 4
     tensors: dict[str, npt.NDArray[Any]] = {
         "embed.codes": rng.integers(-127, 128, (spec.vocab_size, embed)).astype(np.int8),
@@ -96,7 +96,11 @@ def parts(
             tensors |= _stages(tensors, f"g{index}.", spec, own, rng)
     if in_parts:
         told = meta.get("leading", [[] for _ in groups])
-        meta |= {"version": VERSION_OF_WINDOWS, "windowed_from": int(border > 0), "leading": told}
+        meta |= {
+            "version": VERSION_OF_WINDOWS,
+            "windowed_from": int(num_unbounded(spec) > 0),
+            "leading": told,
+        }
     return meta, tensors | flat
 
 

@@ -167,7 +167,7 @@ def test_trailing_bytes_are_an_error() -> None:
         (0, b"PK\3\4", FormatError),
         (4, b"\1\0", FormatError),
         (4, b"\3\0", FormatError),
-        (6, b"\4", FormatError),
+        (6, b"\5", FormatError),
         (6, b"\0", FormatError),
         (7, b"\0", FormatError),
         (8, struct.pack("<I", HEADER_BYTES - 1), ChecksumError),

@@ -114,9 +114,12 @@ _QWEN4 = {
     "hc_lowrank": 8,
 }
 _RECURRENT = {"layer_types": ["linear_attention", "hybrid"] * 2}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16}
+_EVERY_SECOND = {"layer_types": ["linear_attention", "full_attention"] * 2}
 
 _SETTINGS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+    "bamba": {**_MAMBA2, "attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 128},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
@@ -128,6 +131,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
     "doge": {"sliding_window": None},
     "dots1": {"n_shared_experts": 1},
+    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 128},
     "gemma3": {"text_config": _MIXED},
     "gemma3_text": _MIXED,
     "gemma3n": {"text_config": _SHARING},
@@ -139,6 +143,22 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "gemma4_unified_assistant": {"text_config": _GEMMA4_ASSISTANT},
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {**_MAMBA2, **_EVERY_SECOND},
+    "inkling_text": {
+        "layer_types": ["hybrid_sliding"] * 3 + ["hybrid"],
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "sliding_window_size": WINDOW,
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
+    "kimi_linear": {
+        **_EVERY_SECOND,
+        "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2,
+        "num_experts_per_token": 2,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+    },
     "laguna": _MIXED,
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS,
@@ -151,6 +171,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 16, "num_heads": 8},
     "mellum": _MIXED,
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "reformer": {
@@ -162,7 +183,11 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "xlm": {"emb_dim": 64},
     "xmod": {"languages": ("en_XX",), "default_language": "en_XX"},
     "zamba": _RECURRENT,
-    "zamba2": _RECURRENT,
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 

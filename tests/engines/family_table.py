@@ -40,10 +40,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {
                 "rope_type": "longrope",
                 "rope_theta": 10000.0,
-                "short_factor": [1.0] * 8,
+                "short_factor": [1.25] * 8,
                 "long_factor": [2.0] * 8,
             },
-            "original_max_position_embeddings": 256,
+            "original_max_position_embeddings": 1024,
         },
     ),
     "qwen2, windows": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),

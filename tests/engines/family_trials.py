@@ -21,16 +21,19 @@ from transformers import Cache, PreTrainedModel
 
 from kdn.cache.keys import Chunk, Namespace, cut
 from kdn.cache.spec import ModelSpec
+from kdn.cache.states import State
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.exact import ExactCodec
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec
+from kdn.codec.states import StateCodec
 from kdn.engines.checkpoint import spec_of_checkpoint
 from kdn.engines.grouped import use_grouped_attention
 from kdn.engines.growing import Room
 from kdn.engines.latents import has_latents
 from kdn.engines.reading import forward, last_tokens, new_cache
+from kdn.engines.states import state_of
 from kdn.engines.transformers import spec_of, to_dynamic_cache
 from kdn.errors import UnsupportedError
 from tests.codec.klt_profile import make_profile
@@ -113,6 +116,8 @@ def check_files(model: PreTrainedModel, spec: ModelSpec) -> None:
 def described(spec: ModelSpec) -> str:
     """What is particular about a cache."""
     said = []
+    if spec.has_states:
+        said.append("recurrent states")
     turned = [rope for rope in spec.ropes if rope is not None]
     if not turned:
         said.append("no RoPE")
@@ -122,6 +127,8 @@ def described(spec: ModelSpec) -> str:
         said.append("partial RoPE")
     if len(set(turned)) > 1:
         said.append("RoPE differs by layer")
+    if spec.max_tokens is not None:
+        said.append("texts up to a length")
     windows = [window for window in spec.windows if window is not None]
     if windows:
         said.append("windows" if len(windows) == spec.num_layers else "windows in some layers")
@@ -140,6 +147,7 @@ class _Learned:
         for chunk in self._chunks(b""):
             forward(model, chunk.tokens, self.own)
             self.parts.append((chunk, last_tokens(self.own, chunk.start, chunk.end)))
+        self.state = self._stored_state(chunk) if spec.has_states else None
 
     def check_exact(self) -> None:
         """Bit for bit as from the model's own cache, and token for token as without any."""
@@ -173,8 +181,8 @@ class _Learned:
     def check_moved(self) -> None:
         """The first layer's keys, decoded for other positions, are those that the model has there:
         they depend on a token and its position alone."""
-        if self.spec.ropes[0] is None:
-            return
+        if self.spec.ropes[0] is None or self.spec.has_states:
+            return  # a state is of all tokens before, and what comes after it, too
         chunk, cache = self.parts[0]
         past = new_cache(self.model)
         forward(self.model, self.tokens[:SHIFT], past)
@@ -220,7 +228,14 @@ class _Learned:
             cache.slice(part.start, part.end).keys.copy_(part.keys)
             cache.slice(part.start, part.end).values.copy_(part.values)
         cache = KVCache(cache.keys, cache.values, 0, _valid_from(parts))
-        return to_dynamic_cache(cache, self.model.config.get_text_config(decoder=True), room)
+        config = self.model.config.get_text_config(decoder=True)
+        return to_dynamic_cache(cache, config, room, self.state)
+
+    def _stored_state(self, chunk: Chunk) -> State:
+        """After the last chunk, through its stream."""
+        state = state_of(self.own)
+        codec, place = StateCodec(self.spec, state.layout), state.layout.chunk_of(chunk)
+        return codec.decode(Bitstream.parse(codec.encode(place, state)), place)
 
     def _answer(self, past: Cache) -> tuple[list[int], torch.Tensor]:
         """Tokens, and the logits after each of the question's and the answer's."""

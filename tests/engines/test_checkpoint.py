@@ -11,6 +11,7 @@ import torch
 from kdn.engines.checkpoint import spec_of_checkpoint
 from kdn.engines.transformers import spec_of
 from kdn.errors import FormatError, ModelUnavailableError, UnsupportedError
+from tests.engines import family_models
 
 WINDOW = 16
 MIXED = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": WINDOW}
@@ -157,6 +158,9 @@ def test_refused_before_anything_is_read(tiny_model: Any, tmp_path: Path) -> Non
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     tiny_model("llama", rope_parameters=rope).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match="dynamic NTK"):
+        spec_of_checkpoint(tmp_path)
+    family_models.build("qwen3_next").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="'linear_attention' are not supported"):
         spec_of_checkpoint(tmp_path)
 
 

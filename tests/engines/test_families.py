@@ -20,7 +20,7 @@ SAMPLE = (
     "bloom", "cpmant", "deepseek_v3", "falcon_h1", "gemma3_text", "gemma3n_text",
     "gemma4_text", "gpt2", "gpt_oss", "gptj", "llama", "llama, dynamic NTK", "llama4_text",
     "mamba", "mimo_v2_flash", "mllama", "moshi", "moss_transcribe_diarize", "nanochat",
-    "qwen2, windows", "roformer",
+    "phi3, longrope", "qwen2, windows", "qwen3_next", "roformer",
 )  # fmt: skip
 """One of each kind: what runs in every `make test`."""
 

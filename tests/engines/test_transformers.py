@@ -152,21 +152,7 @@ def test_dropout_and_training_mode_do_not_disturb(tiny_model: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic NTK"),
-        (
-            "phi3",
-            {
-                "rope_parameters": {
-                    "rope_type": "longrope",
-                    "short_factor": [1.0] * 8,
-                    "long_factor": [2.0] * 8,
-                },
-                "original_max_position_embeddings": 256,
-            },
-            "longrope",
-        ),
-        ("mamba", {}, "linear_attention"),
-        ("qwen3_next", {"num_experts": 2, "num_experts_per_tok": 1}, "linear_attention"),
+        ("mamba", {}, "keeps no key-value cache"),
         ("recurrent_gemma", {}, "keeps no key-value cache"),
         ("hunyuan_v1_dense", {"head_dim": 16}, "not plain RoPE"),
         (

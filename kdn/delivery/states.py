@@ -1,0 +1,85 @@
+"""Finding and fetching states (`kdn/cache/states.py`), before the chunks that lead to them.
+
+A state has one level and no substitute, so there is nothing to plan: it is there in time, intact
+and of this model's layout, or it is a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from kdn.cache.keys import Chunk
+from kdn.cache.states import State
+from kdn.codec.states import StateCodec
+from kdn.delivery.endpoints import Endpoint, Endpoints
+from kdn.delivery.lookup import Question, Stream, look_up
+from kdn.errors import KdnError
+from kdn.store.streaming import Ask
+
+ATTEMPT_S = 60.0
+"""For one endpoint."""
+
+
+async def find_states(
+    codec: StateCodec, chunks: Sequence[Chunk], ask: Question, endpoints: Endpoints, until_s: float
+) -> dict[int, Stream]:
+    """Which of these chunks have a state behind them that this model can use, by their number."""
+    places = [codec.layout.chunk_of(chunk) for chunk in chunks]
+    if not places:
+        return {}
+    question = replace(ask, chunks=places, codec=codec, best=places[-1:])
+    streams = await look_up(question, endpoints, until_s)
+    found = {number: streams.get(place.key) for number, place in enumerate(places)}
+    return {
+        number: stream
+        for number, stream in found.items()
+        if stream is not None and codec.fits(stream.assembly.header)
+    }
+
+
+async def fetch_state(
+    codec: StateCodec,
+    chunk: Chunk,
+    stream: Stream,
+    ask: Question,
+    endpoints: Endpoints,
+    until_s: float,
+) -> State | None:
+    """The state behind `chunk`; None if nobody brings it intact in time."""
+    place = codec.layout.chunk_of(chunk)
+    for endpoint in (one for one in endpoints if one not in stream.lacking):
+        left_s = min(until_s - ask.clock(), ATTEMPT_S)
+        if left_s <= 0:
+            break
+        try:
+            async with asyncio.timeout(left_s):
+                await _read(place, stream, endpoint)
+        except (KdnError, OSError):  # a TimeoutError is one
+            continue
+        if stream.assembly.levels:
+            break
+    if not stream.assembly.levels:
+        return None
+    try:
+        return await asyncio.to_thread(codec.decode, stream.assembly.stream(1), place)
+    except KdnError:
+        for endpoint in endpoints:  # whoever computes it anew may replace it
+            endpoint.reject(place.key, stream.assembly.stream_id, ask.clock())
+        return None
+
+
+async def _read(place: Chunk, stream: Stream, endpoint: Endpoint) -> None:
+    """What is missing of the stream, verified."""
+    assembly = stream.assembly
+    asks = [
+        Ask(place.key, start, end, assembly.stream_id)
+        for start, end in assembly.missing(assembly.level_ends[0])
+    ]
+    async with aclosing(endpoint.store.read_spans(asks)) as pieces:
+        async for piece in pieces:
+            if piece.data is not None:
+                assembly.add(piece.start, piece.data)
+    await assembly.verify()
