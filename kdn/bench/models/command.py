@@ -15,10 +15,11 @@ import typer
 from rich.console import Console
 
 from kdn.bench import options
-from kdn.bench.models.documents import Split, read_documents, split
+from kdn.bench.models.documents import read_documents, split
 from kdn.bench.models.judging import judge
+from kdn.bench.models.material import Material
 from kdn.bench.models.report import Row, document, plot, print_report
-from kdn.bench.models.shapes import FULL, QUICK, SHAPES, Size
+from kdn.bench.models.shapes import FULL, QUICK, SHAPES
 from kdn.bench.models.training import Order, trained
 from kdn.bench.options import JsonFile, PlotFile
 from kdn.bench.report import report_console, write_json
@@ -61,17 +62,17 @@ def run(
 ) -> None:
     """Models of other shapes, trained in minutes on your text, then calibrated and judged."""
     chosen = options.words("shapes", shapes, list(SHAPES))
-    where = str(chosen_device(device))
-    size = QUICK if quick else FULL
+    where = chosen_device(device)
     folder = out or cache_folder() / "bench" / ("models-quick" if quick else "models")
     folder.mkdir(parents=True, exist_ok=True)
-    texts = split(read_documents(text))
+    material = Material(split(read_documents(text)), QUICK if quick else FULL)
     seconds = train or (QUICK_TRAIN_S if quick else TRAIN_S)
     tokens = tokens or (QUICK_TOKENS if quick else DEFAULT_TOKENS)
     rows: dict[str, Row] = {}
     for shape in chosen:
-        rows[shape] = _row(folder / shape, shape, size, seconds, where, texts, tokens, calibrate)
-        results = document(rows, where)
+        order = Order(shape, seconds, where)
+        rows[shape] = _row(folder / shape, order, material, tokens, calibrate)
+        results = document(rows, str(where))
         if json is not None:  # what is done is kept, whatever becomes of the next one
             write_json(json, results)
     if plot_file is not None:
@@ -79,14 +80,12 @@ def run(
     print_report(report_console(), rows, results)
 
 
-def _row(
-    folder: Path, shape: str, size: Size, seconds: float, device: str, texts: Split, tokens: int,
-    minutes: float | None,
-) -> Row:  # fmt: skip
+def _row(folder: Path, order: Order, material: Material, tokens: int, minutes: float | None) -> Row:
     told = Console(stderr=True)
 
     def say(line: str) -> None:
         told.print(line, highlight=False)
 
-    made = trained(folder, Order(shape, size, seconds, chosen_device(device)), texts, say)
+    made = trained(folder, order, material, say)
+    device, texts = str(order.device), material.texts
     return Row(made, judge(folder, texts, device, say, tokens=tokens, minutes=minutes))

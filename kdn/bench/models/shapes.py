@@ -25,7 +25,9 @@ class Size:
 
     vocabulary: int
     positions: int
-    """The longest context with what follows it, and the length of a training window."""
+    """Of the longest context, with what follows it."""
+    length: int
+    """Tokens of a training window."""
     batch: int
     """Windows in a step."""
     rate: float
@@ -33,8 +35,8 @@ class Size:
     is_quick: bool = False
 
 
-FULL = Size(vocabulary=8192, positions=2048, batch=16, rate=1e-3)
-QUICK = Size(vocabulary=1024, positions=768, batch=2, rate=3e-3, is_quick=True)
+FULL = Size(vocabulary=8192, positions=2048, length=2048, batch=16, rate=1e-3)
+QUICK = Size(vocabulary=512, positions=768, length=128, batch=4, rate=4e-3, is_quick=True)
 
 
 def settings_of(shape: str, size: Size) -> dict[str, Any]:

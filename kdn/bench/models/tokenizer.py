@@ -25,7 +25,9 @@ def new_tokenizer(texts: Sequence[Text], vocabulary: int, positions: int) -> Any
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator((text.content for text in texts), trainer)
+    # Line by line: on whole documents this takes the square of their length.
+    lines = (line for text in texts for line in text.content.splitlines(keepends=True))
+    made.train_from_iterator(lines, trainer)
     made.post_processor = processors.TemplateProcessing(
         single=f"{_NAMES[BOS]} $A", special_tokens=[(_NAMES[BOS], BOS)]
     )

@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kdn.bench.models.documents import Split
+from kdn.bench.models.material import Material
 from kdn.bench.models.shapes import Size, new_model, settings_of
-from kdn.bench.models.tokenizer import new_tokenizer
-from kdn.bench.models.windows import Windows, joined, unigram_nats
+from kdn.bench.models.windows import Windows, unigram_nats
 from kdn.errors import KdnError
 
 WARMING = 0.04
@@ -61,37 +60,40 @@ class Trained:
 
 @dataclass(frozen=True)
 class Order:
-    """A model to be made in a folder."""
+    """A model to be made."""
 
     shape: str
-    size: Size
     seconds: float
     device: torch.device
     seed: int = 0
 
-    def made_of(self, texts: Split) -> str:
+    def made_of(self, material: Material) -> str:
         """Everything that decides what comes out, but the speed of the machine."""
-        settings = settings_of(self.shape, self.size) | asdict(self.size)
+        size = material.size
+        settings = settings_of(self.shape, size) | asdict(size)
         return json.dumps(
-            [VERSION, settings, self.seconds, self.seed, texts.digest()], sort_keys=True
+            [VERSION, settings, self.seconds, self.seed, material.texts.digest()], sort_keys=True
         )
 
 
-def trained(folder: Path, order: Order, texts: Split, say: Say) -> Trained:
+def trained(
+    folder: Path,
+    order: Order,
+    material: Material,
+    say: Say,
+    clock: Callable[[], float] = time.monotonic,
+) -> Trained:
     """The model in `folder`: as it was left there, or trained now. It appears whole."""
-    made_of = order.made_of(texts)
+    made_of = order.made_of(material)
     if (found := _left_there(folder)) is not None and found.made_of == made_of:
         say(f"{order.shape}: trained before, {folder}")
         return found
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    tokenizer = new_tokenizer(texts.training, order.size.vocabulary, order.size.positions)
     torch.manual_seed(order.seed)
-    model = new_model(order.shape, order.size).to(order.device)
-    length = order.size.positions
-    windows = Windows(joined(texts.training, tokenizer), length, order.seed)
-    kept_out = Windows(joined(texts.other, tokenizer), length, seed=1, repeating=0)
-    told = _Training(model, windows, order, say).run()
+    model = new_model(order.shape, material.size).to(order.device)
+    size = material.size
+    windows = Windows(material.training, size.length, order.seed)
+    kept_out = Windows(material.other, size.length, seed=1, repeating=0)
+    told = _Training(model, windows, size, order, say, clock).run()
     if not math.isfinite(told["loss"]):
         raise KdnError(f"{order.shape}: training came to a loss of {told['loss']}")
     about = Trained(
@@ -99,21 +101,27 @@ def trained(folder: Path, order: Order, texts: Split, say: Say) -> Trained:
         shape=order.shape,
         parameters=sum(one.numel() for one in model.parameters()),
         held_out=held_out_loss(model, kept_out),
-        unigram=unigram_nats(windows.tokens, kept_out.tokens, order.size.vocabulary),
+        unigram=unigram_nats(windows.tokens, kept_out.tokens, size.vocabulary),
         text_tokens=len(windows.tokens),
         **told,
     )
     say(
         f"{order.shape}: {about.held_out:.2f} nats on text kept out, {about.unigram:.2f} by "
-        f"frequencies alone"
+        "frequencies alone"
     )
+    _save(folder, model, material.tokenizer, about)
+    return about
+
+
+def _save(folder: Path, model: Any, tokenizer: Any, about: Trained) -> None:
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
     # Rounded once, here: whoever loads it computes with the same weights.
     model.to(torch.bfloat16).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     (partial / ABOUT).write_text(json.dumps(asdict(about), indent=1) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    return about
 
 
 def _left_there(folder: Path) -> Trained | None:
@@ -124,14 +132,23 @@ def _left_there(folder: Path) -> Trained | None:
 
 
 class _Training:
-    def __init__(self, model: Any, windows: Windows, order: Order, say: Say) -> None:
-        self.model, self.windows, self.order, self.say = model.train(), windows, order, say
-        self.device = order.device
+    def __init__(
+        self,
+        model: Any,
+        windows: Windows,
+        size: Size,
+        order: Order,
+        say: Say,
+        clock: Callable[[], float],
+    ) -> None:
+        self.model, self.windows, self.size = model.train(), windows, size
+        self.order, self.say = order, say
+        self.device, self.clock = order.device, clock
         decayed = [one for one in model.parameters() if one.ndim > 1]
         others = [one for one in model.parameters() if one.ndim <= 1]
         self.optimiser = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}],
-            lr=order.size.rate, betas=BETAS, fused=self.device.type == "cuda",
+            lr=size.rate, betas=BETAS, fused=self.device.type == "cuda",
         )  # fmt: skip
 
     def run(self) -> dict[str, Any]:
@@ -150,7 +167,7 @@ class _Training:
         count = len(losses)
         return {
             "steps": count + 1,
-            "tokens": (count + 1) * self.order.size.batch * self.windows.length,
+            "tokens": (count + 1) * self.size.batch * self.windows.length,
             "seconds": seconds,
             "step_s": seconds / max(1, count),
             "loss": _mean(losses[-20:]),
@@ -161,8 +178,8 @@ class _Training:
 
     def _step(self, done: float) -> torch.Tensor:
         for group in self.optimiser.param_groups:
-            group["lr"] = self.order.size.rate * rate_at(done)
-        batch = torch.from_numpy(self.windows.draw(self.order.size.batch)).to(self.device)
+            group["lr"] = self.size.rate * rate_at(done)
+        batch = torch.from_numpy(self.windows.draw(self.size.batch)).to(self.device)
         loss = loss_of(self.model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -174,11 +191,11 @@ class _Training:
         """When everything so far is computed."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return time.monotonic()
+        return self.clock()
 
     def _tell(self, losses: list[torch.Tensor], passed: float) -> None:
         count = max(1, len(losses))
-        speed = count * self.order.size.batch * self.windows.length / max(passed, 1e-9)
+        speed = count * self.size.batch * self.windows.length / max(passed, 1e-9)
         self.say(
             f"{self.order.shape}: step {count}, loss {_mean(losses[-20:]):.3f}, "
             f"{1000 * passed / count:.0f} ms a step, {speed:,.0f} tokens/s, about "
