@@ -35,7 +35,9 @@ from kdn.session.quality import enough_kld
 
 Interval = tuple[float, float]
 
-KEPT_WINDOWS = 6
+KEPT_WINDOWS, KEPT_ON_GPU = 6, 24
+MOST_KEPT = 5
+"""So many times as many windows there must be for more than KEPT_WINDOWS to be kept."""
 LEAST_WINDOWS = PROBE_WINDOWS + LEAST_READ
 """What calibration needs for itself."""
 FP16_BITS = 16
@@ -82,12 +84,20 @@ class Report:
         }
 
 
-def keep_out(windows: Sequence[TokenIds]) -> tuple[list[TokenIds], list[TokenIds]]:
-    """Windows to calibrate with and windows to report on. Of little text, the latter are those that
-    calibration measures on itself."""
+def kept_windows(device: torch.device) -> int:
+    """How many are reported on. Windows differ much, so more are better, where they are quick."""
+    return KEPT_WINDOWS if device.type == "cpu" else KEPT_ON_GPU
+
+
+def keep_out(
+    windows: Sequence[TokenIds], count: int = KEPT_WINDOWS
+) -> tuple[list[TokenIds], list[TokenIds]]:
+    """Windows to calibrate with and windows to report on. Of little text, the latter are fewer, or
+    those that calibration measures on itself."""
     found = list(windows)
-    if len(found) >= LEAST_WINDOWS + KEPT_WINDOWS:
-        return found[:-KEPT_WINDOWS], found[-KEPT_WINDOWS:]
+    kept = count if len(found) >= MOST_KEPT * count else KEPT_WINDOWS
+    if len(found) >= LEAST_WINDOWS + kept:
+        return found[:-kept], found[-kept:]
     return found, found[-PROBE_WINDOWS:]
 
 

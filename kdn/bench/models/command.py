@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
@@ -87,5 +88,7 @@ def _row(folder: Path, order: Order, material: Material, tokens: int, minutes: f
         told.print(line, highlight=False)
 
     made = trained(folder, order, material, say)
+    if order.device.type == "cuda":
+        torch.cuda.empty_cache()  # calibration chooses its sizes by what is free
     device, texts = str(order.device), material.texts
     return Row(made, judge(folder, texts, device, say, tokens=tokens, minutes=minutes))

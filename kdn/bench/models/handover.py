@@ -16,7 +16,7 @@ import torch
 
 from kdn.cache.keys import TokenIds
 from kdn.cache.tensors import KVCache
-from kdn.client.synchronous import connect
+from kdn.client.synchronous import Client, connect
 from kdn.engines.reading import forward, read_whole
 from kdn.errors import KdnError
 
@@ -65,24 +65,27 @@ def _through_folder(model: Any, tokenizer: Any, ids: TokenIds) -> tuple[KVCache,
     """What was published, what another client loaded, and the bytes that it fetched."""
     own = read_whole(model, ids)
     with tempfile.TemporaryDirectory(prefix="kdn-models-") as place:
-        # Only what was fetched is to be judged: nothing is read along.
-        settings = {"model": (model, tokenizer), "codec": "exact", "recompute": False}
-        with connect(place, **settings) as client:
+        with _client(place, model, tokenizer) as client:
             client.publish(ids.tolist(), own)
             if not client.flush():
                 raise KdnError("a context was not published in time")
-        with connect(place, **settings, quality="exact") as client:
+        with _client(place, model, tokenizer) as client:
             loaded = client.load(ids.tolist())
             if loaded.cache is None or loaded.delivered is None or loaded.num_tokens != len(ids):
                 raise KdnError(f"expected {len(ids)} tokens to be known, found {loaded.num_tokens}")
             return own, loaded.cache, loaded.delivered.fetched_bytes
 
 
+def _client(place: str, model: Any, tokenizer: Any) -> Client:
+    """Only what was fetched is to be judged: nothing is read along."""
+    return connect(place, model=(model, tokenizer), codec="exact", quality="exact", recompute=False)
+
+
 def _are_equal(published: KVCache, loaded: KVCache) -> bool:
     """Bit for bit, in what the loaded one says that it holds."""
     pairs = ((published.keys, loaded.keys), (published.values, loaded.values))
     return all(
-        torch.equal(mine[layer, begin:], theirs[layer, begin:])
+        torch.equal(mine[layer, begin:].cpu(), theirs[layer, begin:].cpu())
         for layer, begin in enumerate(loaded.valid_from)
         for mine, theirs in pairs
     )
@@ -102,7 +105,9 @@ def _answer_from(model: Any, cache: KVCache, question: TokenIds) -> list[int]:
     """Greedy, on top of a cache."""
     from kdn.engines.transformers import to_dynamic_cache
 
-    past = to_dynamic_cache(cache, model.config.get_text_config(decoder=True))
+    keys, values = (one.to(model.device) for one in (cache.keys, cache.values))
+    own = KVCache(keys, values, cache.start, cache.valid_from)
+    past = to_dynamic_cache(own, model.config.get_text_config(decoder=True))
     logits, found = forward(model, question, past), []
     for _ in range(ANSWER):
         found.append(int(logits.argmax()))

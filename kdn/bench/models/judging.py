@@ -23,6 +23,7 @@ from kdn.cache.keys import TokenIds
 from kdn.calibrate import command
 from kdn.calibrate.corpus import Text, prompt_head, windows_of
 from kdn.calibrate.loading import load_to_calibrate
+from kdn.calibrate.moments import PASSAGE_TOKENS
 from kdn.calibrate.report import Report, make_report
 from kdn.codec.klt import Profile
 from kdn.engines.models import load_model
@@ -30,7 +31,7 @@ from kdn.engines.models import load_model
 LEAST_RATIO, LEAST_SPEED, MOST_OFF = 20.0, 16.0, 0.25
 """What must be shown: ratio at quality, prefill over decoding, and by how much the KLD on other
 text may differ from the report's."""
-OTHER_WINDOWS, EXACT_WINDOWS, SPEED_WINDOWS = 16, 2, 2
+OTHER_WINDOWS, EXACT_WINDOWS, SPEED_WINDOWS = 24, 2, 2
 PROFILE, REPORT, PLOT = "profile.safetensors", "calibration.json", "calibration.png"
 
 
@@ -127,7 +128,7 @@ def _windows(
 ) -> list[TokenIds]:
     """As calibration cuts them: all documents one after the other."""
     whole = Text("documents", "\n\n".join(text.content for text in texts))
-    length = int(calibrated["context"]) + command.PASSAGE_TOKENS
+    length = int(calibrated["context"]) + PASSAGE_TOKENS
     head = prompt_head(tokenizer)
     return windows_of([whole.tokens(tokenizer)], length, count, seed=1, head=head)
 

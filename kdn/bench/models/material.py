@@ -20,6 +20,7 @@ class Material:
 
     @cached_property
     def tokenizer(self) -> Any:
+        """Takes a second for each megabyte or so."""
         return new_tokenizer(self.texts.training, self.size.vocabulary, self.size.positions)
 
     @cached_property

@@ -88,6 +88,7 @@ def trained(
     if (found := _left_there(folder)) is not None and found.made_of == made_of:
         say(f"{order.shape}: trained before, {folder}")
         return found
+    say(f"{order.shape}: {len(material.training):,} tokens to train on")
     torch.manual_seed(order.seed)
     model = new_model(order.shape, material.size).to(order.device)
     size = material.size
@@ -154,8 +155,7 @@ class _Training:
     def run(self) -> dict[str, Any]:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        losses: list[torch.Tensor] = []
-        self._step(0.0)  # the first one starts kernels, and is no measure
+        losses = [self._step(0.0)]  # it starts kernels, so it is not timed
         begun = said = self._now()
         while (passed := self._now() - begun) < self.order.seconds:
             losses.append(self._step(passed / self.order.seconds))
@@ -166,10 +166,10 @@ class _Training:
         self._tell(losses, seconds)
         count = len(losses)
         return {
-            "steps": count + 1,
-            "tokens": (count + 1) * self.size.batch * self.windows.length,
+            "steps": count,
+            "tokens": count * self.size.batch * self.windows.length,
             "seconds": seconds,
-            "step_s": seconds / max(1, count),
+            "step_s": seconds / max(1, count - 1),
             "loss": _mean(losses[-20:]),
             "peak_bytes": torch.cuda.max_memory_allocated(self.device)
             if self.device.type == "cuda"
@@ -194,10 +194,10 @@ class _Training:
         return self.clock()
 
     def _tell(self, losses: list[torch.Tensor], passed: float) -> None:
-        count = max(1, len(losses))
+        count = max(1, len(losses) - 1)
         speed = count * self.size.batch * self.windows.length / max(passed, 1e-9)
         self.say(
-            f"{self.order.shape}: step {count}, loss {_mean(losses[-20:]):.3f}, "
+            f"{self.order.shape}: step {len(losses)}, loss {_mean(losses[-20:]):.3f}, "
             f"{1000 * passed / count:.0f} ms a step, {speed:,.0f} tokens/s, about "
             f"{max(0.0, self.order.seconds - passed):.0f} s left"
         )
@@ -236,4 +236,4 @@ def _precision(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _mean(losses: list[torch.Tensor]) -> float:
-    return float(np.mean([float(loss) for loss in losses])) if losses else math.nan
+    return float(np.mean([float(loss) for loss in losses]))

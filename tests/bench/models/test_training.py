@@ -41,7 +41,7 @@ def test_a_tiny_model_learns_more_than_frequencies(material: Material, tmp_path:
     told = trained(tmp_path / "mha", order, material, said.append, ticks())
     assert told.steps == 40
     assert told.held_out < 0.6 * told.unigram
-    assert "s left" in said[0]
+    assert "s left" in said[1]
     model, tokenizer = load_model(tmp_path / "mha")
     assert prompt_head(tokenizer).tolist() == [1]
     assert model.dtype == torch.float32
