@@ -83,8 +83,9 @@ def run(asked: Request) -> Path:
     target = asked.out or local_profile(spec)
     target.parent.mkdir(parents=True, exist_ok=True)
     with bar(told) as progress:
-        windows, options, source = _windows(asked, model, tokenizer, texts, options, progress)
-        learnt, kept_out = keep_out(windows, kept_windows(model.device))
+        kept = kept_windows(model.device, spec.values_per_token)
+        windows, options, source = _windows(asked, model, tokenizer, texts, options, kept, progress)
+        learnt, kept_out = keep_out(windows, kept)
         _say_plan(told, options, learnt)
         profile = calibrate(
             model,
@@ -132,12 +133,11 @@ def longest_context(config: Any) -> int:
 
 def _windows(
     asked: Request, model: Any, tokenizer: Any, texts: Sequence[Text], options: CalibrationOptions,
-    progress: Progress,
+    kept: int, progress: Progress,
 ) -> tuple[list[TokenIds], CalibrationOptions, dict[str, Any]]:  # fmt: skip
-    """Windows to calibrate with and to report on, how long they are, and what they are of."""
+    """Windows to calibrate with, and `kept` to report on; how long they are, what they are of."""
     head = prompt_head(tokenizer)
     tokens = asked.tokens or DEFAULT_TOKENS
-    kept = kept_windows(model.device)
     count = num_windows(tokens, options.context, kept)
     source: dict[str, Any]
     if asked.writes_itself:

@@ -44,8 +44,6 @@ from kdn.errors import FormatError, ModelUnavailableError, UnsupportedError
 logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
-KNOWN_LATENTS = ("deepseek_v2", "deepseek_v3")
-"""Families whose latents other engines keep in an order that kdn knows."""
 _WIDTH = 16
 """Of everything in a shrunk model that rotation does not depend on."""
 
@@ -58,10 +56,11 @@ def spec_of_checkpoint(
     whole = config or _read_config(folder)
     config = whole.get_text_config(decoder=True)
     refuse_unsupported(whole, config)
-    if has_latents(config) and config.model_type not in KNOWN_LATENTS:
+    if has_latents(config):
         # What they keep of it, and in which order, is another thing in every engine.
         raise UnsupportedError(
-            f"{config.model_type}: its latent attention (MLA) is supported with transformers only"
+            f"{config.model_type}: multi-head latent attention (MLA) is supported with "
+            "transformers only"
         )
     hollow = _hollow(config)
     past = _hollow_cache(hollow)
@@ -198,8 +197,6 @@ def _ropes(config: PreTrainedConfig, head_dim: int) -> tuple[RopeSpec | None, ..
         "intermediate_size": _WIDTH,
         "vocab_size": _WIDTH,
     }
-    if has_latents(config):
-        sizes["first_k_dense_replace"] = small.num_hidden_layers  # experts turn no keys
     for name, size in sizes.items():
         if isinstance(getattr(small, name, None), int):  # not one that differs by layer
             setattr(small, name, size)

@@ -2,8 +2,9 @@
 
 KDN_TRAINED names their folders (`--out` of the benchmark, and a shape in it), separated as in PATH;
 without it tiny ones are trained here, for the exact part alone. Where a folder has a profile, `klt`
-is held against what its report expects. transformers goes on from what vLLM read, too: of latents
-each engine keeps the channels in an order of its own, and only so does it show that kdn knows both.
+is held against what its report expects. What vLLM published must also be what transformers reads,
+channel by channel: models that were hardly trained say the same with a wrong cache. kdn refuses the
+latents of `mla` with vLLM, so these are skipped.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from kdn.bench.models.training import Order, trained
 from kdn.calibrate.corpus import Text, default_texts
 from kdn.engines.checkpoint import spec_of_checkpoint
 from kdn.engines.models import load_model
+from kdn.engines.reading import read_whole
 from kdn.errors import UnsupportedError
 from tests.vllm.harness import Engine, Node, connector
-from tests.vllm.sharing import compare, load
+from tests.vllm.sharing import load
 
 CONTEXT, SCORED, ANSWER = 512, 128, 16
 STEPS = 20.0
+SAME = 1e-3
+"""Largest error of a channel, relative to its usual size: two engines round differently."""
 GIVEN = [Path(one) for one in os.environ.get("KDN_TRAINED", "").split(os.pathsep) if one]
 NO_CACHE = {"kdn": {"load": False, "publish": False}}
 WITH_CACHE = {"kdn": {"publish": False}}
@@ -44,7 +48,7 @@ def material() -> Material:
     return Material(Split(parts[:1], parts[1:2], parts[2:]), QUICK)
 
 
-@pytest.fixture(scope="module", params=[one.name for one in GIVEN] or ["mha", "gemma", "mla"])
+@pytest.fixture(scope="module", params=[one.name for one in GIVEN] or ["mha", "gemma"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for one in GIVEN:
         if one.name == request.param:
@@ -86,6 +90,12 @@ def opened(folder: Path, node: Node, log: Path, codec: str, cache: Path) -> Engi
     )
 
 
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest of all channels of all layers: one in a wrong place shows."""
+    error = (found - wanted).square().mean(dim=1).sqrt()
+    return float((error / wanted.square().mean(dim=1).sqrt().clamp_min(1e-6)).max())
+
+
 def test_exact_is_token_for_token(folder: Path, node: Node, logs: Path, tmp_path: Path) -> None:
     known_to_vllm(folder)
     prompts = [prompt_of(folder, number) for number in range(2)]
@@ -99,9 +109,10 @@ def test_exact_is_token_for_token(folder: Path, node: Node, logs: Path, tmp_path
     assert again["tokens"] == own["tokens"]
     model, _ = load_model(folder)
     cache, _ = asyncio.run(load(node.url, "exact", model, prompts[0][:CONTEXT]))
-    kld, top1 = compare(model, cache, prompts[0])
-    assert kld < 1e-6
-    assert top1 == 1.0
+    own_cache = read_whole(model, prompts[0][:CONTEXT])
+    off = [distance(cache.keys, own_cache.keys), distance(cache.values, own_cache.values)]
+    print(f"\n{folder.name}: off by {off[0]:.1e} in keys, {off[1]:.1e} in values")  # noqa: T201
+    assert max(off) < SAME
 
 
 def test_klt_is_as_good_as_its_report_says(

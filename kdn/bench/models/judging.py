@@ -32,7 +32,11 @@ LEAST_RATIO, LEAST_SPEED, MOST_OFF = 20.0, 16.0, 0.25
 """What must be shown: ratio at quality, prefill over decoding, and by how much the KLD on other
 text may differ from the report's."""
 OTHER_WINDOWS, EXACT_WINDOWS, SPEED_WINDOWS = 24, 2, 2
-PROFILE, REPORT, PLOT = "profile.safetensors", "calibration.json", "calibration.png"
+JUDGED = "judged"
+"""A folder in the model's own: there, engines would take a profile for some of its weights."""
+PROFILE, REPORT, PLOT = (
+    f"{JUDGED}/{name}" for name in ("profile.safetensors", "calibration.json", "calibration.png")
+)
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,8 @@ def _calibrated(
     """What `kdn calibrate` reported, now or before."""
     report = folder / REPORT
     if not (report.exists() and (folder / PROFILE).exists()):
-        text = write_lines(folder / "calibration.jsonl", texts.calibration)
+        (folder / JUDGED).mkdir(exist_ok=True)
+        text = write_lines(folder / JUDGED / "calibration.jsonl", texts.calibration)
         command.run(
             command.Request(
                 model=str(folder), text=[text],

@@ -12,8 +12,8 @@
 - `scheduler.py`: what to load, with `request_state.py`; `saving.py`: what to publish;
   `lossy_blocks.py`: what never is.
 - `worker.py`: doing it, with `loader.py` and `paged_sink.py`; `layout.py`: keys and values in
-  vLLM's paged memory, `latents.py`: the order of what MLA keeps there; `targets.py`: which layers
-  are the model's; `weights.py`: whether the model's weights are still those it started with.
+  vLLM's paged memory, `targets.py`: which layers are the model's; `weights.py`: whether the model's
+  weights are still those it started with.
 - On a GPU: `saver.py` copies out what is to be published, by `gather.py` or `gather_triton.py`,
   into the memory of `staging.py`; `warming.py` compiles ahead.
 - `ranks.py`: several ranks, which meet in a folder (`rank_folder.py`): `one_fetch.py` loads for all

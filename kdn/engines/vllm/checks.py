@@ -8,7 +8,6 @@ import torch
 
 from kdn.blend.pieces import check_joinable
 from kdn.cache.spec import ModelSpec
-from kdn.engines.latents import has_latents
 from kdn.engines.vllm.layout import Layout, PagedCache, views
 from kdn.engines.vllm.piece_ranges import MAX_SEPARATOR_TOKENS
 from kdn.engines.vllm.settings import Settings
@@ -134,24 +133,12 @@ def device_of(config: Any) -> torch.device:
 def check_blocks(kv_cache_config: Any) -> None:
     """All layers must keep all tokens, in the same blocks."""
     groups = [_kinds(one.kv_cache_spec) for one in kv_cache_config.kv_cache_groups]
-    if groups not in ([{"FullAttentionSpec"}], [{"MLAAttentionSpec"}]):
+    if groups != [{"FullAttentionSpec"}]:
         named = [sorted(kinds) for kinds in groups]
         raise UnsupportedError(
             f"kdn supports models whose layers all keep all tokens; vLLM manages {named}. "
             "Where some layers do, --disable-hybrid-kv-cache-manager helps"
         )
-
-
-def holds_latents(kv_cache_config: Any, config: Any) -> bool:
-    """Whether vLLM's cache is one of latents (MLA), as the model's cache in transformers is."""
-    kinds = {kind for one in kv_cache_config.kv_cache_groups for kind in _kinds(one.kv_cache_spec)}
-    found = "MLAAttentionSpec" in kinds
-    if found != has_latents(config.model_config.hf_config):
-        raise UnsupportedError(
-            "kdn does not support a model with latent attention (MLA) whose cache vLLM keeps as "
-            "keys and values, or the other way round"
-        )
-    return found
 
 
 def _kinds(spec: Any) -> set[str]:
@@ -170,22 +157,6 @@ def live_weights(layers: list[torch.nn.Module]) -> Weights:
     if weights.num_sampled == 0:
         raise UnsupportedError("kdn cannot find the weights that vLLM computes with")
     return weights
-
-
-def check_latents(
-    spec: ModelSpec, num_ranks: int, layers: list[torch.nn.Module], device: torch.device
-) -> None:
-    """That what kdn knows of latents is true of these layers."""
-    if num_ranks > 1:
-        raise UnsupportedError("kdn does not support latent attention (MLA) on several ranks")
-    if any(rope is None or rope.amplitude != 1.0 for rope in spec.ropes):
-        raise UnsupportedError("kdn does not support latent attention (MLA) with scaled keys")
-    kinds = {type(getattr(layer, "impl", layer)).__name__ for layer in layers}
-    if device.type == "cpu" and kinds != {"CPUMLAImpl"}:
-        raise UnsupportedError(
-            f"kdn does not know in which order vLLM's {sorted(kinds)} keep latents on a CPU: use "
-            "--attention-backend CPU_MLA"
-        )
 
 
 def check_cpu_layout(config: Any, heads: int, head_dim: int, paged: PagedCache) -> None:

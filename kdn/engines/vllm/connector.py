@@ -27,11 +27,9 @@ from kdn.engines.vllm.checks import (
     check_config,
     check_cpu_layout,
     check_joins,
-    check_latents,
     check_weights,
     device_of,
     holds_bytes,
-    holds_latents,
     is_fp8,
     live_weights,
     separator_of,
@@ -88,7 +86,6 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         check_config(vllm_config, settings)
         check_weights(vllm_config)
         check_blocks(kv_cache_config)
-        self._layout = Layout.LATENTS if holds_latents(kv_cache_config, vllm_config) else None
         # A cache that is away must not fail requests. vLLM reads this after making its connector.
         transfer.kv_load_failure_policy = settings.load_failure
         self._spec = spec = spec_of_model(vllm_config.model_config, vllm_config.load_config)
@@ -231,11 +228,8 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         layers = [config.compilation_config.static_forward_context[name] for name in names]
         paged = PagedCache(
             [kv_caches[name] for name in names], self._spec, heads, self._block_tokens,
-            self._layout,
             scales=scales_of(layers) if is_fp8(config) else None, dtype=cache_dtype(config),
         )  # fmt: skip
-        if paged.layout is Layout.LATENTS:
-            check_latents(self._spec, self._num_ranks, layers, paged.device)
         if paged.layout is Layout.CPU:
             check_cpu_layout(config, heads.count, self._spec.head_dim, paged)
         self._worker = in_own_thread(paged.device, lambda: self._worker_for(paged, layers))

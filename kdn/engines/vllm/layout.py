@@ -10,14 +10,11 @@ elements are read and written where they are. The arrangements, by what vLLM han
   come first, then the values as `[tokens, dim]`. Nothing tells the two apart but who made them.
 - `PAIR_FIRST` (FlashAttention before): `[2, blocks, tokens, heads, dim]`.
 - `PAIR_SECOND` (FlashInfer and Triton before): `[blocks, 2, tokens, heads, dim]`.
-- `LATENTS` (MLA): `[blocks, tokens, 2 * dim]`, from 0.30 on with one head after the blocks. A row
-  is a latent and one turned key, in an order of its own (`latents.py`), so there are no views of
-  keys and values. Its shape may be that of `HEADS_FIRST`: it must be told.
 
 Kernels may cut a block of the scheduler into several smaller ones, which lie side by side.
 
 Wherever tokens lie at one distance within a block, and blocks at a multiple of it, a token's place
-is one number, its slot (`kdn/cache/rows.py`). That is every layout but the CPU's and latents.
+is one number, its slot (`kdn/cache/rows.py`). That is every layout but the CPU's.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ from kdn.cache.rows import Slots, TokenRows
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.engines.vllm.gather import gather
-from kdn.engines.vllm.latents import latent_rows, places_of_channels
 from kdn.errors import MismatchError, UnsupportedError
 
 
@@ -43,7 +39,6 @@ class Layout(Enum):
     CPU = "cpu"
     PAIR_FIRST = "pair first"
     PAIR_SECOND = "pair second"
-    LATENTS = "latents"
 
 
 @dataclass(frozen=True)
@@ -137,12 +132,7 @@ class PagedCache:
         self.layout = layout or layout_of(layers[0], heads.count, spec.head_dim)
         self.heads, self.block_tokens = heads, block_tokens
         self.has_all_heads = heads.count == spec.num_kv_heads
-        has_latents = self.layout is Layout.LATENTS
-        self._channels = places_of_channels(spec).to(layers[0].device) if has_latents else None
-        self._views = [
-            (latent_rows(one, spec),) * 2 if has_latents else views(one, self.layout)
-            for one in layers
-        ]
+        self._views = [views(layer, self.layout) for layer in layers]
         self.kernel_tokens = int(self._views[0][0].shape[1])
         if block_tokens % self.kernel_tokens:
             raise UnsupportedError(
@@ -166,24 +156,13 @@ class PagedCache:
                 rows.write(part, self.slots(start, end, block_ids))
             return
         slots = self._places(start, end, block_ids)
-        if self._channels is not None:
-            self._write_latents(part, slots, self._channels)
-            return
         first = 0 if has_mine else self.heads.first
         mine = slice(first, first + self.heads.count)
         for layer, (keys, values) in enumerate(self._views):
             keys[slots] = part.keys[layer, :, mine].to(keys.device, keys.dtype)
             values[slots] = part.values[layer, :, mine].to(values.device, values.dtype)
-        _wait_for(slots[0].device)
-
-    def _write_latents(
-        self, part: KVCache, slots: tuple[torch.Tensor, torch.Tensor], channels: torch.Tensor
-    ) -> None:
-        both = torch.cat([part.keys, part.values], dim=-1)[:, :, 0]
-        places = (slots[0][:, None], slots[1][:, None], channels)
-        for layer, (rows, _) in enumerate(self._views):
-            rows[places] = both[layer].to(rows.device, rows.dtype)
-        _wait_for(self.device)
+        if slots[0].is_cuda:  # only then may vLLM's own stream read them
+            torch.cuda.current_stream(slots[0].device).synchronize()
 
     def read(self, start: int, end: int, block_ids: Sequence[int]) -> KVCache:
         """A copy, in main memory, of tokens [start, end) with the heads that are held here."""
@@ -191,10 +170,6 @@ class PagedCache:
             keys, values = gather(self.rows, self.slots(start, end, block_ids), self.dtype)
             return KVCache(keys.cpu(), values.cpu(), start)
         slots = self._places(start, end, block_ids)
-        if self._channels is not None:
-            both = torch.stack([rows[slots] for rows, _ in self._views])[..., self._channels]
-            keys, values = both.cpu()[:, :, None].chunk(2, dim=-1)
-            return KVCache(keys.contiguous(), values.contiguous(), start)
         keys, values = (
             torch.stack([pair[kind][slots] for pair in self._views]).cpu() for kind in (0, 1)
         )
@@ -216,9 +191,7 @@ class PagedCache:
     def _as_rows(self, scales: Scales | None) -> TokenRows | None:
         strides = {view.stride() for pair in self._views for view in pair}
         block, token = self._views[0][0].stride()[:2]
-        if self._channels is not None or self.layout is Layout.CPU:
-            return None
-        if len(strides) > 1 or block % token:
+        if self.layout is Layout.CPU or len(strides) > 1 or block % token:
             return None
         self._block_slots = block // token
         keys, values = ([_by_slot(pair[kind]) for pair in self._views] for kind in (0, 1))
@@ -245,12 +218,6 @@ class PagedCache:
         instead of 4 for 256 tokens of SmolLM2 on one core."""
         blocks, within = self._located(start, end, block_ids)
         return torch.from_numpy(blocks).to(self.device), torch.from_numpy(within).to(self.device)
-
-
-def _wait_for(device: torch.device) -> None:
-    """Only when values are written may vLLM's own stream read them."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def _by_slot(view: torch.Tensor) -> torch.Tensor:
