@@ -25,9 +25,10 @@ from kdn.bench.models.training import Order, trained
 from kdn.bench.options import JsonFile, PlotFile
 from kdn.bench.report import report_console, write_json
 from kdn.cache.folder import cache_folder
-from kdn.calibrate.command import DEFAULT_TOKENS
+from kdn.calibrate.command import DEFAULT_TOKENS, MAX_MINUTES
 from kdn.defaults import DEVICE
 from kdn.engines.device import chosen_device
+from kdn.errors import UnsupportedError
 
 TRAIN_S, QUICK_TRAIN_S = 90.0, 20.0
 MOST_TRAIN_S = 24 * 3600.0
@@ -46,7 +47,10 @@ def run(
         typer.Option(min=1, max=MOST_TRAIN_S, help=f"Seconds for each model; {TRAIN_S:g}."),
     ] = None,
     calibrate: Annotated[
-        float | None, typer.Option(min=0.01, help="Minutes for each model; as long as it takes.")
+        float | None,
+        typer.Option(
+            min=0.01, max=MAX_MINUTES, help="Minutes for each model; as long as it takes."
+        ),
     ] = None,
     tokens: Annotated[
         int | None, options.count(1, f"To calibrate with; {DEFAULT_TOKENS:,}.")
@@ -65,7 +69,10 @@ def run(
     chosen = options.words("shapes", shapes, list(SHAPES))
     where = chosen_device(device)
     folder = out or cache_folder() / "bench" / ("models-quick" if quick else "models")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(f"out: expected a folder that can be made: {error}") from error
     material = Material(split(read_documents(text)), QUICK if quick else FULL)
     seconds = train or (QUICK_TRAIN_S if quick else TRAIN_S)
     tokens = tokens or (QUICK_TOKENS if quick else DEFAULT_TOKENS)
