@@ -32,6 +32,7 @@ HOMES = {
     "triton": ("*_triton.py",),
     "transformers": (
         "engines/*.py", "client/engine.py", "bench/gpu_prefill.py", "bench/vllm.py",
+        "bench/models/shapes.py", "bench/models/tokenizer.py",
         "cli/demo_text.py", "cli/demo_worker.py",
     ),
     "vllm": ("engines/vllm/*.py", "bench/vllm_worker.py", "bench/vllm_gpu/worker.py"),

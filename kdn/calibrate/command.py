@@ -20,7 +20,7 @@ from kdn.calibrate.drawing import drawn, open_texts
 from kdn.calibrate.loading import load_to_calibrate
 from kdn.calibrate.moments import PASSAGE_TOKENS
 from kdn.calibrate.progress import bar
-from kdn.calibrate.report import KEPT_WINDOWS, keep_out, make_report
+from kdn.calibrate.report import KEPT_WINDOWS, keep_out, kept_windows, make_report
 from kdn.calibrate.report_text import show_report
 from kdn.calibrate.run import LEAST_WINDOWS, PROBE_WINDOWS, CalibrationOptions, calibrate
 from kdn.calibrate.self_text import SELF, write_text
@@ -87,8 +87,9 @@ def run(asked: Request) -> Path:
     target = asked.out or local_profile(spec)
     target.parent.mkdir(parents=True, exist_ok=True)
     with bar(told) as progress:
-        windows, options, source = _windows(asked, model, tokenizer, texts, options, progress)
-        learnt, kept_out = keep_out(windows)
+        kept = kept_windows(model.device, spec.values_per_token)
+        windows, options, source = _windows(asked, model, tokenizer, texts, options, kept, progress)
+        learnt, kept_out = keep_out(windows, kept)
         _say_plan(told, options, learnt)
         profile = calibrate(
             model,
@@ -139,12 +140,12 @@ def longest_context(config: Any) -> int:
 
 def _windows(
     asked: Request, model: Any, tokenizer: Any, texts: Sequence[Text], options: CalibrationOptions,
-    progress: Progress,
+    kept: int, progress: Progress,
 ) -> tuple[list[TokenIds], CalibrationOptions, dict[str, Any]]:  # fmt: skip
-    """Windows to calibrate with and to report on, how long they are, and what they are of."""
+    """Windows to calibrate with, and `kept` to report on; how long they are, what they are of."""
     head = prompt_head(tokenizer)
     tokens = asked.tokens or DEFAULT_TOKENS
-    count = num_windows(tokens, options.context)
+    count = num_windows(tokens, options.context, kept)
     source: dict[str, Any]
     if asked.writes_itself:
         length = options.window - len(head)
@@ -156,7 +157,7 @@ def _windows(
     bodies = drawn(texts, tokenizer, count * options.window)
     while True:
         windows = windows_of(
-            bodies, options.window, num_windows(tokens, options.context), head=head
+            bodies, options.window, num_windows(tokens, options.context, kept), head=head
         )
         shorter = options.context // 2 // CHUNK_TOKENS * CHUNK_TOKENS
         enough = len(windows) >= num_windows(1, options.context)
@@ -165,9 +166,9 @@ def _windows(
         options = replace(options, context=shorter)  # of little text, more contexts
 
 
-def num_windows(tokens: int, context: int) -> int:
+def num_windows(tokens: int, context: int, kept: int = KEPT_WINDOWS) -> int:
     """To read so many tokens, and to measure and report on others."""
-    return max(-(-tokens // context), LEAST_WINDOWS) + PROBE_WINDOWS + KEPT_WINDOWS
+    return max(-(-tokens // context), LEAST_WINDOWS) + PROBE_WINDOWS + kept
 
 
 def _say_plan(told: Console, options: CalibrationOptions, learnt: Sequence[TokenIds]) -> None:

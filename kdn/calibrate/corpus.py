@@ -43,24 +43,40 @@ class Text:
 
 def load_text(path: Path) -> Text:
     """A .txt or .jsonl file (lines with a `context` field, joined), plain or .gz."""
-    try:
-        raw = path.read_bytes()
-        data = gzip.decompress(raw) if path.suffix == ".gz" else raw
-    except (OSError, EOFError, zlib.error) as error:
-        raise FormatError(f"{path}: expected UTF-8 text, plain or gzip: {error}") from error
-    return text_of(path, data)
+    return text_of(path, _unpacked(path))
+
+
+def load_contexts(path: Path) -> list[Text]:
+    """Each line of a .jsonl file by itself."""
+    lines = _decoded(path, _unpacked(path))
+    return [
+        Text(f"{path.name}:{number}", content)
+        for number, content in enumerate(_contexts(lines, path), 1)
+    ]
 
 
 def text_of(path: Path, data: bytes) -> Text:
     """The text of a file from its bytes, unpacked, or from some of its lines."""
     name = path.name.removesuffix(".gz")
-    try:
-        content = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: expected UTF-8 text, plain or gzip: {error}") from error
+    content = _decoded(path, data)
     if name.endswith(".jsonl"):
         content = "\n\n".join(_contexts(content, path))
     return Text(name.removesuffix(".jsonl").removesuffix(".txt"), content)
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+        return gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise FormatError(f"{path}: expected UTF-8 text, plain or gzip: {error}") from error
+
+
+def _decoded(path: Path, data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}: expected UTF-8 text, plain or gzip: {error}") from error
 
 
 def _contexts(lines: str, path: Path) -> list[str]:

@@ -37,7 +37,11 @@ from kdn.session.quality import enough_kld
 
 Interval = tuple[float, float]
 
-KEPT_WINDOWS = 6
+KEPT_WINDOWS, MOST_WINDOWS = 6, 24
+LARGE = 65_536
+"""Values of a token in the cache of a model with 8B weights."""
+ENOUGH_TIMES = 5
+"""There must be so many times as many windows, for more than KEPT_WINDOWS to be kept out."""
 LEAST_WINDOWS = PROBE_WINDOWS + LEAST_READ
 """What calibration needs for itself."""
 FP16_BITS = 16
@@ -84,12 +88,23 @@ class Report:
         }
 
 
-def keep_out(windows: Sequence[TokenIds]) -> tuple[list[TokenIds], list[TokenIds]]:
-    """Windows to calibrate with and windows to report on. Of little text, the latter are those that
-    calibration measures on itself."""
+def kept_windows(device: torch.device, values_per_token: int) -> int:
+    """How many are reported on. Windows differ much, so more are better where they are quick: on a
+    GPU, as many as take the time of KEPT_WINDOWS of a large model."""
+    if device.type == "cpu":
+        return KEPT_WINDOWS
+    return max(KEPT_WINDOWS, min(MOST_WINDOWS, KEPT_WINDOWS * LARGE // values_per_token))
+
+
+def keep_out(
+    windows: Sequence[TokenIds], count: int = KEPT_WINDOWS
+) -> tuple[list[TokenIds], list[TokenIds]]:
+    """Windows to calibrate with and windows to report on. Of little text, the latter are fewer, or
+    those that calibration measures on itself."""
     found = list(windows)
-    if len(found) >= LEAST_WINDOWS + KEPT_WINDOWS:
-        return found[:-KEPT_WINDOWS], found[-KEPT_WINDOWS:]
+    kept = count if len(found) >= ENOUGH_TIMES * count else KEPT_WINDOWS
+    if len(found) >= LEAST_WINDOWS + kept:
+        return found[:-kept], found[-kept:]
     return found, found[-PROBE_WINDOWS:]
 
 

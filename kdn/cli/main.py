@@ -45,6 +45,10 @@ bench = lazy_group(
             "Shards, nodes, regions, and their faults.",
         ),
         "gpu": ("kdn.bench.gpu:run", "Decoding on a GPU beside prefill, and over links."),
+        "models": (
+            "kdn.bench.models.command:run",
+            "Models of other shapes: trained in minutes, calibrated, judged.",
+        ),
         "export": ("kdn.bench.export:run", "A delivery from plain nginx beside one from a node."),
     }
 )

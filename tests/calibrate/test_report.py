@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kdn.calibrate.ratios import ratio_at
 from kdn.calibrate.report import (
@@ -18,6 +19,7 @@ from kdn.calibrate.report import (
     Report,
     interval,
     keep_out,
+    kept_windows,
     make_report,
 )
 from kdn.calibrate.report_text import show_report
@@ -53,6 +55,20 @@ def test_what_is_kept_out() -> None:
     learnt, kept = keep_out(enough[:-1])
     assert len(learnt) == len(enough) - 1
     assert [id(w) for w in kept] == [id(w) for w in learnt[-PROBE_WINDOWS:]]
+
+
+@pytest.mark.parametrize(("found", "expected"), [(50, 10), (49, KEPT_WINDOWS)])
+def test_more_is_kept_out_where_there_is_plenty(found: int, expected: int) -> None:
+    learnt, kept = keep_out(windows(1) * found, 10)
+    assert (len(learnt), len(kept)) == (found - expected, expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "values", "expected"),
+    [("cpu", 11_520, 6), ("cuda", 11_520, 24), ("cuda", 32_768, 12), ("cuda", 163_840, 6)],
+)
+def test_how_many_windows_are_kept_out(device: str, values: int, expected: int) -> None:
+    assert kept_windows(torch.device(device), values) == expected
 
 
 def test_figures_are_those_of_the_codec(made: tuple[Any, Profile, Report]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from kdn.calibrate import command, self_text
 from kdn.calibrate.command import Request, num_windows
+from kdn.calibrate.report import KEPT_WINDOWS
 from kdn.calibrate.run import CalibrationOptions
 from kdn.calibrate.self_text import SELF, batch_rows, repeats, write_text
 from kdn.errors import UnsupportedError
@@ -138,7 +139,7 @@ def test_the_command_calibrates_on_it_behind_what_prompts_begin_with(model: Any)
     options = CalibrationOptions(context=64)
     told: list[str] = []
     windows, same, source = command._windows(
-        Request("tiny", [SELF], tokens=640), model, Letters(), [], options,
+        Request("tiny", [SELF], tokens=640), model, Letters(), [], options, KEPT_WINDOWS,
         lambda stage, *_: told.append(stage),
     )  # fmt: skip
     assert same == options

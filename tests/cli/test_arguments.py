@@ -26,6 +26,7 @@ ABSURD = ("", "0", "nan", "1" + "0" * 30, "no/such/file", "a,b", "\udcff", "a\0b
 NOT_NUMBERS = ("", "-1", "nan", "inf", "-inf", "1e400", "1" + "0" * 30, "x", "\udcff")
 SAMPLES = {
     "name": "handbook", "file": "TEXT", "question": "what?", "prompt_file": "TEXT", "what": "x",
+    "text": "TEXT",
     "model": "smollm2", "requests": "REQUESTS", "traces": "TRACES", "prefix": "",
     "place": "http://127.0.0.1:9", "folder": "out",
 }  # fmt: skip
