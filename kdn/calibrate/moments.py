@@ -28,6 +28,7 @@ from kdn.engines.reading import read_whole, state_after
 from kdn.engines.spread import placed
 from kdn.engines.states import freeze_states, repeat
 from kdn.engines.transformers import to_dynamic_cache
+from kdn.errors import UnsupportedError
 
 NUM_SINKS = 4
 BLOCK_COLUMNS = 2048
@@ -152,6 +153,11 @@ class Moments:
             add_products(total, columns[:, part])
 
     def add_fisher(self, gradient: torch.Tensor, slices: list[slice]) -> None:
+        if not torch.isfinite(gradient).all():
+            raise UnsupportedError(
+                "the model's output is not a number somewhere in the calibration text: nothing can "
+                "be learned from it; try another dtype or text"
+            )
         self.num_gradients += len(gradient) - NUM_SINKS
         for total, part in zip(self.fisher, slices, strict=True):
             add_products(total, gradient[NUM_SINKS:, part])

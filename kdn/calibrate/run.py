@@ -41,7 +41,7 @@ from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
 
 PROBE_WINDOWS = 4
-SUMS_VERSION = 2
+SUMS_VERSION = 3
 """Of what is summed: what was summed otherwise is not resumed."""
 LEAST_WINDOWS = 4
 """Beside those."""
@@ -173,8 +173,9 @@ class _Calibration:
         ids = window[: self.options.context]
         cache = moments.read(self.model, ids)
         sums.add_values(self.features(ids), self.columns.of(cache), self.slices)
+        # The first ones: their order is random, and reading may end before the last.
         wanted, there = self.options.gradient_windows, len(self.windows)
-        if index % -(-there // wanted) == 0:
+        if index < wanted:
             for again in range(min(2, max(1, wanted // there))):  # with other labels
                 seed = index + again * there
                 sums.add_fisher(self._gradient(cache, window, seed), self.slices)

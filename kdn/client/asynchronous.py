@@ -157,7 +157,9 @@ class AsyncClient(Opened):
             model, tokenizer, spec, session.namespace, Prompts(tokenizer), rooms, unchanged
         )
         speeds, layout = None, await asyncio.to_thread(state_layout, model)
-        if self._recompute and layout is None:  # a state is not read along to
+        # A state is not read along to. Nor where a pass of the model changes its frequencies by
+        # the length of its text, under the hands of another one.
+        if self._recompute and layout is None and spec.max_tokens is None:
             speeds = await asyncio.to_thread(measured_speeds, model, session.codec)
         self.contexts = Contexts(
             self.engine, session, self._quality, self._deadline_s, speeds, self.now_s

@@ -92,9 +92,15 @@ class Learning:
         session = self.contexts.session
         publisher, place = session.publisher, session.places.publish_to.name
         new = [chunk for chunk in chunks if chunk.end > context.num_tokens]
+        resuming = self.contexts.resuming
+
+        def keys_of(own: Sequence[Chunk]) -> list[bytes]:
+            states = [] if resuming is None else resuming.keys_of(own)
+            return [chunk.key for chunk in own] + states
 
         def check(num_read: int) -> None:
-            refused = publisher.refused(chunk.key for chunk in new if chunk.end <= num_read)
+            read = [chunk for chunk in new if chunk.end <= num_read]
+            refused = publisher.refused(keys_of(read))
             if refused:
                 why = next(iter(refused.values()))
                 raise StoreError(f"{len(refused)} chunks for {place} were refused: {why}")
@@ -105,10 +111,7 @@ class Learning:
                 on_read(num_read, len(tokens))
 
         published = await self.contexts.read(context, tokens, chunks, FLUSH_S, told)
-        keys = [chunk.key for chunk in new]
-        if self.contexts.resuming is not None:
-            keys += self.contexts.resuming.keys_of(new)
-        stored = published and await publisher.store_all(keys, FLUSH_S)
+        stored = published and await publisher.store_all(keys_of(new), FLUSH_S)
         check(len(tokens))
         if not stored:
             raise StoreError(f"{place} takes too long to store what is new")

@@ -33,11 +33,19 @@ async def find_states(
     question = replace(ask, chunks=places, codec=codec, best=places[-1:])
     streams = await look_up(question, endpoints, until_s)
     found = {number: streams.get(place.key) for number, place in enumerate(places)}
-    return {
-        number: stream
-        for number, stream in found.items()
-        if stream is not None and codec.fits(stream.assembly.header)
-    }
+    fitting = {}
+    for number, stream in found.items():
+        if stream is not None and codec.fits(stream.assembly.header):
+            fitting[number] = stream
+        elif stream is not None:
+            _reject(places[number], stream, endpoints, ask)
+    return fitting
+
+
+def _reject(place: Chunk, stream: Stream, endpoints: Endpoints, ask: Question) -> None:
+    """Whoever computes it anew may replace it."""
+    for endpoint in endpoints:
+        endpoint.reject(place.key, stream.assembly.stream_id, ask.clock())
 
 
 async def fetch_state(
@@ -49,7 +57,7 @@ async def fetch_state(
     until_s: float,
 ) -> State | None:
     """The state behind `chunk`; None if nobody brings it intact in time."""
-    place = codec.layout.chunk_of(chunk)
+    place, by_one = codec.layout.chunk_of(chunk), True
     for endpoint in (one for one in endpoints if one not in stream.lacking):
         left_s = min(until_s - ask.clock(), ATTEMPT_S)
         if left_s <= 0:
@@ -58,16 +66,19 @@ async def fetch_state(
             async with asyncio.timeout(left_s):
                 await _read(place, stream, endpoint)
         except (KdnError, OSError):  # a TimeoutError is one
+            by_one = False
             continue
         if stream.assembly.levels:
             break
+        if by_one and stream.assembly.damages:  # all of it came from there, and it is damaged
+            endpoint.reject(place.key, stream.assembly.stream_id, ask.clock())
+        by_one = True  # what was damaged is forgotten
     if not stream.assembly.levels:
         return None
     try:
         return await asyncio.to_thread(codec.decode, stream.assembly.stream(1), place)
     except KdnError:
-        for endpoint in endpoints:  # whoever computes it anew may replace it
-            endpoint.reject(place.key, stream.assembly.stream_id, ask.clock())
+        _reject(place, stream, endpoints, ask)
         return None
 
 

@@ -38,6 +38,7 @@ from kdn.engines.latents import has_latents
 from kdn.engines.refusals import refuse_unsupported
 from kdn.engines.remembered import remembered
 from kdn.engines.rope_probe import ropes_of, run_one_token
+from kdn.engines.states import keeps_states
 from kdn.engines.transformers import cache_shape, check_handed_over, settings_of, windows_of
 from kdn.errors import FormatError, ModelUnavailableError, UnsupportedError
 
@@ -64,6 +65,10 @@ def spec_of_checkpoint(
         )
     hollow = _hollow(config)
     past = _hollow_cache(hollow)
+    if keeps_states(past):
+        raise UnsupportedError(
+            f"{config.model_type}: recurrent layers are supported with transformers only"
+        )
     num_kv_heads, head_dim = cache_shape(past)
     return ModelSpec(
         num_layers=len(past.layers),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from kdn.engines.states import keeps_states
 from kdn.errors import UnsupportedError
 
 
@@ -24,6 +25,10 @@ def layer_devices(model: Any) -> list[torch.device] | None:
 def placed(past: Cache, model: Any) -> None:
     """Moves what a cache holds to its layers; gradients find their way back."""
     devices = layer_devices(model)
+    if devices is not None and keeps_states(past):
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be spread over several devices: it has recurrent layers"
+        )
     if devices is not None and len(devices) != len(past.layers):
         raise UnsupportedError(
             f"{type(model).__name__} cannot be spread over several devices: it caches "

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kdn.cache.spec import ModelSpec
-from kdn.calibrate.moments import Columns, Moments
+from kdn.calibrate.moments import Columns, Moments, _drawn
+from kdn.errors import UnsupportedError
 
 
 def test_what_a_window_reads_counts_as_if_all_were_read() -> None:
@@ -37,3 +38,22 @@ def test_sums_of_other_shapes_are_restored_in_no_part() -> None:
     with pytest.raises(ValueError, match="shapes"):
         sums.restore(other.tensors())
     assert sums.num_windows == 0
+
+
+def test_a_gradient_that_is_no_number_is_refused_at_once() -> None:
+    sums = Moments.zeros(5, [slice(0, 4)], torch.device("cpu"))
+    gradient = torch.ones(9, 4)
+    sums.add_fisher(gradient, [slice(0, 4)])
+    with pytest.raises(UnsupportedError, match="not a number"):
+        sums.add_fisher(gradient.index_fill(0, torch.tensor([7]), torch.nan), [slice(0, 4)])
+    assert sums.num_gradients == 5
+    assert torch.isfinite(sums.fisher[0]).all()
+
+
+def test_labels_are_drawn_as_likely_as_they_are() -> None:
+    probs = torch.tensor([0.5, 0.0, 0.2, 0.3])
+    generator = torch.Generator().manual_seed(0)
+    drawn = _drawn(probs.log().expand(20_000, 4), generator)[:, 0]
+    found = torch.bincount(drawn, minlength=4) / len(drawn)
+    np.testing.assert_allclose(found.numpy(), probs.numpy(), atol=0.015)
+    assert found[1] == 0

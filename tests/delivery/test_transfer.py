@@ -65,7 +65,7 @@ def test_the_link_is_full(
 ) -> None:
     total_bytes = int(1.5 * rate)
     # What arrives are zeros: they need not verify here.
-    monkeypatch.setattr(Header, "check_level", lambda self, level, data: None)
+    monkeypatch.setattr(Header, "check_level", lambda self, level, data, *, windowed: None)
 
     async def test() -> None:
         world = make_world(1)

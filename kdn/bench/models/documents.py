@@ -54,8 +54,11 @@ def split(kinds: dict[str, list[Text]]) -> Split:
     """By digests of contents: the same documents are always parted the same way, and a document
     that is there twice counts once."""
     parts: tuple[list[Text], ...] = ([], [], [])
+    known: set[bytes] = set()
     for kind in kinds.values():
         chosen = {_order(text): text for text in kind if text.content.strip()}
+        chosen = {order: text for order, text in chosen.items() if order not in known}
+        known |= set(chosen)
         total, seen = sum(len(text.content) for text in chosen.values()), 0
         for _, text in sorted(chosen.items()):
             # By its middle: a long one goes where most of it falls.

@@ -34,8 +34,6 @@ class HandedOver:
     tokens: int
     same_tokens: int
     same_bits: bool
-    ratio: float
-    """How many times smaller than fp16 the exact streams are."""
 
     @property
     def is_exact(self) -> bool:
@@ -46,23 +44,21 @@ def hand_over(
     model: Any, plain: Any, tokenizer: Any, windows: list[TokenIds], context: int
 ) -> HandedOver:
     """`model` in its own dtype, `plain` the same one in float32."""
-    same_bits, same, total, stored, values = True, 0, 0, 0, 0
+    same_bits, same, total = True, 0, 0
     for window in windows:
         ids, question = window[:context], window[context : context + QUESTION]
-        published, loaded, _ = _through_folder(model, tokenizer, ids)
+        published, loaded = _through_folder(model, tokenizer, ids)
         same_bits &= _are_equal(published, loaded)
-        _, loaded, size = _through_folder(plain, tokenizer, ids)
+        _, loaded = _through_folder(plain, tokenizer, ids)
         wanted = _answer(plain, [*ids, *question])
         found = _answer_from(plain, loaded, question)
         same += sum(a == b for a, b in zip(wanted, found, strict=True))
         total += len(wanted)
-        stored += size
-        values += loaded.keys.numel() + loaded.values.numel()
-    return HandedOver(len(windows), total, same, same_bits, 2 * values / max(1, stored))
+    return HandedOver(len(windows), total, same, same_bits)
 
 
-def _through_folder(model: Any, tokenizer: Any, ids: TokenIds) -> tuple[KVCache, KVCache, int]:
-    """What was published, what another client loaded, and the bytes that it fetched."""
+def _through_folder(model: Any, tokenizer: Any, ids: TokenIds) -> tuple[KVCache, KVCache]:
+    """What was published, and what another client loaded."""
     own = read_whole(model, ids)
     with tempfile.TemporaryDirectory(prefix="kdn-models-") as place:
         with _client(place, model, tokenizer) as client:
@@ -71,9 +67,9 @@ def _through_folder(model: Any, tokenizer: Any, ids: TokenIds) -> tuple[KVCache,
                 raise KdnError("a context was not published in time")
         with _client(place, model, tokenizer) as client:
             loaded = client.load(ids.tolist())
-            if loaded.cache is None or loaded.delivered is None or loaded.num_tokens != len(ids):
+            if loaded.cache is None or loaded.num_tokens != len(ids):
                 raise KdnError(f"expected {len(ids)} tokens to be known, found {loaded.num_tokens}")
-            return own, loaded.cache, loaded.delivered.fetched_bytes
+            return own, loaded.cache
 
 
 def _client(place: str, model: Any, tokenizer: Any) -> Client:

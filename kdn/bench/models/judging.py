@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from kdn.calibrate import command
 from kdn.calibrate.corpus import Text, prompt_head, windows_of
 from kdn.calibrate.loading import load_to_calibrate
 from kdn.calibrate.moments import PASSAGE_TOKENS
-from kdn.calibrate.report import Report, make_report
+from kdn.calibrate.report import make_report
 from kdn.codec.klt import Profile
 from kdn.engines.models import load_model
 
@@ -32,6 +33,7 @@ LEAST_RATIO, LEAST_SPEED, MOST_OFF = 20.0, 16.0, 0.25
 """What must be shown: ratio at quality, prefill over decoding, and by how much the KLD on other
 text may differ from the report's."""
 OTHER_WINDOWS, EXACT_WINDOWS, SPEED_WINDOWS = 24, 2, 2
+ALL_WINDOWS = 100_000
 JUDGED = "judged"
 """A folder in the model's own: there, engines would take a profile for some of its weights."""
 PROFILE, REPORT, PLOT = (
@@ -91,41 +93,50 @@ def judge(
     folder: Path, texts: Split, device: str, say: Say, *, tokens: int, minutes: float | None = None
 ) -> Judged:
     """The model in `folder`. Its profile and the report stay there, and are taken again."""
-    begun = time.monotonic()
-    calibrated = _calibrated(folder, texts, device, tokens, minutes)
-    calibrate_s = time.monotonic() - begun
+    calibrated, calibrate_s = _calibrated(folder, texts, device, tokens, minutes)
     told = Console(stderr=True)
     model, tokenizer = load_to_calibrate(str(folder), device, told)
     profile = Profile.load(folder / PROFILE)
     context = int(calibrated["context"])
     say(f"{folder.name}: measuring on other text")
     other = _windows(texts.other, tokenizer, calibrated, OTHER_WINDOWS)
-    learnt = _windows(texts.calibration, tokenizer, calibrated, 4 * OTHER_WINDOWS)
+    learnt = _windows(texts.calibration, tokenizer, calibrated, ALL_WINDOWS)
     report = make_report(model, profile, learnt=learnt, kept_out=other, context=context)
     plain, _ = load_model(folder, dtype=torch.float32, device=model.device)
     say(f"{folder.name}: handing over")
     exact = hand_over(model, plain, tokenizer, other[:EXACT_WINDOWS], context)
-    on_cpu = _speed_on_cpu(plain, profile, report, learnt, other, context)
+    on_cpu = report.figures.prefill_over_decode
+    if model.device.type != "cpu":
+        own, _ = load_to_calibrate(str(folder), "cpu", told)
+        few = other[:SPEED_WINDOWS]
+        found = make_report(own, profile, learnt=learnt, kept_out=few, context=context)
+        on_cpu = found.figures.prefill_over_decode
     return Judged(calibrated, report.as_json(), on_cpu, exact, calibrate_s)
 
 
 def _calibrated(
     folder: Path, texts: Split, device: str, tokens: int, minutes: float | None
-) -> dict[str, Any]:
-    """What `kdn calibrate` reported, now or before."""
-    report = folder / REPORT
-    if not (report.exists() and (folder / PROFILE).exists()):
-        (folder / JUDGED).mkdir(exist_ok=True)
-        text = write_lines(folder / JUDGED / "calibration.jsonl", texts.calibration)
-        command.run(
-            command.Request(
-                model=str(folder), text=[text],
-                out=folder / PROFILE, tokens=tokens, minutes=minutes, device=device, json=report,
-                plot=folder / PLOT,
-            )
-        )  # fmt: skip
-    found: dict[str, Any] = json.loads(report.read_text())
-    return found
+) -> tuple[dict[str, Any], float]:
+    """What `kdn calibrate` reported and the seconds that it took, now or before if the same was
+    asked for."""
+    report, asked_for = folder / REPORT, folder / JUDGED / "asked.json"
+    asked = [tokens, minutes, device, texts.digest()]
+    if (folder / PROFILE).exists() and report.exists() and asked_for.exists():
+        before = json.loads(asked_for.read_text())
+        if before["asked"] == asked:
+            return json.loads(report.read_text()), float(before["calibrate_s"])
+    (folder / JUDGED).mkdir(exist_ok=True)
+    text = write_lines(folder / JUDGED / "calibration.jsonl", texts.calibration)
+    begun = time.monotonic()
+    command.run(
+        command.Request(
+            model=str(folder), text=[text], out=folder / PROFILE, tokens=tokens, minutes=minutes,
+            device=device, json=report, plot=folder / PLOT if find_spec("matplotlib") else None,
+        )
+    )  # fmt: skip
+    calibrate_s = time.monotonic() - begun
+    asked_for.write_text(json.dumps({"asked": asked, "calibrate_s": calibrate_s}))
+    return json.loads(report.read_text()), calibrate_s
 
 
 def _windows(
@@ -136,15 +147,3 @@ def _windows(
     length = int(calibrated["context"]) + PASSAGE_TOKENS
     head = prompt_head(tokenizer)
     return windows_of([whole.tokens(tokenizer)], length, count, seed=1, head=head)
-
-
-def _speed_on_cpu(
-    plain: Any, profile: Profile, report: Report, learnt: Sequence[TokenIds],
-    windows: Sequence[TokenIds], context: int,
-) -> float:  # fmt: skip
-    if plain.device.type == "cpu":
-        return report.figures.prefill_over_decode
-    found = make_report(
-        plain.to("cpu"), profile, learnt=learnt, kept_out=windows[:SPEED_WINDOWS], context=context
-    )
-    return found.figures.prefill_over_decode

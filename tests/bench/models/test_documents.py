@@ -47,6 +47,13 @@ def test_a_document_that_is_there_twice_counts_once() -> None:
     assert len(parts.training) + len(parts.calibration) + len(parts.other) == 40
 
 
+def test_a_document_of_two_kinds_is_in_one_part() -> None:
+    shared = documents(40, "apple")
+    parts = split({"a": shared, "b": [*documents(3, "bean", 40_000), *shared]})
+    every = [*parts.training, *parts.calibration, *parts.other]
+    assert len({text.content for text in every}) == len(every) == 43
+
+
 def test_too_little_text_is_refused() -> None:
     with pytest.raises(FormatError, match="at least 50,000 characters"):
         split({"a": documents(3, "apple", 1000)})

@@ -50,7 +50,6 @@ def test_a_model_goes_on_from_a_folder_token_for_token(
     assert (found.contexts, found.tokens, found.same_tokens) == (1, 24, 24)
     assert found.same_bits
     assert found.is_exact
-    assert found.ratio > 0.4
 
 
 def test_a_wrong_cache_shows(
@@ -58,9 +57,9 @@ def test_a_wrong_cache_shows(
 ) -> None:
     model, through = tiny_model("llama"), handover._through_folder
 
-    def wrong(*given: Any) -> tuple[KVCache, KVCache, int]:
-        own, loaded, size = through(*given)
-        return own, KVCache(loaded.keys.flip(1), loaded.values), size
+    def wrong(*given: Any) -> tuple[KVCache, KVCache]:
+        own, loaded = through(*given)
+        return own, KVCache(loaded.keys.flip(1), loaded.values)
 
     monkeypatch.setattr(handover, "_through_folder", wrong)
     found = hand_over(model, model, Tokenizer(), [WINDOW], CONTEXT)
@@ -78,7 +77,7 @@ def report(klds: list[float], ratio: float, speed: float) -> dict[str, Any]:
 def judged(off: float = 0.2, ratio: float = 25.0, on_cpu: float = 20.0, same: int = 24) -> Judged:
     return Judged(
         report([0.1, 0.01], 30.0, 3.0), report([0.1, 0.01 * (1 + off)], ratio, 3.0), on_cpu,
-        HandedOver(1, 24, same, True, 1.3), 60.0,
+        HandedOver(1, 24, same, True), 60.0,
     )  # fmt: skip
 
 
