@@ -252,6 +252,8 @@ def test_forged_and_damaged_states_are_misses(model: Any, tmp_path: Path) -> Non
     async def _(client: AsyncClient) -> None:
         assert (await client.learn("ids", TOKENS)).computed_tokens
         assert (await client.load(TOKENS)).num_tokens == len(TOKENS) // 16 * 16
+        _, last, *_ = reversed(chunks_to_learn(TOKENS, client.session.namespace)[:-1])
+        assert (await client.load(TOKENS[: last.end])).num_tokens == last.end
 
 
 async def replace_with(store: Any, key: bytes, data: bytes) -> None:
