@@ -29,11 +29,13 @@ from kdn.errors import (
     RefusedError,
     StoreError,
 )
+from kdn.protocol.limits import SLOWEST_BYTES_S
 from kdn.store.rest import Rest
 
 logger = logging.getLogger(__name__)
 
 PUT_S = 60.0
+"""And longer for many bytes (`SLOWEST_BYTES_S`)."""
 ATTEMPTS = 3
 
 REFUSALS = 3
@@ -196,7 +198,7 @@ class Sender:
         """Put it. False if it is worth trying again soon; NoSpaceError or RefusedError if not."""
         began_s = self._clock()
         try:
-            async with asyncio.timeout(PUT_S):
+            async with asyncio.timeout(PUT_S + len(parcel.data) / SLOWEST_BYTES_S):
                 mine = await self._put(parcel)
         except (NoSpaceError, RefusedError):
             raise

@@ -17,10 +17,13 @@ from kdn.codec.states import StateCodec
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.delivery.lookup import Question, Stream, look_up
 from kdn.errors import KdnError
+from kdn.protocol.limits import SLOWEST_BYTES_S
 from kdn.store.streaming import Ask
 
 ATTEMPT_S = 60.0
-"""For one endpoint."""
+"""For one endpoint, and longer for many bytes (`SLOWEST_BYTES_S`)."""
+PIECE_BYTES = 16 << 20
+"""Read at a time: a request has a deadline of its own."""
 
 
 async def find_states(
@@ -59,7 +62,8 @@ async def fetch_state(
     """The state behind `chunk`; None if nobody brings it intact in time."""
     place, by_one = codec.layout.chunk_of(chunk), True
     for endpoint in (one for one in endpoints if one not in stream.lacking):
-        left_s = min(until_s - ask.clock(), ATTEMPT_S)
+        longest_s = ATTEMPT_S + stream.assembly.level_ends[0] / SLOWEST_BYTES_S
+        left_s = min(until_s - ask.clock(), longest_s)
         if left_s <= 0:
             break
         try:
@@ -86,11 +90,13 @@ async def _read(place: Chunk, stream: Stream, endpoint: Endpoint) -> None:
     """What is missing of the stream, verified."""
     assembly = stream.assembly
     asks = [
-        Ask(place.key, start, end, assembly.stream_id)
+        Ask(place.key, at, min(at + PIECE_BYTES, end), assembly.stream_id)
         for start, end in assembly.missing(assembly.level_ends[0])
+        for at in range(start, end, PIECE_BYTES)
     ]
-    async with aclosing(endpoint.store.read_spans(asks)) as pieces:
-        async for piece in pieces:
-            if piece.data is not None:
-                assembly.add(piece.start, piece.data)
+    for one in asks:
+        async with aclosing(endpoint.store.read_spans([one])) as pieces:
+            async for piece in pieces:
+                if piece.data is not None:
+                    assembly.add(piece.start, piece.data)
     await assembly.verify()

@@ -36,3 +36,5 @@ MAX_CHUNK_BYTES = 256 << 20
 """Of a stream, or any other object: what clients read, and a node takes unless told otherwise."""
 MAX_PROFILE_BYTES = 2 << 30
 """Of a codec's profile."""
+SLOWEST_BYTES_S = 1 << 20
+"""A request of many bytes has as much longer as they take at this rate."""

@@ -24,7 +24,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from kdn.checked import checked_url
 from kdn.defaults import RESOLVE_S
 from kdn.errors import LimitError, StoreError, UnavailableError
-from kdn.protocol.limits import MAX_JSON_BYTES, MAX_LISTED
+from kdn.protocol.limits import MAX_JSON_BYTES, MAX_LISTED, SLOWEST_BYTES_S
 from kdn.store.http_answers import Reply, member
 from kdn.store.read_connections import ReadConnections, ReadLimits
 from kdn.store.streaming import FrameReader
@@ -44,7 +44,7 @@ class HttpLimits:
     silence_s: float = 10.0
     """Longest time without a byte."""
     deadline_s: float = 60.0
-    """Of a whole request."""
+    """Of a whole request; one with a long body has longer (`SLOWEST_BYTES_S`)."""
     hedge_s: float = 0.25
     """Of several nodes: after such a silence another one is asked, too (`failover.py`)."""
     resolve_s: float = RESOLVE_S
@@ -245,7 +245,7 @@ class NodeClient(Asking):
                 headers=headers,
                 params=query,
                 allow_redirects=False,
-                timeout=self._timeout(silence_s),
+                timeout=self._timeout(silence_s, len(data or b"")),
             ) as answer:
                 yield answer
         except (aiohttp.ServerDisconnectedError, ConnectionResetError) as error:
@@ -253,10 +253,10 @@ class NodeClient(Asking):
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise UnavailableError(f"{self._shown}: {method} failed: {explain(error)}") from error
 
-    def _timeout(self, silence_s: float | None) -> aiohttp.ClientTimeout:
+    def _timeout(self, silence_s: float | None, num_bytes: int) -> aiohttp.ClientTimeout:
         limits = self.limits
         return aiohttp.ClientTimeout(
-            total=limits.deadline_s, connect=limits.connect_s,
+            total=limits.deadline_s + num_bytes / SLOWEST_BYTES_S, connect=limits.connect_s,
             sock_read=max(limits.silence_s, silence_s or 0.0),
         )  # fmt: skip
 

@@ -19,14 +19,13 @@ from obstore.exceptions import (
 )
 
 from kdn.errors import KdnError, NotAllowedError, StoreError, TruncatedError, UnsupportedError
+from kdn.protocol.limits import SLOWEST_BYTES_S
 from kdn.store.costs import Costs
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
 DEADLINE_S = 20.0
-SLOWEST_BYTES_S = 1 << 20
-"""A request of many bytes has as much longer as they take at this rate."""
 WAITS_S = (0.1, 0.4, 1.6)
 """Before a request is tried again."""
 MAX_REQUESTS = 64
