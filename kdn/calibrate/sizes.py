@@ -167,14 +167,6 @@ def _in_two_stages(shape: Shape, memory_bytes: int, operations: int) -> Sizes:
     )
 
 
-def operations_of(shape: Shape, sizes: Sizes) -> float:
-    """Multiplications that decoding a value takes, with all components."""
-    if not sizes.leading:
-        return sizes.components
-    coarse = sizes.components - sizes.fine_components
-    return sizes.fine_components + sizes.leading * (1 + coarse / shape.layer_columns)
-
-
 def _even_layers(shape: Shape, most_layers: int) -> int:
     """Of the largest of as few groups as that allows."""
     return max(last - first for first, last in shape.groups(most_layers))

@@ -27,8 +27,9 @@ class Audit:
 
     def maybe(self, engine: Engine, context: Context, num_answer: int) -> bool:
         """Perhaps audit an answer. True if its context is now the audit's."""
-        windows = any(window is not None for window in engine.spec.windows)
-        if windows or engine.spec.has_states or not num_answer or self._rng.random() >= self._share:
+        spec = engine.spec
+        forgets = spec.has_windows or spec.has_states
+        if forgets or not num_answer or self._rng.random() >= self._share:
             return False  # windows and states cannot be wound back to where the answer began
         task = asyncio.create_task(self._run(engine, context, num_answer))
         self._tasks.add(task)

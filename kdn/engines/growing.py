@@ -161,7 +161,7 @@ class Room:
 def is_written_by_rows(spec: ModelSpec, device: torch.device) -> bool:
     """Whether delivered values are decoded into a GPU's memory. Layers with a window lack tokens,
     which rows cannot say: such caches are put together in main memory, and copied."""
-    return device.type == "cuda" and not any(spec.windows)
+    return device.type == "cuda" and not spec.has_windows
 
 
 def slots_of(chunk: Chunk) -> Slots:

@@ -14,7 +14,6 @@ from kdn.calibrate.sizes import (
     Sizes,
     chosen_sizes,
     layer_groups,
-    operations_of,
     profile_bytes,
     shape_of,
     sums_bytes,
@@ -54,6 +53,12 @@ def test_profiles_stay_small_beside_the_weights(shape: Shape, layers: int, most_
     assert sizes.group_layers * shape.layer_columns <= MOST_COLUMNS
     assert part_of_weights(shape, sizes) <= 0.02
     assert profile_bytes(shape, sizes) <= most_bytes
+
+
+def operations_of(shape: Shape, sizes: Sizes) -> float:
+    """Multiplications that decoding a value in two stages takes, with all components."""
+    coarse = sizes.components - sizes.fine_components
+    return sizes.fine_components + sizes.leading * (1 + coarse / shape.layer_columns)
 
 
 def test_few_operations_are_two_stages_of_more_layers() -> None:
