@@ -15,6 +15,9 @@ import torch
 STEPS = 1500
 BATCH_TOKENS = 4096
 LEARNING_RATE = 1e-4
+CHECKED_EVERY, PATIENCE = 50, 200
+"""Steps until tokens kept out are asked, and without any gain for them until it ends."""
+CHECKED_TOKENS = 8192
 SAMPLE_VALUES = 1 << 28
 """Taken for means and deviations at most: 1 GB of them."""
 LARGEST = 50.0
@@ -28,7 +31,8 @@ class Importance:
     weight: torch.Tensor
     bias: float
     gain: float
-    """By how much the expected divergence falls at an equal rate, on tokens kept out of the fit."""
+    """By how much the expected divergence falls at an equal rate, on tokens that it was not fitted
+    on, though they decided when it ended."""
 
 
 def relative(importance: torch.Tensor) -> torch.Tensor:
@@ -48,10 +52,13 @@ def fit_importance(columns: torch.Tensor, importance: torch.Tensor) -> Importanc
     sample = columns[:: max(1, len(columns) // num_sampled)].float()
     mean, deviation = sample.mean(dim=0), sample.std(dim=0) + 1e-4
     known = int(0.9 * len(columns))
+    kept_out = slice(known, None, -(-(len(columns) - known) // CHECKED_TOKENS))
+    true = importance[kept_out].clamp(max=LARGEST)
     generator = torch.Generator(device="cpu").manual_seed(0)
     weight = torch.zeros(columns.shape[1], device=columns.device, requires_grad=True)
     bias = torch.zeros(1, device=columns.device, requires_grad=True)
     optimiser = torch.optim.Adam([weight, bias], lr=LEARNING_RATE)
+    best, best_gain, best_step = weight.detach().clone(), 1.0, 0
     for step in range(STEPS):
         for settings in optimiser.param_groups:
             settings["lr"] = LEARNING_RATE * (1 - step / STEPS)
@@ -61,11 +68,24 @@ def fit_importance(columns: torch.Tensor, importance: torch.Tensor) -> Importanc
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-    with torch.no_grad():
-        scaled = weight / deviation
-        at = range(0, len(columns), BATCH_TOKENS)
-        predicted = torch.cat([columns[i : i + BATCH_TOKENS].float() @ scaled for i in at])
-        offset = float(predicted[:known].mean())
-        unseen, true = predicted[known:] - offset, importance[known:]
-        gain = float((true * torch.exp(-unseen)).mean().log() + unseen.mean() - true.mean().log())
-    return Importance(scaled.detach(), -offset, gain=float(torch.exp(torch.tensor(-gain))))
+        if step % CHECKED_EVERY == CHECKED_EVERY - 1 or step == STEPS - 1:
+            # Of few tokens too much is learned: what helps others no more is left.
+            gain = _gain(_product(columns[kept_out], weight.detach() / deviation), true)
+            if gain > best_gain:
+                best, best_gain, best_step = weight.detach().clone(), gain, step
+            elif step - best_step >= PATIENCE:
+                break
+    scaled = best / deviation
+    return Importance(scaled, -float(_product(columns[:known], scaled).mean()), best_gain)
+
+
+def _product(columns: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """In float32, some tokens at a time."""
+    parts = [columns[at : at + BATCH_TOKENS] for at in range(0, len(columns), BATCH_TOKENS)]
+    return torch.cat([part.float() @ weight for part in parts])
+
+
+def _gain(predicted: torch.Tensor, true: torch.Tensor) -> float:
+    """From logarithms of importance, up to a constant."""
+    centred = predicted - predicted.mean()
+    return float(true.mean() / (true * torch.exp(-centred)).mean())

@@ -43,6 +43,8 @@ from kdn.errors import UnsupportedError
 PROBE_WINDOWS = 4
 SUMS_VERSION = 3
 """Of what is summed: what was summed otherwise is not resumed."""
+SUMMED_BY = ("context", "embedding_dims", "gradient_windows", "seed")
+"""Options that change them, beside groups. Others may change when reading is resumed."""
 LEAST_WINDOWS = 4
 """Beside those."""
 READING_SHARE, WEIGHING_SHARE = 0.55, 0.75
@@ -188,9 +190,9 @@ class _Calibration:
         """What the sums depend on: a checkpoint of anything else is not resumed."""
         digest = blake2b(self.spec.fingerprint, digest_size=16)
         digest.update(f"{SUMS_VERSION} {self.model.dtype} {self.model.device.type}".encode())
-        digest.update(json.dumps(asdict(self.options), sort_keys=True).encode())
-        if self.columns.order is not None:
-            digest.update(f"{self.columns.order} {self.columns.groups}".encode())
+        asked = asdict(self.options)
+        digest.update(json.dumps([asked[name] for name in SUMMED_BY]).encode())
+        digest.update(f"{self.columns.order} {self.columns.groups}".encode())
         for window in self.windows:
             digest.update(window.cpu().numpy().tobytes())
         return digest.digest()

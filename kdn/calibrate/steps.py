@@ -39,7 +39,10 @@ Tensors = dict[str, npt.NDArray[Any]]
 Parts = tuple[dict[str, Any], Tensors]
 """`meta` and `tensors` of a profile in the making."""
 
-STEP_ATTEMPTS = 4
+REACHABLE, LACKING = 0.9, 1.5
+"""A divergence is aimed at if a basis leaves less than this part of it without any rounding, else
+so many times of what it leaves: a finer step would cost bits and gain little."""
+STEP_ATTEMPTS = 6
 LEAST_KLD = 1e-12
 """What a cache without any error counts as: steps follow from ratios of divergences."""
 TABLE_STRIDE = 3
@@ -91,7 +94,8 @@ class Steps:
         probes: Sequence[QualityProbe],
         first: float | None = None,
     ) -> float:
-        """The step at which all components come to the divergence asked for. `first`: a guess."""
+        """The step at which all components come to the divergence asked for, or somewhat above what
+        they lack at any step. `first`: a guess."""
         # In this metric the divergence of errors uniform over one step would be
         # context * components * step^2 / 24, were it quadratic; a guess to start from.
         noisy = sum(len(d) for d in self.deviations) * self.options.context
@@ -104,14 +108,12 @@ class Steps:
             draft = tables.draft_profile(*self.with_step(meta, tensors, step))
             kld = simulated_kld(self.spec, draft, probes, levels=self.options.levels - 1)
             tried.append((step, kld))
-            if is_rounding(tried):  # or what matters to this model is not in the basis
-                step = tried[-2][0]
+            aim, factor = next_step(tried, self.options.fine_kld)
+            if factor is None:
                 break
-            if abs(np.log(kld / self.options.fine_kld)) < 0.1:
-                break
-            step *= float(np.clip((self.options.fine_kld / kld) ** 0.6, 0.1, 10))
+            step *= factor
         self.progress("finding the step", STEP_ATTEMPTS, STEP_ATTEMPTS)
-        return step
+        return min(tried, key=lambda one: abs(np.log(one[1] / aim)))[0]
 
     def count(
         self, meta: dict[str, Any], tensors: Tensors, parts: Iterable[tuple[Chunk, KVCache]]
@@ -190,6 +192,30 @@ class Steps:
     def _weight(self, tensors: Tensors) -> npt.NDArray[np.float32]:
         """Weights of all columns in the error metric."""
         return np.concatenate([tensors[f"g{i}.weight"] for i in range(len(self.deviations))])
+
+
+def next_step(tried: Sequence[tuple[float, float]], wanted: float) -> tuple[float, float | None]:
+    """Of steps and divergences: the divergence to aim at, and by what to multiply the last step to
+    come to it; None if that is near enough."""
+    kld, floor = tried[-1][1], lacking(tried)
+    aim = wanted if floor < REACHABLE * wanted else LACKING * floor
+    if len(tried) < 2:
+        # The second one tells what the basis lacks, if it is not too near.
+        factor = (aim / kld) ** 0.6
+        return aim, float(np.clip(factor, 0.1, 10)) if abs(np.log(factor)) > np.log(3) else 3.0
+    if abs(np.log(kld / aim)) < 0.1:
+        return aim, None
+    return aim, float(np.clip(np.sqrt((aim - floor) / max(kld - floor, 1e-3 * floor)), 0.1, 10))
+
+
+def lacking(tried: Sequence[tuple[float, float]]) -> float:
+    """The divergence that no step undoes, from the finest and the coarsest, as if the rest fell
+    with the square of the step."""
+    (fine, kld), (coarse, coarse_kld) = min(tried), max(tried)
+    if fine == coarse:
+        return 0.0
+    ratio = (fine / coarse) ** 2
+    return min(max(0.0, (kld - ratio * coarse_kld) / (1 - ratio)), kld, coarse_kld)
 
 
 def is_rounding(tried: Sequence[tuple[float, float]]) -> bool:

@@ -120,8 +120,9 @@ def _leading(matrix: torch.Tensor, rank: int) -> torch.Tensor:
     basis: torch.Tensor = torch.linalg.qr(matrix @ start)[0]
     for _ in range(4):
         basis = torch.linalg.qr(matrix @ (matrix.T @ basis))[0]
-    left: torch.Tensor = torch.linalg.svd(basis.T @ matrix, full_matrices=False)[0]
-    return basis @ left[:, :rank]
+    inside = (basis.T @ matrix).double()  # by its Gram matrix: a GPU takes long for an SVD
+    left: torch.Tensor = torch.linalg.eigh(inside @ inside.T)[1].to(basis)
+    return basis @ left.flip(1)[:, :rank]
 
 
 def left_over(block: Block, held_out: Moments, weight: torch.Tensor) -> float:

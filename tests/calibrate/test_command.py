@@ -21,7 +21,7 @@ from kdn.calibrate import command, first_pass, loading, make_profile, progress
 from kdn.calibrate.command import Request, longest_context, num_windows
 from kdn.calibrate.first_pass import until
 from kdn.calibrate.loading import cpu_knows_bfloat16, dtype_on, fits, load_to_calibrate
-from kdn.calibrate.steps import is_rounding
+from kdn.calibrate.steps import STEP_ATTEMPTS, is_rounding, lacking, next_step
 from kdn.codec.klt import Profile
 from kdn.codec.profiles import codec_with
 from kdn.engines.models import load_model, own_weights
@@ -256,3 +256,28 @@ def test_a_finer_step_that_does_not_help() -> None:
     assert not is_rounding([(1.0, 0.01), (0.5, 0.0025)])
     assert is_rounding([(1.0, 0.01), (0.5, 0.0095)])
     assert not is_rounding([(0.5, 0.0001), (1.0, 0.0004)])
+
+
+def test_what_a_basis_lacks_is_told_from_two_steps() -> None:
+    assert lacking([(1.0, 0.01)]) == 0.0
+    for steps in ((1.0, 0.5), (0.5, 1.0), (3.0, 0.1)):
+        tried = [(step, 0.002 + 0.01 * step**2) for step in steps]
+        assert lacking(tried) == pytest.approx(0.002)
+    assert lacking([(1.0, 0.01), (0.5, 0.0025)]) == 0.0
+    assert lacking([(1.0, 0.0028), (1.06, 0.0026)]) <= 0.0026
+
+
+@pytest.mark.parametrize("first", [0.001, 0.01, 0.1, 1.0, 10.0, 100.0])
+@pytest.mark.parametrize("floor", [0.0, 0.0005, 0.0024, 0.003, 0.02])
+def test_a_step_is_found_from_any_guess(first: float, floor: float) -> None:
+    """It is as coarse as the divergence asked for allows, or what the basis lacks."""
+    step, tried = first, []
+    for _ in range(STEP_ATTEMPTS):
+        tried.append((step, floor + 0.003 * step**2))
+        _, factor = next_step(tried, 0.003)
+        if factor is None:
+            break
+        step *= factor
+    assert factor is None
+    wanted = 0.003 if floor < 0.0027 else 1.5 * floor
+    assert tried[-1][1] == pytest.approx(wanted, rel=0.15)

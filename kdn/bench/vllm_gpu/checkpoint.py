@@ -83,7 +83,8 @@ def write_checkpoint(folder: Path, shape: Shape, device: torch.device, seed: int
         weights = {name: _weight(name, size, rng) for name, size in names.items()}
         save_file(weights, folder / file, metadata={"format": "pt"})
         places |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    index = {"metadata": {}, "weight_map": places}  # transformers asks for both
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config.write_text(settings)
     return folder
 

@@ -307,12 +307,14 @@ class GpuDecoder(Launcher):
             slab.status, num_warps=1,
         )  # fmt: skip
         parts = [(part, index) for index, part in enumerate(coding.parts) if part.level < levels]
+        used: set[int] = set()  # a CUDA graph cannot wait for a stream that it does not hold
         for part, index in sorted(parts, key=lambda one: _launch_order(one[0])):
-            if part.level > 1:
+            if part.level > 1 and part.level - 1 in used:
                 self._streams.join(part.level - 1)
             is_main = part.is_digits or not part.level
             with nullcontext() if is_main else self._streams.side(part.level):
                 self._decode_part(part, slab, slab.places[index], planes)
+            used |= set() if is_main else {part.level}
         # They come when the long ones run already. Sinks take long as well.
         if slab.num_sinks:
             with self._streams.side(0, begun):
@@ -321,7 +323,7 @@ class GpuDecoder(Launcher):
         with self._streams.side(1, begun):
             self._turn(slab.positions, angles)
             self._predict(slab, packed, products, count)
-        for stream in range(0 if slab.num_sinks else 1, max(levels, 2)):
+        for stream in used | ({0, 1} if slab.num_sinks else {1}):
             self._streams.join(stream)
         return sinks, angles
 

@@ -72,7 +72,7 @@ def coarse_rows(
     each = list(leading)
     parts = zip(torch.split(coarse, each, dim=1), torch.split(rows, each), strict=True)
     for layer, (inner, own) in enumerate(parts):
-        sides[:, :, layer] = (inner @ own).view(len(coarse), 2, -1)
+        sides[:, :, layer] = (inner @ own).view(len(coarse), 2, sides.shape[-1])
     return sides.view(len(coarse), -1)
 
 

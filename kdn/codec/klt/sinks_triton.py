@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from kdn.codec.klt.gpu_input import Slab
-from kdn.codec.klt.gpu_tables import MAX_SINKS, NEVER, Tensor, base_bounds, base_intervals, put
+from kdn.codec.klt.gpu_tables import MAX_SINKS, Tensor, base_bounds, base_intervals, put
 from kdn.codec.klt.profile import Profile
-from kdn.codec.klt.symbols_triton import decode_entering
+from kdn.codec.klt.symbols_triton import decode_sinks
 
 
 class Sinks:
@@ -22,11 +22,8 @@ class Sinks:
             scales[index, : widths[index]] = t["sink.scale"][group.columns]
         self._widths, self._scales = widths, put(scales, device)
         self._rows_of = torch.tensor([[0, w] for w in widths], dtype=torch.int32, device=device)
-        shape = (len(groups), -(-max(widths) // 8), 8)
-        self._thresholds = torch.full(shape, NEVER, dtype=torch.int32, device=device)
         self._bounds = put(base_bounds(profile.sink_cdf), device)
         self._intervals = put(base_intervals(profile.sink_cdf), device)
-        self._classes = torch.full((256,), 2, dtype=torch.uint8, device=device)
         bias = put(t["predict.bias"], device)
         self._base = put(t["sink.mean"], device).float() - bias
         self._step = put(t["sink.step"], device)
@@ -36,11 +33,9 @@ class Sinks:
         rows, count = self._scales.shape[1], slab.num_sinks
         shape = (len(self._widths), rows, 32)
         found = torch.empty(shape, dtype=torch.int32, device=status.device)
-        tokens_of = torch.full((1,), count, dtype=torch.int32, device=status.device)
-        decode_entering[(len(self._widths), 1)](
-            slab.words, slab.sink_places, self._rows_of, tokens_of, self._classes, self._scales,
-            self._thresholds, self._bounds, self._intervals, found, found, status, rows, rows,
-            self._thresholds.shape[1], rows, STEPS=1, FULL=False, ASM=status.is_cuda, num_warps=1,
+        decode_sinks[(len(self._widths),)](
+            slab.words, slab.sink_places, self._rows_of, self._scales, self._bounds,
+            self._intervals, found, status, count, rows, ASM=status.is_cuda, num_warps=1,
         )  # fmt: skip
         both = found[:, :, :count]
         whole = torch.cat([both[g, :width] for g, width in enumerate(self._widths)]).T

@@ -234,14 +234,11 @@ def _store_row(values, low, high, is_wide, excess, STEPS: tl.constexpr):
     reach = tl.where(is_wide, 32768, 128)
     for j in tl.static_range(STEPS):
         excess = excess | ((values[j] + reach) & -(2 * reach))
-    if STEPS == 1:
-        tl.store(low + lane, values[0])
-    else:
+    for w in tl.static_range(STEPS // 4):
+        tl.store(low + w * 32 + lane, _bytes(values, w * 4, 0))
+    if is_wide:
         for w in tl.static_range(STEPS // 4):
-            tl.store(low + w * 32 + lane, _bytes(values, w * 4, 0))
-        if is_wide:
-            for w in tl.static_range(STEPS // 4):
-                tl.store(high + w * 32 + lane, _bytes(values, w * 4, 8))
+            tl.store(high + w * 32 + lane, _bytes(values, w * 4, 8))
     return excess
 
 
@@ -265,7 +262,7 @@ def decode_entering(
     many; `bounds` [8, tables] holds two bounds a word, `intervals` [16, tables] a symbol's
     cumulative frequency and frequency. FULL says that no chunk lacks a token. Without KEEP nothing
     is written but the status."""
-    ROW: tl.constexpr = 32 * max(STEPS // 4, 1)
+    ROW: tl.constexpr = 8 * STEPS
     group, chunk = tl.program_id(0), tl.program_id(1)
     section = chunk * tl.num_programs(0) + group
     first, rows = tl.load(rows_of + group * 2), tl.load(rows_of + group * 2 + 1)
@@ -326,6 +323,52 @@ def decode_entering(
                     values, low + row * ROW, high + row * ROW, first + row < wide, excess, STEPS
                 )
     _close(x, at, limit, bad | (excess != 0), rows, status, chunk)
+
+
+@triton.jit
+def _sink_pairs(bounds, scale):
+    """Bounds of the table of a row, the same for all lanes."""
+    pairs = ()
+    for k in tl.static_range(8):
+        pairs = pairs + (tl.load(bounds + k * 512 + scale * 8).to(tl.uint32, bitcast=True),)
+    return pairs
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def decode_sinks(
+    words, places, rows_of, scales, bounds, intervals, out, status, num_tokens, num_rows,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Integers [group, row, lane] of a context's first tokens, one group per program. A row is one
+    step, and there are as many as a group has columns, each with a scale of its own: so a row's
+    table is loaded while the row before is decoded. No activity, no classes."""
+    group = tl.program_id(0)
+    rows = tl.load(rows_of + group * 2 + 1)
+    lane = tl.arange(0, 32)
+    live = lane < num_tokens
+    below = (1 << lane) - 1
+    own, x, at, limit, bad = _open(words, places, group, lane, num_tokens)
+    scales += group * num_rows
+    out += group.to(tl.int64) * num_rows * 32
+    scale = tl.load(scales).to(tl.int32)
+    ahead = tl.load(scales + tl.minimum(1, rows - 1)).to(tl.int32)
+    pairs = _sink_pairs(bounds, scale)
+    for row in range(rows):
+        following = _sink_pairs(bounds, ahead)
+        beyond = tl.load(scales + tl.minimum(row + 2, rows - 1)).to(tl.int32)
+        _prefetch(own + at + AHEAD_WORDS + 2 * lane, ASM)
+        slot = x & 16383
+        symbol = _search(slot, pairs, 0, ASM)
+        interval = tl.load(intervals + scale * 8 + symbol * 512).to(tl.uint32, bitcast=True)
+        stepped = (interval >> 16) * (x >> 14) + slot - (interval & 0xFFFF)
+        x = tl.where(live, stepped, x)
+        escaped = (symbol == 15) & live
+        x, at, raw = _fill_escaping(x, at, live, escaped, own, below, False, ASM)
+        size = (symbol + 1) >> 1
+        value = tl.where(escaped, raw, tl.where((symbol & 1) != 0, -size, size))
+        tl.store(out + row * 32 + lane, tl.where(live, value, 0))
+        pairs, scale, ahead = following, ahead, beyond
+    _close(x, at, limit, bad, rows, status, 0)
 
 
 @triton.jit
@@ -398,7 +441,7 @@ def decode_digits(
 ):  # fmt: skip
     """Refines the rows of one section per program (group, chunk) in place. `bounds` [tables] holds
     a table's two inner bounds."""
-    ROW: tl.constexpr = 32 * max(STEPS // 4, 1)
+    ROW: tl.constexpr = 8 * STEPS
     group, chunk = tl.program_id(0), tl.program_id(1)
     section = chunk * tl.num_programs(0) + group
     rows = tl.load(rows_of + group * 2 + 1)
