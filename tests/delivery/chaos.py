@@ -11,6 +11,7 @@ from random import Random
 
 from xxhash import xxh3_64_intdigest
 
+from kdn.bench.listener import Listener
 from kdn.codec.header import Header
 from kdn.depot.depot import Depot
 from kdn.depot.sqlite_names import SqliteNames
@@ -72,7 +73,7 @@ class Gateway:
 
     def __init__(self, node: FragileNode, rng: Random, stall_s: float, seen: Counter[str]) -> None:
         self._node, self._rng, self._stall_s, self._seen = node, rng, stall_s, seen
-        self._server: asyncio.Server | None = None
+        self._listener: Listener | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._port = 0  # any, the first time
 
@@ -81,12 +82,12 @@ class Gateway:
         return f"http://127.0.0.1:{self._port}"
 
     async def open(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
-        self._port = self._server.sockets[0].getsockname()[1]
+        self._listener = Listener(self._accept, "127.0.0.1", self._port)
+        self._port = self._listener.port
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None:
+            self._listener.close()
         for connection in list(self._connections):
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)

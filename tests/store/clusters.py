@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kdn.bench.listener import Listener
 from kdn.store.base import Store
 from kdn.store.evict import open_policy
 from kdn.store.many_nodes import ManyNodesStore, node_store, open_nodes
@@ -34,7 +35,7 @@ class Gate:
         self._flows = asyncio.Event()
         self._flows.set()
         self._target = target
-        self._server: asyncio.Server | None = None
+        self._listener: Listener | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_open = False
@@ -49,14 +50,14 @@ class Gate:
 
     async def open(self) -> None:
         self._is_open = True
-        self._server = await asyncio.start_server(self._serve, self.host, self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self._listener = Listener(self._serve, self.host, self.port)
+        self.port = self._listener.port
 
     def shut(self) -> None:
         """As if the process were killed: connections end, and nobody listens."""
         self._is_open = False
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None:
+            self._listener.close()
         for writer in self._writers:
             writer.transport.abort()
 

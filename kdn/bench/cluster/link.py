@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from kdn.bench.listener import Listener
+
 PIECE_BYTES = 64 << 10
 CONNECT_S = 5.0
 
@@ -20,7 +22,7 @@ class Link:
     def __init__(self, host: str, port: int, delay_s: float) -> None:
         self._target = (host, port)
         self._delay_s = delay_s
-        self._server: asyncio.Server | None = None
+        self._listener: Listener | None = None
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._is_cut = False
@@ -38,19 +40,18 @@ class Link:
     ) -> AsyncIterator[Link]:
         """`delay_s`: added to every piece that comes from the target."""
         link = cls(host, port, delay_s)
-        link._server = await asyncio.start_server(link._connected, listen, 0)
+        link._listener = Listener(link._connected, listen)
         try:
             yield link
         finally:
-            link._server.close()
+            link._listener.close()
             link._flowing.set()
             link.cut()
 
     @property
     def port(self) -> int:
-        assert self._server is not None
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
+        assert self._listener is not None
+        return self._listener.port
 
     @property
     def url(self) -> str:

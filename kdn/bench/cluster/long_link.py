@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from kdn.bench.link_proxy import LinkPace
+from kdn.bench.listener import Listener
 from kdn.bench.servers import free_port
 from kdn.session.loop import LoopThread
 
@@ -52,7 +53,7 @@ class LongLink:
         self._loop.close(START_S)
 
     async def _listen(self) -> None:
-        self._listener = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self._listener = Listener(self._accept, "127.0.0.1", self.port)
 
     async def _end(self) -> None:
         self._listener.close()
