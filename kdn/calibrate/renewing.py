@@ -10,7 +10,7 @@ moved from its base: what may be lost is size. So the renewal ends with a verdic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -83,12 +83,10 @@ def options_for(base: Profile, context: int | None = None) -> CalibrationOptions
         context = told.get("context")
     if type(context) is not int or not 2 * moments.PASSAGE_TOKENS <= context <= MAX_CONTEXT:
         context = CalibrationOptions().context
-    return CalibrationOptions(
-        context=context,
-        levels=base.num_levels,
-        fine_kld=expected[-2].kld,
-        finest_kld=expected[-1].kld,
+    options = CalibrationOptions(
+        context=context, levels=base.num_levels, finest_kld=expected[-1].kld
     )
+    return replace(options, middle_kld=expected[options.middle_levels - 1].kld)
 
 
 def renew(
@@ -169,7 +167,7 @@ class _Renewal:
         steps.deviations = spread.deviations
         meta["finest_step"] = steps.find_step(meta, tensors, probes[:2], self.base.finest_step)
         meta, tensors = steps.count(meta, tensors, chunks)
-        meta, tensors = steps.add_correction(meta, tensors, probes[:1])
+        meta, tensors = steps.add_correction(meta, tensors, probes[:2])
         profile = Profile.build(meta | {"expected": [{}] * self.options.levels}, tensors)
         return (meta, tensors), steps.measure(profile, probes), spread.left_out
 

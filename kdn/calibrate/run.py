@@ -69,7 +69,9 @@ class CalibrationOptions:
     fine_components: int = 64
     leading: int = 0
     """Components that a layer has on average between the two stages; 0: one stage."""
-    fine_kld: float = 0.003
+    middle_kld: float = 0.0105
+    """At all levels but the last two. There the divergence is far above what a basis lacks, and
+    contexts differ by a few percent; at finer levels a few tokens decide, and they by factors."""
     finest_kld: float = 0.0002
     sink_fineness: float = 1.0
     gradient_windows: int = 48
@@ -81,6 +83,11 @@ class CalibrationOptions:
     @property
     def window(self) -> int:
         return self.context + moments.PASSAGE_TOKENS
+
+    @property
+    def middle_levels(self) -> int:
+        """How many levels `middle_kld` is asked of."""
+        return max(1, self.levels - 2)
 
 
 def calibrate(
@@ -154,7 +161,7 @@ class _Calibration:
             self.model, self.spec, chosen, self.options.context, self.progress, stride
         )
         meta, tensors = steps.count(meta, tensors, parts)
-        meta, tensors = steps.add_correction(meta, tensors, probes[:1])
+        meta, tensors = steps.add_correction(meta, tensors, probes[:2])
         profile = Profile.build(meta | {"expected": [{}] * self.options.levels}, tensors)
         expected = steps.measure(profile, probes)
         if self.checkpoint is not None:

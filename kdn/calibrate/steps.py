@@ -94,21 +94,21 @@ class Steps:
         probes: Sequence[QualityProbe],
         first: float | None = None,
     ) -> float:
-        """The step at which all components come to the divergence asked for, or somewhat above what
-        they lack at any step. `first`: a guess."""
+        """The step at which the middle levels come to the divergence asked for, or somewhat above
+        what the basis lacks at any step. `first`: a guess."""
         # In this metric the divergence of errors uniform over one step would be
-        # context * components * step^2 / 24, were it quadratic; a guess to start from.
+        # context * components * step^2 / 24, were it quadratic; a guess to start from. The step of
+        # the middle is three times the finest.
         noisy = sum(len(d) for d in self.deviations) * self.options.context
-        step = first or float(
-            np.sqrt(24 * self.options.fine_kld / moments.CONTINUATION_KLD / noisy)
-        )
+        wanted = self.options.middle_kld
+        step = first or float(np.sqrt(24 * wanted / moments.CONTINUATION_KLD / noisy)) / 3
         tried: list[tuple[float, float]] = []
         for attempt in range(STEP_ATTEMPTS):
             self.progress("finding the step", attempt, STEP_ATTEMPTS)
             draft = tables.draft_profile(*self.with_step(meta, tensors, step))
-            kld = simulated_kld(self.spec, draft, probes, levels=self.options.levels - 1)
+            kld = simulated_kld(self.spec, draft, probes, levels=self.options.middle_levels)
             tried.append((step, kld))
-            aim, factor = next_step(tried, self.options.fine_kld)
+            aim, factor = next_step(tried, wanted)
             if factor is None:
                 break
             step *= factor
@@ -166,7 +166,7 @@ class Steps:
             last = simulated_kld(self.spec, draft, probes, levels=self.options.levels)
             tried.append((step, last))
             if is_rounding(tried):
-                return tried[-2][0]
+                return tried[-3][0]
             if abs(np.log(last / self.options.finest_kld)) < 0.25:
                 break
             step *= float(np.clip((0.85 * self.options.finest_kld / last) ** 0.5, 0.1, 10))
@@ -219,12 +219,13 @@ def lacking(tried: Sequence[tuple[float, float]]) -> float:
 
 
 def is_rounding(tried: Sequence[tuple[float, float]]) -> bool:
-    """Of steps and divergences: whether the last step, a finer one, did not help any more. (The
+    """Of steps and divergences: whether the last two, each finer, did not help any more. (The
     divergence falls with the square of the step.) What is left then is the rounding of a model in
-    16 bits, or what a basis lacks, which no step can undo."""
-    if len(tried) < 2 or tried[-1][0] >= tried[-2][0]:
+    16 bits, which no step can undo. One of them may not help because steps are still too coarse to
+    correct anything."""
+    if len(tried) < 3 or not tried[-3][0] > tried[-2][0] > tried[-1][0]:
         return False
-    (before, kld_before), (step, kld) = tried[-2:]
+    (before, kld_before), _, (step, kld) = tried[-3:]
     return kld > kld_before * float(np.sqrt(step / before))
 
 
@@ -297,10 +298,12 @@ def order_of(spec: ModelSpec, profile: Profile) -> Sequence[int]:
 def simulated_kld(
     spec: ModelSpec, profile: Profile, probes: Sequence[QualityProbe], levels: int
 ) -> float:
-    """Divergence at a number of levels, before there are tables to code them with."""
+    """Divergence at a number of levels, before there are tables to code them with. The geometric
+    mean of the contexts': steps change all of them by like factors, and where a few tokens hang by
+    a hair, an arithmetic mean would be theirs."""
     codec, order = ordered_codec(spec, profile), order_of(spec, profile)
     back = [order.index(layer) for layer in range(spec.num_layers)]
-    found = []
+    logarithms = []
     for probe in probes:
         cache = on_cpu(probe.cache).of_layers(order)
         namespace = Namespace(codec.spec.fingerprint, codec.profile_id)
@@ -309,8 +312,9 @@ def simulated_kld(
             part = codec.simulate(chunk, cache.slice(chunk.start, chunk.end), levels)
             lossy.slice(chunk.start, chunk.end).keys.copy_(part.keys)
             lossy.slice(chunk.start, chunk.end).values.copy_(part.values)
-        found.append(probe.measure(lossy.of_layers(back)))
-    return max(Quality.pooled(found).kld, LEAST_KLD)
+        kld = probe.measure(lossy.of_layers(back)).kld
+        logarithms.append(np.log(max(kld, LEAST_KLD)))
+    return float(np.exp(np.mean(logarithms)))
 
 
 def on_cpu(cache: KVCache) -> KVCache:

@@ -251,11 +251,12 @@ def test_time_is_over_only_after_the_least(monkeypatch: pytest.MonkeyPatch) -> N
     assert not never(1_000)
 
 
-def test_a_finer_step_that_does_not_help() -> None:
+def test_finer_steps_that_do_not_help() -> None:
     assert not is_rounding([(1.0, 0.01)])
-    assert not is_rounding([(1.0, 0.01), (0.5, 0.0025)])
-    assert is_rounding([(1.0, 0.01), (0.5, 0.0095)])
-    assert not is_rounding([(0.5, 0.0001), (1.0, 0.0004)])
+    assert not is_rounding([(1.0, 0.01), (0.5, 0.0095)])
+    assert not is_rounding([(1.0, 0.01), (0.5, 0.0095), (0.1, 0.0002)])
+    assert is_rounding([(1.0, 0.01), (0.5, 0.0095), (0.1, 0.0094)])
+    assert not is_rounding([(1.0, 0.01), (0.05, 0.0001), (0.1, 0.0095)])
 
 
 def test_what_a_basis_lacks_is_told_from_two_steps() -> None:
