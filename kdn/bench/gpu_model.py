@@ -22,10 +22,11 @@ from kdn.cache.keys import Chunk, Namespace, cut
 from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.cache.tensors import KVCache
 from kdn.calibrate import tables
+from kdn.calibrate.sizes import ROWS_OF_RUNS
 from kdn.codec import rope
 from kdn.codec.klt import KltCodec, Profile
 from kdn.codec.klt.duals import dense_rows
-from kdn.codec.klt.profile import FORMAT, VERSION, VERSION_OF_STAGES
+from kdn.codec.klt.profile import FORMAT, VERSION, VERSION_OF_RUNS
 from kdn.codec.threads import parallel_map
 
 SPECTRUM = (
@@ -210,7 +211,10 @@ def _parts(
     }  # fmt: skip
     if rate.leading:
         leading = [_leading(rate, last - first, per_layer) for first, last in groups]
-        meta |= {"version": VERSION_OF_STAGES, "leading": leading}
+        meta |= {
+            "version": VERSION_OF_RUNS, "leading": leading, "run_rows": ROWS_OF_RUNS,
+            "windowed_from": None,
+        }  # fmt: skip
     return meta, tensors
 
 

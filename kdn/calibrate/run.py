@@ -32,6 +32,7 @@ from kdn.codec.klt.profile import (
     CONTEXT_TOKENS,
     FORMAT,
     VERSION,
+    VERSION_OF_RUNS,
     VERSION_OF_STAGES,
     VERSION_OF_WINDOWS,
     Profile,
@@ -69,6 +70,8 @@ class CalibrationOptions:
     fine_components: int = 64
     leading: int = 0
     """Components that a layer has on average between the two stages; 0: one stage."""
+    run_rows: int = 0
+    """Of runs that long sections are cut into, for GPUs; 0: none."""
     middle_kld: float = 0.0105
     """At all levels but the last two. There the divergence is far above what a basis lacks, and
     contexts differ by a few percent; at finer levels a few tokens decide, and they by factors."""
@@ -305,10 +308,14 @@ class _Calibration:
 
     def _version(self) -> dict[str, Any]:
         """Of the profile, with what that version says."""
-        leading = {"leading": self.leading}
+        leading, border = {"leading": self.leading}, None
         if self.spec.has_windows:
             firsts = [first for first, _ in self.columns.groups]
             border = firsts.index(num_unbounded(self.spec))
+        if self.options.run_rows:
+            told = {"run_rows": self.options.run_rows, "windowed_from": border}
+            return {"version": VERSION_OF_RUNS, **told, **leading}
+        if border is not None:
             return {"version": VERSION_OF_WINDOWS, "windowed_from": border, **leading}
         if self.options.leading:
             return {"version": VERSION_OF_STAGES, **leading}

@@ -22,7 +22,8 @@ would cost more (`two_stage.py`). Groups then have 8 layers even if these have m
 columns, but at most 16,384. With C components and, of each of L layers with W columns, k leading
 ones on average, a value costs k + C k / W beside the precise components, and C is 0.3 L k: on
 SmolLM2 at 1,050 multiplications, 0.29 took the fewest bits at a divergence of 0.01, and 0.39 took
-2 to 3 % more (decision 0009).
+2 to 3 % more (decision 0009). Sections of so wide groups are cut into runs of 256 rows, which a GPU
+decodes side by side.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ MOST_COLUMNS_IN_STAGES = 16_384
 LAYERS_IN_STAGES = 8
 COMPONENTS_OF_LEADING = 0.3
 LEADING_STEP = 8
+ROWS_OF_RUNS = 256
+"""At most 64 runs are found at once, so groups may have 16,384 columns."""
 LEAST_COMPONENTS = 256
 LEAST_COMPONENTS_OF_COLUMNS = 1 / 8
 DECODER_OF_MODEL = 1 / 4
@@ -96,6 +99,7 @@ class Sizes:
     predictor_rank: int = 256
     metric_rank: int = 384
     leading: int = 0
+    run_rows: int = 0
 
 
 def shape_of(model: Any, spec: ModelSpec) -> Shape:
@@ -161,7 +165,9 @@ def _in_two_stages(shape: Shape, memory_bytes: int, operations: int) -> Sizes:
     leading = min(width, ((1 + 4 * grows * spent) ** 0.5 - 1) / (2 * grows))
     leading = max(LEADING_STEP, int(leading) // LEADING_STEP * LEADING_STEP)
     coarse = min((spent - leading) * width // leading, layers * leading)
-    sizes = Sizes(layers, Sizes.fine_components + coarse, leading=leading)
+    sizes = Sizes(
+        layers, Sizes.fine_components + coarse, leading=leading, run_rows=ROWS_OF_RUNS
+    )
     return _shrunk(
         shape, replace(sizes, embedding_dims=min(sizes.embedding_dims, shape.hidden_size))
     )

@@ -22,6 +22,7 @@ from kdn.codec.klt.analysis import Analysis
 from kdn.codec.klt.codec import KltCodec
 from kdn.codec.klt.kinds import KIND_CORRECTION, KIND_ENTERING
 from kdn.codec.klt.profile import NUM_CLASSES, Profile
+from kdn.codec.klt.runs import runs_of
 from kdn.codec.klt.symbols import Ints, Model
 from kdn.codec.rans import normalise
 from kdn.codec.threads import parallel_map
@@ -113,13 +114,19 @@ def _count_part(
     key, tensors = f"level{level}.digits" if digits else f"level{level}", {}
     counts = np.zeros(_table_shape(digits))
     kind = KIND_CORRECTION if level == codec.num_levels - 1 else KIND_ENTERING
-    for group, rows in enumerate(map(slice, first, last)):
-        values = [s.levels[group][level][rows] for s in samples]
-        coarse = [s.levels[group][level - 1][rows] for s in samples] if digits else None
-        cuts = thresholds(values)
-        tensors[f"{key}.g{group}.thresholds"] = cuts
-        models = [codec.coder.table_model(kind, group, rows, s.classes) for s in samples]
-        counts += count_symbols([replace(m, thresholds=cuts) for m in models], values, coarse)
+    for group, (begin, end) in enumerate(zip(first, last, strict=True)):
+        cuts = []
+        for run in runs_of(end - begin, codec.profile.run_rows):
+            rows = slice(begin + run.start, begin + run.stop)
+            values = [s.levels[group][level][rows] for s in samples]
+            coarse = [s.levels[group][level - 1][rows] for s in samples] if digits else None
+            cuts.append(thresholds(values))
+            models = [
+                replace(codec.coder.table_model(kind, group, rows, s.classes), thresholds=cuts[-1])
+                for s in samples
+            ]
+            counts += count_symbols(models, values, coarse)
+        tensors[f"{key}.g{group}.thresholds"] = np.concatenate(cuts)
     return tensors | {f"{key}.freqs": frequencies(counts)}
 
 

@@ -11,18 +11,24 @@ from kdn.cache.spec import ModelSpec
 from kdn.cache.windows import num_unbounded
 from kdn.calibrate.tables import flat_tables, laplace_tables
 from kdn.codec.klt import Profile, symbols
-from kdn.codec.klt.profile import FORMAT, VERSION, VERSION_OF_STAGES, VERSION_OF_WINDOWS
+from kdn.codec.klt.profile import (
+    FORMAT,
+    VERSION,
+    VERSION_OF_RUNS,
+    VERSION_OF_STAGES,
+    VERSION_OF_WINDOWS,
+)
 from kdn.codec.rans import normalise
 
 LEVELS = 4
 
 
 def parts(
-    spec: ModelSpec, seed: int = 0, leading: int = 0, in_parts: bool = False
+    spec: ModelSpec, seed: int = 0, leading: int = 0, in_parts: bool = False, run_rows: int = 0
 ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
     """Meta data and tensors, to be built into a profile or to be spoilt first. `leading`: of the
     first layer of each group in two stages; every other layer has one fewer than that before.
-    `in_parts`: layers with a window are in groups of their own."""
+    `in_parts`: layers with a window are in groups of their own. `run_rows`: of each run."""
     rng = np.random.default_rng(seed)
     per_layer = 2 * spec.num_kv_heads * spec.head_dim
     columns, half = per_layer * spec.num_layers, spec.num_layers // 2
@@ -101,6 +107,11 @@ def parts(
             "windowed_from": int(num_unbounded(spec) > 0),
             "leading": told,
         }
+    if run_rows:
+        told = meta.get("leading", [[] for _ in groups])
+        border = meta.get("windowed_from")
+        meta |= {"version": VERSION_OF_RUNS, "run_rows": run_rows, "leading": told}
+        meta["windowed_from"] = border
     return meta, tensors | flat
 
 
@@ -120,6 +131,6 @@ def _stages(
 
 
 def make_profile(
-    spec: ModelSpec, seed: int = 0, leading: int = 0, in_parts: bool = False
+    spec: ModelSpec, seed: int = 0, leading: int = 0, in_parts: bool = False, run_rows: int = 0
 ) -> Profile:
-    return Profile.build(*parts(spec, seed, leading, in_parts))
+    return Profile.build(*parts(spec, seed, leading, in_parts, run_rows))

@@ -11,7 +11,7 @@ from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.codec import rope
 from kdn.codec.format import Bitstream
-from kdn.codec.klt import KltCodec, symbols_numba
+from kdn.codec.klt import KltCodec, runs
 from kdn.codec.klt.kinds import KIND_DIGITS, KIND_ENTERING, KIND_SINKS, KIND_TOKENS
 from kdn.codec.klt.profile import NUM_CLASSES, Group
 
@@ -28,9 +28,10 @@ def integers(codec: KltCodec, stream: Bitstream, chunk: Chunk, group: int, level
         model = codec.coder.model(level, kind, group, classes)
         data = stream.section(level, group, kind)
         if kind == KIND_DIGITS:
-            values = symbols_numba.decode(model, data, values)
+            values = runs.decode(model, data, values, codec.profile.run_rows)
         else:
-            values = np.concatenate([values, symbols_numba.decode(model, data, None)])
+            entering = runs.decode(model, data, None, codec.profile.run_rows)
+            values = np.concatenate([values, entering])
     return values
 
 

@@ -56,6 +56,11 @@ def _two_stages(tiny: Any) -> Target:
     return _target(tiny, *codecs)
 
 
+def _klt_in_runs(tiny: Any) -> Target:
+    profiles = [make_profile(tiny.spec, seed, leading=24, run_rows=16) for seed in (0, 1)]
+    return _target(tiny, *(KltCodec(tiny.spec, profile) for profile in profiles))
+
+
 def _klt_in_parts(tiny: Any) -> Target:
     spec = windowed(tiny)
     return _target(tiny, *(klt_in_parts(spec, seed) for seed in (0, 1)))
@@ -77,6 +82,7 @@ CODECS: dict[str, Callable[[Any], Target]] = {
     "klt": _klt,
     "klt in two stages": _two_stages,
     "klt in two parts": _klt_in_parts,
+    "klt in runs": _klt_in_runs,
 }
 
 

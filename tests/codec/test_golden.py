@@ -62,9 +62,13 @@ def _cachegen(tiny: Any, profile: bytes) -> Codec:
     return CacheGenCodec(tiny.spec, CacheGenProfile.from_bytes(profile))
 
 
-KLT_LEADING = {"klt": 0, "klt_stages": 24, "klt_parts": 0}
-"""Names of files, and how many components of each layer a second stage sees: none in version 3 of
-the profile. The last is for a model with windows, in two parts."""
+KLT: dict[str, dict[str, Any]] = {
+    "klt": {},
+    "klt_stages": {"leading": 24},
+    "klt_parts": {"in_parts": True},
+    "klt_runs": {"leading": 24, "run_rows": 16},
+}
+"""Names of files, and how their profile is made: versions 3, 4, 5 and 6."""
 CACHEGEN_PROFILE = "cachegen_profile.safetensors"
 GOLDEN = {
     "exact_float16": Golden(_exact),
@@ -94,7 +98,7 @@ def _regenerate(tiny: Any, golden_folder: Path, regenerate_golden: bool) -> None
         return
     other = tiny.reseed("calibration")
     calibration = [other.cache(other.chunk(bytes(16), 256, i)) for i in (0, 1)]
-    for name in KLT_LEADING:
+    for name in KLT:
         _regenerate_klt(tiny, golden_folder, name)
     profile = CacheGenProfile.fit(tiny.spec, calibration)
     (golden_folder / CACHEGEN_PROFILE).write_bytes(profile.to_bytes())
@@ -147,8 +151,7 @@ def _klt_levels(codec: Codec, stream: Bitstream, chunk: Chunk) -> dict[str, torc
 
 
 def _regenerate_klt(tiny: Any, folder: Path, name: str) -> None:
-    spec, in_parts = _klt_spec(tiny, name), name == "klt_parts"
-    profile = make_profile(spec, leading=KLT_LEADING[name], in_parts=in_parts)
+    profile = make_profile(_klt_spec(tiny, name), **KLT[name])
     (folder / f"{name}_profile.safetensors").write_bytes(profile.to_bytes())
     pinned = {}
     for index in (0, 1):
@@ -161,7 +164,7 @@ def _regenerate_klt(tiny: Any, folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("name", KLT_LEADING)
+@pytest.mark.parametrize("name", KLT)
 def test_klt_decodes_to_the_pinned_values(
     tiny: Any, golden_folder: Path, name: str, index: int
 ) -> None:
@@ -175,7 +178,7 @@ def test_klt_decodes_to_the_pinned_values(
         )
 
 
-@pytest.mark.parametrize("name", KLT_LEADING)
+@pytest.mark.parametrize("name", KLT)
 def test_klt_profile_id_is_pinned(golden_folder: Path, name: str) -> None:
     found = Profile.load(golden_folder / f"{name}_profile.safetensors")
     assert Profile.from_bytes(found.to_bytes()).profile_id == found.profile_id

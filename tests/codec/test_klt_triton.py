@@ -20,6 +20,7 @@ from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec, Profile
 from kdn.codec.klt.gpu_launch import Batching
+from kdn.codec.klt.kinds import KIND_DIGITS, KIND_ENTERING, KIND_SINKS
 from kdn.errors import KdnError
 from tests.codec import klt_reference
 from tests.codec.klt_planes import Planes
@@ -59,10 +60,15 @@ class Case:
     """A context of a model that never ran, its streams, and their exact decoding."""
 
     def __init__(
-        self, spec: ModelSpec, num_tokens: int, step: float = 0.5, leading: int = 0
+        self,
+        spec: ModelSpec,
+        num_tokens: int,
+        step: float = 0.5,
+        leading: int = 0,
+        run_rows: int = 0,
     ) -> None:
         self.spec = spec
-        meta, tensors = parts(spec, leading=leading)
+        meta, tensors = parts(spec, leading=leading, run_rows=run_rows)
         # A prediction that is no larger than what it predicts.
         tensors["predict.mix_scale"] /= 10
         # Classes that come back within a block: each row has tables of its own.
@@ -143,6 +149,31 @@ def test_all_levels_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error(out, case.reference(4)) < BOUND
     exact = KVCache(case.cache.keys.double(), case.cache.values.double())
     assert error(out, exact) < 0.01
+
+
+def test_runs_are_found_and_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every kind of section: components that enter, digits, errors and first tokens."""
+    case = Case(spec_of((SMALL, None)), 48 if INTERPRETED else 304, run_rows=8)
+    decoder, out = decoder_of(case), case.poisoned()
+    planes = Planes(decoder, monkeypatch)
+    assert decode(case, decoder, out, 4) == []
+    planes.check(case.codec, case.streams, case.chunks, 4)
+    assert error(out, case.reference(4)) < BOUND
+
+
+@pytest.mark.parametrize("kind", [KIND_ENTERING, KIND_DIGITS, KIND_SINKS])
+@pytest.mark.parametrize("word", [0, 1, 2])
+def test_wrong_sizes_of_runs_are_noticed(kind: int, word: int) -> None:
+    """Also sizes by which a run would lie far outside."""
+    case = Case(spec_of((SMALL, None)), 16, run_rows=8)
+    header = case.streams[0].header
+    entry = next(e for e in header.entries if e.kind == kind and e.level < 2)
+    spoilt = bytearray(case.data[0])
+    spoilt[entry.offset + 2 * word + 1] ^= 0x7F
+    case.streams = [Bitstream.of(header, spoilt, verified=range(4))]
+    out = case.poisoned()
+    assert decode(case, decoder_of(case), out, 2) == [0]
+    assert torch.all(out.keys == 7e4)
 
 
 @pytest.mark.parametrize("groups_at_once", [1] if INTERPRETED else [1, 2])

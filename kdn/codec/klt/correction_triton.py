@@ -102,9 +102,10 @@ class Correction:
         middle = torch.full((slab.num_tokens,), 2, dtype=torch.uint8, device=status.device)
         # Copies, which are aligned: kernels are compiled anew for what is not.
         places, rows_of = slab.places[-1, :, own].clone(), part.rows_of[own].clone()
-        decode_entering[(batch[1] - batch[0], slab.num_chunks)](
+        run_rows = self._coding.run_rows
+        decode_entering[(batch[1] - batch[0], slab.num_chunks, part.num_runs(run_rows))](
             slab.words, places, rows_of, slab.tokens_of, middle, self._scales[own].clone(),
             part.thresholds[own].clone(), part.bounds, part.intervals, *planes, status, columns,
             columns, part.thresholds.shape[1], columns, STEPS=CHUNK_TOKENS // 32,
-            FULL=slab.is_full, ASM=status.is_cuda, KEEP=keep, num_warps=1,
+            FULL=slab.is_full, ASM=status.is_cuda, RUN_ROWS=run_rows, KEEP=keep, num_warps=1,
         )  # fmt: skip

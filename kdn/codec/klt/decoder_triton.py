@@ -364,14 +364,16 @@ class GpuDecoder(Launcher):
     def _decode_part(
         self, part: SectionTables, slab: Slab, places: Tensor, planes: tuple[Tensor, Tensor]
     ) -> None:
-        coding, grid = self.coding, (len(self.profile.groups), slab.num_chunks)
+        coding = self.coding
+        num_runs = part.num_runs(coding.run_rows)
         shared = (slab.words, places, part.rows_of, slab.tokens_of, slab.classes, coding.scales)
         sizes = (coding.num_rows, coding.num_rows, part.thresholds.shape[1], WIDE_ROWS)
         kernel = decode_digits if part.is_digits else decode_entering
         tables = (part.bounds,) if part.intervals is None else (part.bounds, part.intervals)
-        kernel[grid](
+        kernel[(len(self.profile.groups), slab.num_chunks, num_runs)](
             *shared, part.thresholds, *tables, *planes, slab.status, *sizes,
-            STEPS=CHUNK_TOKENS // 32, FULL=slab.is_full, ASM=self._asm, num_warps=1,
+            STEPS=CHUNK_TOKENS // 32, FULL=slab.is_full, ASM=self._asm, RUN_ROWS=coding.run_rows,
+            num_warps=1,
         )  # fmt: skip
 
     def _pack(

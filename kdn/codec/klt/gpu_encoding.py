@@ -70,8 +70,8 @@ class GpuEncoding:
         """Whether kernels can encode it."""
         if not cache.keys.is_cuda or find_spec("triton") is None:
             return False
-        if self._profile.has_two_stages:
-            return False  # the last level corrects what cores round between the stages
+        if self._profile.has_two_stages or self._profile.run_rows:
+            return False  # what is rounded between the stages, and runs, are the cores' alone
         few = self._profile.num_sinks <= MAX_SINKS and chunk.num_tokens <= CHUNK_TOKENS
         return few and cache.dtype in _DTYPES and self._spec.head_dim % 2 == 0
 

@@ -20,6 +20,7 @@ from kdn.cache.spec import ModelSpec, RopeSpec
 from kdn.codec.klt import symbols
 from kdn.codec.klt.kinds import KIND_CORRECTION, KIND_DIGITS, KIND_ENTERING
 from kdn.codec.klt.profile import NUM_CLASSES, Group, Level, LevelTables, Profile
+from kdn.codec.klt.runs import runs_of
 from kdn.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -58,16 +59,22 @@ class SectionTables:
             return KIND_CORRECTION
         return KIND_DIGITS if self.is_digits else KIND_ENTERING
 
+    def num_runs(self, run_rows: int) -> int:
+        """Of the largest of them."""
+        return len(runs_of(max(self.sizes), run_rows or None))
+
 
 @dataclass(frozen=True)
 class Coding:
     """`scales` [group, row]; `parts` in the order in which they must be decoded; `num_rows` of a
-    plane; `counts` [level][1 + group]: the number of groups, then each one's components;
-    `correction` and `fix_scales` [group, column] are the last level's."""
+    plane, `run_rows` of a run (0: sections have one); `counts` [level][1 + group]: the number of
+    groups, then each one's components; `correction` and `fix_scales` [group, column] are the last
+    level's."""
 
     scales: Tensor
     parts: tuple[SectionTables, ...]
     num_rows: int
+    run_rows: int
     token_bounds: Tensor
     counts: tuple[Tensor, ...]
     centroids: tuple[Tensor, ...]
@@ -89,6 +96,7 @@ class Coding:
             put(scales, device),
             tuple(parts),
             num_rows,
+            profile.run_rows or 0,
             put(np.concatenate([[0], np.cumsum(freqs)]).astype(np.int32), device),
             tuple(
                 put(np.array([len(scales), *level.num_components], np.int32), device)

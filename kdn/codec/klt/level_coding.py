@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kdn.codec import rans, rans_numba
 from kdn.codec.format import Bitstream, Section
-from kdn.codec.klt import symbols_numba
+from kdn.codec.klt import runs
 from kdn.codec.klt.columns import Floats, Ints
 from kdn.codec.klt.kinds import KIND_CORRECTION, KIND_DIGITS, KIND_ENTERING
 from kdn.codec.klt.profile import NUM_CLASSES, Profile
@@ -71,7 +71,7 @@ class LevelCoder:
         first = self._coded(level - 1, index) if kind == KIND_ENTERING else 0
         own = values[level][first : first + len(model.scales)]
         coarse = values[level - 1][: len(own)] if kind == KIND_DIGITS else None
-        data = symbols_numba.encode(model, own, coarse)
+        data = runs.encode(model, own, coarse, self.profile.run_rows)
         return Section(level, kind, index, data)
 
     def decode(
@@ -80,6 +80,7 @@ class LevelCoder:
         """What the first levels say of a group: its components, and the correction
         [columns, tokens] if the last level is among them."""
         values, error = np.zeros((0, len(classes)), dtype=np.int32), None
+        run_rows = self.profile.run_rows
         for level, kind, _ in self.parts(index):
             if level >= levels:
                 break
@@ -88,11 +89,11 @@ class LevelCoder:
                 stream.section(level, index, kind),
             )
             if kind == KIND_DIGITS:
-                values = symbols_numba.decode(model, data, values)
+                values = runs.decode(model, data, values, run_rows)
             elif kind == KIND_ENTERING:
-                values = np.concatenate([values, symbols_numba.decode(model, data, None)])
+                values = np.concatenate([values, runs.decode(model, data, None, run_rows)])
             else:
-                error = symbols_numba.decode(model, data, None)
+                error = runs.decode(model, data, None, run_rows)
         return self.pack(values, index, min(levels, self.num_levels - 1), classes), error
 
     def pack(

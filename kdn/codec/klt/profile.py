@@ -34,6 +34,9 @@ values, layer after layer. A profile without such groups is written as version 3
 Version 5 is version 4 for a model with sliding windows. Its layers are numbered as streams have
 them, those with a window last (`kdn/codec/windowed.py`), and the meta data's `windowed_from` is the
 first group that holds such layers; no group holds both kinds.
+
+Version 6 is version 4 or 5 with long sections in runs (`runs.py`): the meta data's `run_rows` says
+how many rows a run has, a multiple of a block's. `windowed_from` is null without windows.
 """
 
 from __future__ import annotations
@@ -66,6 +69,7 @@ VERSION = 3
 """Of profiles whose groups all have one stage."""
 VERSION_OF_STAGES = 4
 VERSION_OF_WINDOWS = 5
+VERSION_OF_RUNS = 6
 PROFILE_ID_BYTES = 16
 CONTEXT_TOKENS = 3
 """The predictor sees a token and the two before it."""
@@ -207,7 +211,13 @@ class Profile:
     @property
     def windowed_from(self) -> int | None:
         """The first group of layers with a window; None: streams are in one part."""
-        return self.meta["windowed_from"] if self.meta["version"] == VERSION_OF_WINDOWS else None
+        has_it = self.meta["version"] in (VERSION_OF_WINDOWS, VERSION_OF_RUNS)
+        return self.meta["windowed_from"] if has_it else None
+
+    @property
+    def run_rows(self) -> int | None:
+        """Rows of a run; None: each section is one."""
+        return self.meta["run_rows"] if self.meta["version"] == VERSION_OF_RUNS else None
 
     @cached_property
     def has_two_stages(self) -> bool:
@@ -312,7 +322,7 @@ def _check_freqs(name: str, freqs: npt.NDArray[Any]) -> None:
 
 
 def _check_meta(meta: Mapping[str, Any]) -> None:
-    known = (VERSION, VERSION_OF_STAGES, VERSION_OF_WINDOWS)
+    known = (VERSION, VERSION_OF_STAGES, VERSION_OF_WINDOWS, VERSION_OF_RUNS)
     if meta["format"] != FORMAT or meta["version"] not in known:
         raise FormatError(
             f"expected a {FORMAT} of version {', '.join(map(str, known))}, "
@@ -334,10 +344,23 @@ def _check_meta(meta: Mapping[str, Any]) -> None:
         raise FormatError(f"expected groups of at least one layer, found {meta['groups']}")
     if meta["version"] != VERSION:
         _check_leading(meta)
-    if meta["version"] == VERSION_OF_WINDOWS:
+    has_runs = meta["version"] == VERSION_OF_RUNS
+    if has_runs:
+        _check_runs(meta)
+    if meta["version"] == VERSION_OF_WINDOWS or (has_runs and meta["windowed_from"] is not None):
         border, count = meta["windowed_from"], len(meta["groups"])
         if type(border) is not int or not 0 <= border < count:
             raise FormatError(f"expected a first group with windows below {count}, found {border}")
+
+
+def _check_runs(meta: Mapping[str, Any]) -> None:
+    rows, widest = meta["run_rows"], max(last - first for first, last in meta["groups"])
+    most = widest * 2 * meta["num_kv_heads"] * meta["head_dim"]
+    if type(rows) is not int or rows <= 0 or rows % symbols.BLOCK or rows * symbols.MAX_RUNS < most:
+        raise FormatError(
+            f"expected at most {symbols.MAX_RUNS} runs of whole blocks in {most} rows, "
+            f"found runs of {rows!r}"
+        )
 
 
 def _check_numbers(meta: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kdn.codec.klt import symbols, symbols_numba
+from kdn.codec.klt import runs, symbols
 from kdn.codec.klt.columns import Ints
 from kdn.codec.klt.profile import Group, Profile
 from kdn.codec.klt.symbols import Model
@@ -20,7 +20,7 @@ class SinkCoder:
         self._mean = torch.from_numpy(t["sink.mean"][:, group.columns]).float()
         self._step = torch.from_numpy(t["sink.step"][group.columns])
         self._scales = t["sink.scale"][group.columns]
-        self._cdf = profile.sink_cdf
+        self._cdf, self._run_rows = profile.sink_cdf, profile.run_rows
 
     def quantise(self, values: torch.Tensor) -> Ints:
         steps = ((values - self._mean[: len(values)]) / self._step).T
@@ -32,10 +32,10 @@ class SinkCoder:
         return self._mean[: whole.shape[1]] + torch.from_numpy(whole.T) * self._step
 
     def encode(self, whole: Ints) -> bytes:
-        return symbols_numba.encode(self._model(whole.shape[1]), whole, None)
+        return runs.encode(self._model(whole.shape[1]), whole, None, self._run_rows)
 
     def decode(self, data: memoryview, num_sinks: int) -> torch.Tensor:
-        return self.restore(symbols_numba.decode(self._model(num_sinks), data, None))
+        return self.restore(runs.decode(self._model(num_sinks), data, None, self._run_rows))
 
     def _model(self, num_sinks: int) -> Model:
         blocks = -(-len(self._scales) // symbols.BLOCK)

@@ -8,6 +8,7 @@ import torch
 from kdn.codec.klt.gpu_input import Slab
 from kdn.codec.klt.gpu_tables import MAX_SINKS, Tensor, base_bounds, base_intervals, put
 from kdn.codec.klt.profile import Profile
+from kdn.codec.klt.runs import runs_of
 from kdn.codec.klt.symbols_triton import decode_sinks
 
 
@@ -21,6 +22,8 @@ class Sinks:
         for index, group in enumerate(groups):
             scales[index, : widths[index]] = t["sink.scale"][group.columns]
         self._widths, self._scales = widths, put(scales, device)
+        self._num_runs = len(runs_of(max(widths), profile.run_rows))
+        self._run_rows = profile.run_rows or 0
         self._rows_of = torch.tensor([[0, w] for w in widths], dtype=torch.int32, device=device)
         self._bounds = put(base_bounds(profile.sink_cdf), device)
         self._intervals = put(base_intervals(profile.sink_cdf), device)
@@ -33,9 +36,10 @@ class Sinks:
         rows, count = self._scales.shape[1], slab.num_sinks
         shape = (len(self._widths), rows, 32)
         found = torch.empty(shape, dtype=torch.int32, device=status.device)
-        decode_sinks[(len(self._widths),)](
+        decode_sinks[(len(self._widths), self._num_runs)](
             slab.words, slab.sink_places, self._rows_of, self._scales, self._bounds,
-            self._intervals, found, status, count, rows, ASM=status.is_cuda, num_warps=1,
+            self._intervals, found, status, count, rows, ASM=status.is_cuda,
+            RUN_ROWS=self._run_rows, num_warps=1,
         )  # fmt: skip
         both = found[:, :, :count]
         whole = torch.cat([both[g, :width] for g, width in enumerate(self._widths)]).T

@@ -38,6 +38,8 @@ ESCAPE = BASE_ALPHABET - 1
 LARGEST_PLAIN = (ESCAPE - 1) // 2
 MAX_BASE = 32767
 LANES = 32
+MAX_RUNS = 64
+"""Of a section (`runs.py`), so that a GPU finds each of them in one step."""
 
 BASE_TABLES = NUM_SCALES * NUM_ACTIVITIES
 ZERO_TABLES = NUM_SCALES * NUM_ACTIVITIES * NUM_NEIGHBOURS

@@ -31,6 +31,7 @@ from triton.language.target_info import cuda_capability_geq
 LANES = tl.constexpr(32)
 CHUNK = tl.constexpr(256)
 AHEAD_WORDS = tl.constexpr(64)
+MAX_RUNS = tl.constexpr(64)
 
 
 @triton.jit
@@ -165,16 +166,48 @@ def _classify(total, bounds):
 
 
 @triton.jit
-def _open(words, places, section, lane, num_tokens):
-    """First states of a section, where its words begin and end, and whether all is sound so far."""
-    count = tl.load(places + section * 2 + 1).to(tl.int32)
+def _find_run(words, places, section, rows, run, RUN_ROWS: tl.constexpr):
+    """Where a run of a section of so many rows begins, how many words it has, and whether the
+    numbers of words before the runs are wrong: then it is somewhere within the section."""
     own = words + tl.load(places + section * 2)
+    count = tl.load(places + section * 2 + 1).to(tl.int32)
+    wrong = count < 0
+    if RUN_ROWS > 0:
+        num_runs = (rows + RUN_ROWS - 1) // RUN_ROWS
+        if num_runs > 1:
+            k = tl.arange(0, MAX_RUNS)
+            known = (k < num_runs) & (2 * k + 1 < count)
+            sizes = _word(own, 2 * k, known) | (_word(own, 2 * k + 1, known) << 16)
+            sizes = sizes.to(tl.int64)
+            begin = tl.sum(tl.where(k < run, sizes, 0), 0) + 2 * num_runs
+            size = tl.sum(tl.where(k == run, sizes, 0), 0)
+            wrong = tl.sum(sizes, 0) + 2 * num_runs != count
+            begin = tl.minimum(begin, count).to(tl.int32)
+            own += begin
+            count = tl.minimum(size, count - begin).to(tl.int32)
+    return own, count, wrong
+
+
+@triton.jit
+def _open(own, count, wrong, lane, num_tokens):
+    """First states of a run, the place of its next word and of its end, and whether all is sound so
+    far."""
     lanes = tl.minimum(num_tokens, LANES)
     known = (lane < lanes) & (2 * lane + 1 < count)
     x = _word(own, 2 * lane, known) | (_word(own, 2 * lane + 1, known) << 16)
-    bad = (lane < lanes) & (x < 65536)
+    bad = ((lane < lanes) & (x < 65536)) | wrong
     x = tl.where(lane < lanes, x, 65536).to(tl.uint32)
-    return own, x, tl.zeros_like(lane) + 2 * lanes, count, bad
+    return x, tl.zeros_like(lane) + 2 * lanes, bad
+
+
+@triton.jit
+def _rows_of_run(rows, run, RUN_ROWS: tl.constexpr):
+    """First row of a run in its section, and how many it has; none where there is no such run."""
+    first = run * RUN_ROWS
+    own = rows
+    if RUN_ROWS > 0:
+        own = tl.maximum(tl.minimum(rows - first, RUN_ROWS), 0)
+    return tl.where(own > 0, first, 0), own
 
 
 @triton.jit
@@ -255,25 +288,30 @@ def _bytes(values, first: tl.constexpr, shift: tl.constexpr):
 def decode_entering(
     words, places, rows_of, tokens_of, classes, scales, thresholds, bounds, intervals,
     low, high, status, num_rows, num_scales, num_blocks, wide,
-    STEPS: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr, KEEP: tl.constexpr = True,
+    STEPS: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr, RUN_ROWS: tl.constexpr,
+    KEEP: tl.constexpr = True,
 ):  # fmt: skip
-    """Integers of one section per program (group, chunk). `places` [chunk, group, 2] is where a
-    section's 16-bit words begin and how many they are; `rows_of` [group, 2] its first row and how
-    many; `bounds` [8, tables] holds two bounds a word, `intervals` [16, tables] a symbol's
-    cumulative frequency and frequency. FULL says that no chunk lacks a token. Without KEEP nothing
-    is written but the status."""
+    """Integers of one run of one section per program (group, chunk, run). `places`
+    [chunk, group, 2] is where a section's 16-bit words begin and how many they are; `rows_of`
+    [group, 2] its first row and how many; `bounds` [8, tables] holds two bounds a word, `intervals`
+    [16, tables] a symbol's cumulative frequency and frequency. FULL says that no chunk lacks a
+    token. RUN_ROWS is 0 where each section is one run. Without KEEP nothing is written but the
+    status."""
     ROW: tl.constexpr = 8 * STEPS
-    group, chunk = tl.program_id(0), tl.program_id(1)
+    group, chunk, run = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     section = chunk * tl.num_programs(0) + group
-    first, rows = tl.load(rows_of + group * 2), tl.load(rows_of + group * 2 + 1)
+    every = tl.load(rows_of + group * 2 + 1)
+    own, limit, wrong = _find_run(words, places, section, every, run, RUN_ROWS)
+    skipped, rows = _rows_of_run(every, run, RUN_ROWS)
+    first = tl.load(rows_of + group * 2) + skipped
     num_tokens = tl.load(tokens_of + chunk)
     lane = tl.arange(0, 32)
     below = (1 << lane) - 1
-    own, x, at, limit, bad = _open(words, places, section, lane, num_tokens)
+    x, at, bad = _open(own, limit, wrong, lane, num_tokens)
     in_lane = lane < tl.minimum(num_tokens, LANES)
     low += section.to(tl.int64) * num_rows * ROW + first * ROW
     high += section.to(tl.int64) * wide * ROW + first * ROW
-    thresholds += group * num_blocks * 8
+    thresholds += group * num_blocks * 8 + skipped
     scales += group * num_scales + first
     zero = tl.zeros_like(lane)
     excess = zero
@@ -337,21 +375,23 @@ def _sink_pairs(bounds, scale):
 @triton.jit(do_not_specialize=["num_tokens"])
 def decode_sinks(
     words, places, rows_of, scales, bounds, intervals, out, status, num_tokens, num_rows,
-    ASM: tl.constexpr,
+    ASM: tl.constexpr, RUN_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Integers [group, row, lane] of a context's first tokens, one group per program. A row is one
-    step, and there are as many as a group has columns, each with a scale of its own: so a row's
-    table is loaded while the row before is decoded. No activity, no classes."""
-    group = tl.program_id(0)
-    rows = tl.load(rows_of + group * 2 + 1)
+    """Integers [group, row, lane] of a context's first tokens, one run per program (group, run). A
+    row is one step, and there are as many as a group has columns, each with a scale of its own: so
+    a row's table is loaded while the row before is decoded. No activity, no classes."""
+    group, run = tl.program_id(0), tl.program_id(1)
+    every = tl.load(rows_of + group * 2 + 1)
+    own, limit, wrong = _find_run(words, places, group, every, run, RUN_ROWS)
+    first, rows = _rows_of_run(every, run, RUN_ROWS)
     lane = tl.arange(0, 32)
     live = lane < num_tokens
     below = (1 << lane) - 1
-    own, x, at, limit, bad = _open(words, places, group, lane, num_tokens)
-    scales += group * num_rows
-    out += group.to(tl.int64) * num_rows * 32
+    x, at, bad = _open(own, limit, wrong, lane, num_tokens)
+    scales += group * num_rows + first
+    out += (group.to(tl.int64) * num_rows + first) * 32
     scale = tl.load(scales).to(tl.int32)
-    ahead = tl.load(scales + tl.minimum(1, rows - 1)).to(tl.int32)
+    ahead = tl.load(scales + tl.maximum(tl.minimum(1, rows - 1), 0)).to(tl.int32)
     pairs = _sink_pairs(bounds, scale)
     for row in range(rows):
         following = _sink_pairs(bounds, ahead)
@@ -437,29 +477,31 @@ def _digit_tables(
 def decode_digits(
     words, places, rows_of, tokens_of, classes, scales, thresholds, bounds,
     low, high, status, num_rows, num_scales, num_blocks, wide,
-    STEPS: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr,
+    STEPS: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr, RUN_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Refines the rows of one section per program (group, chunk) in place. `bounds` [tables] holds
-    a table's two inner bounds."""
+    """Refines the rows of one run of one section per program (group, chunk, run) in place. `bounds`
+    [tables] holds a table's two inner bounds."""
     ROW: tl.constexpr = 8 * STEPS
-    group, chunk = tl.program_id(0), tl.program_id(1)
+    group, chunk, run = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     section = chunk * tl.num_programs(0) + group
-    rows = tl.load(rows_of + group * 2 + 1)
+    every = tl.load(rows_of + group * 2 + 1)
+    own, limit, wrong = _find_run(words, places, section, every, run, RUN_ROWS)
+    first, rows = _rows_of_run(every, run, RUN_ROWS)
     num_tokens = tl.load(tokens_of + chunk)
     lane = tl.arange(0, 32)
     below = (1 << lane) - 1
-    own, x, at, limit, bad = _open(words, places, section, lane, num_tokens)
+    x, at, bad = _open(own, limit, wrong, lane, num_tokens)
     in_lane = lane < tl.minimum(num_tokens, LANES)
-    low += section.to(tl.int64) * num_rows * ROW
-    high += section.to(tl.int64) * wide * ROW
-    thresholds += group * num_blocks * 8
-    scales += group * num_scales
+    low += section.to(tl.int64) * num_rows * ROW + first * ROW
+    high += section.to(tl.int64) * wide * ROW + first * ROW
+    thresholds += group * num_blocks * 8 + first
+    scales += group * num_scales + first
     zero = tl.zeros_like(lane)
     excess = zero
     shifts = _shifts(classes + chunk * CHUNK, lane, STEPS)
     sums = _repeat(zero, STEPS)
     sizes = _repeat(zero, STEPS)
-    coarse, masks = _load_row(low, high, wide > 0, STEPS, ASM)
+    coarse, masks = _load_row(low, high, first < wide, STEPS, ASM)
     scale = tl.load(scales, mask=rows > 0, other=0).to(tl.int32)
     for block in range((rows + 7) // 8):
         sums, activity = _enter_block(sums, sizes, thresholds + block * 8, STEPS)
@@ -493,10 +535,10 @@ def decode_digits(
             sizes = new_sizes
             ahead = tl.minimum(row + 1, rows - 1)
             coarse, masks = _load_row(
-                low + ahead * ROW, high + ahead * ROW, ahead < wide, STEPS, ASM
+                low + ahead * ROW, high + ahead * ROW, first + ahead < wide, STEPS, ASM
             )
             excess = _store_row(
-                values, low + row * ROW, high + row * ROW, row < wide, excess, STEPS
+                values, low + row * ROW, high + row * ROW, first + row < wide, excess, STEPS
             )
     _close(x, at, limit, bad | (excess != 0), rows, status, chunk)
 
