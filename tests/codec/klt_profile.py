@@ -130,6 +130,20 @@ def _stages(
     return found
 
 
+def without_coarse(
+    meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]]
+) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+    """As calibration trims what no level codes, where the precise components alone are left."""
+    fine = [len(tensors[f"g{index}.fine"]) for index in range(len(meta["groups"]))]
+    kept = {name: one for name, one in tensors.items() if not name.startswith("level")}
+    for index, count in enumerate(fine):
+        lengths = {"basis": 0, "basis_scale": 0, "scale": count}
+        for name, length in lengths.items():
+            kept[f"g{index}.{name}"] = kept[f"g{index}.{name}"][:length]
+    counts = [fine] * (LEVELS - 1) + meta["num_components"][-1:]
+    return meta | {"num_components": counts}, kept | flat_tables(LEVELS, counts)
+
+
 def make_profile(
     spec: ModelSpec, seed: int = 0, leading: int = 0, in_parts: bool = False, run_rows: int = 0
 ) -> Profile:

@@ -20,7 +20,7 @@ from kdn.codec.klt.stages import TwoStageTransform
 from kdn.codec.klt.transform import PackedComponents
 from kdn.errors import FormatError
 from tests.codec import klt_reference
-from tests.codec.klt_profile import LEVELS, make_profile, parts
+from tests.codec.klt_profile import LEVELS, make_profile, parts, without_coarse
 
 LEADING = 24  # of 32 columns that a layer of the tiny model has
 COUNTS = [LEADING, LEADING - 1]  # of the two layers of each group
@@ -67,6 +67,17 @@ def test_the_last_level_keeps_its_bound(codec: KltCodec, tiny: Any) -> None:
         # What was rounded between the stages is what writer and reader both have.
         wanted = klt_reference.decode(codec, stream, chunk, LEVELS)
         torch.testing.assert_close(found.keys.double(), wanted.keys, rtol=0, atol=2e-3)
+
+
+def test_a_basis_may_have_precise_components_alone(tiny: Any) -> None:
+    kept = without_coarse(*parts(tiny.spec, leading=LEADING))
+    codec = KltCodec(tiny.spec, Profile.build(*kept))
+    stream, chunk, cache = coded(codec, tiny)
+    for levels in range(1, LEVELS + 1):
+        found = codec.decode(stream, chunk, levels=levels)
+        wanted = klt_reference.decode(codec, stream, chunk, levels)
+        torch.testing.assert_close(found.keys.double(), wanted.keys, rtol=0, atol=0.05)
+    assert (found.values - cache.values).abs().max() <= 0.5 * 0.02 * 1.01
 
 
 def test_a_simulation_is_what_the_stream_decodes_to(codec: KltCodec, tiny: Any) -> None:

@@ -24,7 +24,7 @@ from kdn.codec.klt.kinds import KIND_DIGITS, KIND_ENTERING, KIND_SINKS
 from kdn.errors import KdnError
 from tests.codec import klt_reference
 from tests.codec.klt_planes import Planes
-from tests.codec.klt_profile import parts
+from tests.codec.klt_profile import parts, without_coarse
 
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -66,9 +66,12 @@ class Case:
         step: float = 0.5,
         leading: int = 0,
         run_rows: int = 0,
+        coarse: bool = True,
     ) -> None:
         self.spec = spec
         meta, tensors = parts(spec, leading=leading, run_rows=run_rows)
+        if not coarse:
+            meta, tensors = without_coarse(meta, tensors)
         # A prediction that is no larger than what it predicts.
         tensors["predict.mix_scale"] /= 10
         # Classes that come back within a block: each row has tables of its own.
@@ -188,6 +191,13 @@ def test_two_stages_are_two_products(groups_at_once: int, monkeypatch: pytest.Mo
         out = case.poisoned()
         assert decode(case, decoder, out, levels) == []
         assert error(out, case.reference(levels)) < BOUND
+
+
+def test_two_stages_of_precise_components_alone() -> None:
+    case = Case(spec_of((SMALL, None)), 16, leading=24, coarse=False)
+    decoder, out = decoder_of(case), case.poisoned()
+    assert decode(case, decoder, out, 3) == []
+    assert error(out, case.reference(3)) < BOUND
 
 
 @pytest.mark.skipif(INTERPRETED, reason="slow")

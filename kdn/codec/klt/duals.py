@@ -73,7 +73,7 @@ def coarse_rows(
     parts = zip(torch.split(coarse, each, dim=1), torch.split(rows, each), strict=True)
     for layer, (inner, own) in enumerate(parts):
         sides[:, :, layer] = (inner @ own).view(len(coarse), 2, sides.shape[-1])
-    return sides.view(len(coarse), -1)
+    return sides.flatten(1)
 
 
 def dual_rows(group: Group, device: torch.device) -> torch.Tensor:
