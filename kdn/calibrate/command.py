@@ -151,7 +151,7 @@ def _windows(
         length = options.window - len(head)
         written = write_text(model, tokenizer, length, count, head=head, progress=progress)
         windows = windows_of(written.windows, options.window, count, head=head)
-        return windows, options, {"texts": [str(SELF)], "dropped_windows": written.dropped}
+        return windows, options, {"texts": [str(SELF)], "dropped_texts": written.dropped}
     texts = texts or default_calibration()
     source = {"texts": [one.name for one in texts]}
     bodies = drawn(texts, tokenizer, count * options.window)

@@ -145,7 +145,7 @@ def make_report(
     )
     return Report(
         levels, figures, judge(figures), default.level, prefill_s, context,
-        profile_bytes, weight_bytes, str(model.device), int(source.get("dropped_windows", 0)),
+        profile_bytes, weight_bytes, str(model.device), int(source.get("dropped_texts", 0)),
     )  # fmt: skip
 
 

@@ -86,5 +86,5 @@ def _lines(report: Report) -> list[str]:
         "kept out occur in them, too",
     ]
     if figures.is_own_text:
-        lines.append(f"{report.num_dropped} windows that repeated themselves were dropped")
+        lines.append(f"{report.num_dropped} texts that repeated themselves were dropped")
     return lines

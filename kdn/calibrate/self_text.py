@@ -1,8 +1,9 @@
 """Calibration text that the model writes itself: `kdn calibrate --text self`.
 
-Many windows are sampled side by side, at several temperatures, after short openings of many kinds
-or after nothing but what prompts begin with. Where a text ends, another one opens. A window that
-repeats itself leaves the batch and is counted: its statistics would be those of a loop.
+Many texts are sampled side by side, at several temperatures, after short openings of many kinds or
+after nothing but what prompts begin with. Where a text ends, another one opens. A text that repeats
+itself leaves the batch and is counted: its statistics would be those of a loop. Small models loop
+sooner or later, so a window is put together from several texts, each written from the beginning.
 
 Deterministic for a seed, a device and a memory limit: the limit decides how many rows share a
 random generator.
@@ -43,12 +44,15 @@ LOOP_EVERY = 64
 LEAST_DISTINCT = 0.6
 """Part of a stretch's 8-grams that must differ from each other. Of 40 windows of real text, the
 least had 0.70."""
+TEXT_TOKENS = 640
+"""At least so many in a text, if a window has as many. Of texts five times as long SmolLM2 spoilt
+three of four by repeating itself."""
 MAX_TRIES = 4
-"""Times the windows asked for."""
+"""Times the texts asked for."""
 SPARE = 1 / 8
-"""Part of the windows written beyond those asked for: else the first that is dropped would cost as
+"""Part of the texts written beyond those asked for: else the first that is dropped would cost as
 much time as a whole batch."""
-MAX_ROWS = 128
+MAX_ROWS = 512
 MEMORY_BYTES = 4 << 30
 """For the caches of a batch; on a GPU a third of what its memory holds beside the weights. Not of
 what is free just now: a run that is resumed must write the same text again."""
@@ -69,8 +73,8 @@ OPENINGS = (
 
 @dataclass(frozen=True)
 class SelfText:
-    """Windows of token ids, without the head that stood before each, and how many
-    were dropped because they repeated themselves."""
+    """Windows of token ids, without the head that stood before each, and how many texts were
+    dropped because they repeated themselves."""
 
     windows: list[TokenIds]
     dropped: int
@@ -89,33 +93,35 @@ def write_text(
 ) -> SelfText:
     """`count` windows of `length` tokens each, written by the model after `head` (what prompts
     begin with, if they do)."""
+    per_window = max(1, length // TEXT_TOKENS)
+    own, wanted = math.ceil(length / per_window), per_window * count
     openings = _Openings(tokenizer, model, seed)
-    room = batch_rows(model, len(head) + length, memory_bytes)
-    windows: list[TokenIds] = []
+    room = batch_rows(model, len(head) + own, memory_bytes)
+    texts: list[TokenIds] = []
     dropped, batch = 0, 0
     with grouped_reading(model):
-        while len(windows) < count:
-            if len(windows) + dropped >= MAX_TRIES * count:
+        while len(texts) < wanted:
+            if len(texts) + dropped >= MAX_TRIES * wanted:
                 raise UnsupportedError(
-                    f"the model repeats itself: {dropped} of {len(windows) + dropped} windows "
-                    "were dropped; calibrate with text of your own (--text FILES)"
+                    f"the model repeats itself: {dropped} of {len(texts) + dropped} texts were "
+                    "dropped; calibrate with text of your own (--text FILES)"
                 )
-            missing = count - len(windows)
+            missing = wanted - len(texts)
             rows = min(room, missing + math.ceil(SPARE * missing))
-            writing = _Batch(model, openings, rows, head, length, (seed, batch))
-            for step in range(length):
-                done = len(windows) * length + step * min(rows, missing)
-                progress("writing text", done, count * length)
+            writing = _Batch(model, openings, rows, head, own, (seed, batch))
+            for step in range(own):
+                progress("writing text", len(texts) * own + step * min(rows, missing), wanted * own)
                 writing.step()
             written = writing.finished()
-            windows += written
+            texts += written
             dropped, batch = dropped + rows - len(written), batch + 1
-    progress("writing text", count * length, count * length)
-    return SelfText(windows[:count], dropped)
+    progress("writing text", wanted * own, wanted * own)
+    parts = (texts[at : at + per_window] for at in range(0, wanted, per_window))
+    return SelfText([np.concatenate(part)[:length] for part in parts], dropped)
 
 
 def batch_rows(model: Any, length: int, memory_bytes: int | None = None) -> int:
-    """How many windows fit into memory side by side, with room for a copy of one layer at a time
+    """How many texts fit into memory side by side, with room for a copy of one layer at a time
     and for the chances of all tokens."""
     if memory_bytes is None:
         memory_bytes = _device_bytes(model)

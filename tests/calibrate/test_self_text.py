@@ -143,7 +143,7 @@ def test_the_command_calibrates_on_it_behind_what_prompts_begin_with(model: Any)
         lambda stage, *_: told.append(stage),
     )  # fmt: skip
     assert same == options
-    assert source == {"texts": ["self"], "dropped_windows": 0}
+    assert source == {"texts": ["self"], "dropped_texts": 0}
     assert len(windows) == num_windows(640, 64)
     assert {len(window) for window in windows} == {options.window}
     assert {int(window[0]) for window in windows} == {Letters.bos_token_id}
