@@ -42,7 +42,7 @@ from kdn.engines.growing import Room
 from kdn.engines.reading import pieces
 from kdn.errors import KdnError, MismatchError, UnsupportedError
 from kdn.session.delivered import Delivered
-from kdn.session.quality import quality_in_join
+from kdn.session.quality import codec_kld_in_join
 from kdn.session.seams import find_seams
 from kdn.session.session import LOOKUP_S
 
@@ -176,7 +176,7 @@ class Joins:
     def _wish(self, options: Options, left_s: float) -> Options:
         """Of the delivery."""
         quality = self._contexts.quality if options.quality is None else options.quality
-        return replace(options, quality=quality_in_join(quality), deadline_s=max(LEAST_S, left_s))
+        return replace(options, quality=codec_kld_in_join(quality), deadline_s=max(LEAST_S, left_s))
 
     def _looking(self, join: Join, loaded: Flags, share: float, until_s: float) -> Looking | None:
         moved = loaded.copy()

@@ -7,7 +7,8 @@ off by .0031, .0030, .0085 and .0034, and its most likely next token was the sam
 places. Asked for 0.01, they were off by .0071, .0091, .0128 and .0061, in less than half the bytes.
 
 A join of pieces that were learned apart (`kdn/blend/`) is off by more than any codec. So the words
-have a meaning of their own there; a number means the same everywhere.
+have a meaning of their own there, and pieces need not be loaded as well as a context of their own;
+a number means the same everywhere.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ QUALITIES = {"draft": 0.03, "default": 0.0035, "high": 0.001, "exact": 0.0}
 
 JOIN_QUALITIES = {"draft": 0.1, "default": 0.05, "high": 0.025, "exact": 0.0}
 """Of joins: enough over the first tokens of an answer."""
+CODEC_SHARE = 0.2
+"""Of what a join may cost in all, the codec's part. With less, most of the time of a join would go
+into a precision that joining loses again."""
 
 MAX_KLD = 3600.0
 """More nats than any difference."""
@@ -38,13 +42,12 @@ def enough_kld(quality: Quality) -> float:
 
 
 def enough_join_kld(quality: Quality) -> float:
-    """The KLD that joining may cost. 0: all is read. Of a number, a part is left to the codec."""
+    """The KLD that joining may cost. 0: all is read. Of a number, the codec takes a part."""
     enough = enough_kld(quality)
-    if isinstance(quality, str):
-        return JOIN_QUALITIES[quality]
-    return max(0.0, enough - QUALITIES["default"])
+    return JOIN_QUALITIES[quality] if isinstance(quality, str) else (1 - CODEC_SHARE) * enough
 
 
-def quality_in_join(quality: Quality) -> Quality:
-    """How well the pieces of a join are loaded: `enough_join_kld` has taken the rest."""
-    return quality if isinstance(quality, str) else min(quality, QUALITIES["default"])
+def codec_kld_in_join(quality: Quality) -> float:
+    """How well the pieces of a join are to be loaded."""
+    enough = enough_kld(quality)
+    return CODEC_SHARE * (JOIN_QUALITIES[quality] if isinstance(quality, str) else enough)

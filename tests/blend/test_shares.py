@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kdn.blend.shares import (
     COST,
     MOST,
@@ -11,7 +13,8 @@ from kdn.blend.shares import (
     share_in_time,
     wanted_share,
 )
-from kdn.session.quality import enough_join_kld, quality_in_join
+from kdn.errors import UnsupportedError
+from kdn.session.quality import codec_kld_in_join, enough_join_kld
 
 SEAMS = {0.3: (0.01, 0.015), 0.0: (0.04, 0.07), 0.15: (0.02, 0.033), 0.05: (0.03, 0.045)}
 
@@ -32,9 +35,11 @@ def test_without_seams() -> None:
     words = ("draft", "default", "high", "exact")
     shares = [wanted_share(UNMEASURED, enough_join_kld(word)) for word in words]
     assert shares == [0.15, 0.3, WHOLE, WHOLE]
-    assert enough_join_kld(0.07) == 0.0665  # the codec takes the rest
-    assert enough_join_kld(0.001) == 0.0
-    assert [quality_in_join(one) for one in ("draft", 0.07, 0.001)] == ["draft", 0.0035, 0.001]
+    assert enough_join_kld(0.07) == pytest.approx(0.056)  # the codec takes the rest
+    found = [codec_kld_in_join(one) for one in ("draft", "default", "exact", 0.07)]
+    assert found == pytest.approx([0.02, 0.01, 0.0, 0.014])
+    with pytest.raises(UnsupportedError, match="draft, default"):
+        codec_kld_in_join("best")
 
 
 def test_time_counts() -> None:

@@ -23,7 +23,7 @@ from kdn.delivery.publish import Admission, Values
 from kdn.engines.growing import Room
 from kdn.errors import StoreError
 from kdn.session.delivered import Delivered
-from kdn.session.quality import enough_kld
+from kdn.session.quality import codec_kld_in_join
 from kdn.session.session import Session
 from kdn.session.settings import SessionSettings
 
@@ -65,7 +65,7 @@ class FolderJoiner:
     def __init__(self, session: Session, reader: Reader, quality: str, seams: Seams | None) -> None:
         self.codec = session.settings.codec
         self._session, self._reader, self._seams = session, reader, seams
-        self._enough = max(enough_kld(quality), session.codec.expected_kld[-1])
+        self._enough = max(codec_kld_in_join(quality), session.codec.expected_kld[-1])
         self._repaired = session.codec.repaired(seams) if seams is not None else None
 
     @property
