@@ -178,7 +178,7 @@ class Assembly:
     @property
     def is_untouched(self) -> bool:
         """Nothing has come of it since it was looked up."""
-        return self._buffer is None and not self._checking
+        return self._buffer is None and not self._checking and not self.damages
 
     @property
     def first(self) -> memoryview:
@@ -186,12 +186,14 @@ class Assembly:
         return self._first
 
     def adopt(self, memory: memoryview, levels: int) -> None:
-        """Go on in memory for the whole stream, in which somebody has received and verified the
-        first `levels` levels. Whoever that was does not write to it any more."""
-        assert self.is_untouched and self.is_whole and len(memory) == self.header.stream_bytes
-        self._buffer = Lent(memory)
-        self._have.add(0, self.level_ends[levels - 1] if levels else len(self._first))
-        self.levels = max(self.levels, levels)
+        """Go on in memory for the whole stream, in which somebody else received and verified the
+        first `levels` levels, and to which nobody else writes any more. If bytes have come here in
+        the meantime, nothing changes."""
+        assert len(memory) == self.header.stream_bytes
+        if self.is_untouched and self.is_whole:
+            self._buffer = Lent(memory)
+            self._have.add(0, self.level_ends[levels - 1])
+            self.levels = levels
 
     def stream(self, levels: int) -> Bitstream:
         """The first `levels` levels, to be decoded."""

@@ -60,7 +60,8 @@ GATHERED = 4
 QUICK_S = 2.0
 """What is surely here within this time need not be planned."""
 QUICK_LEAST_S, LATE = 0.25, 3.0
-"""A fetcher has so long for it, or so many times as long as was expected."""
+"""The fetcher gets at least this long, or this many times what the plan expects. Half of the time
+before the deadline is left for fetching the rest without it."""
 
 
 async def deliver(
@@ -209,7 +210,7 @@ class Delivery:
         return Known(streams=await look_up(self.question, self.endpoints, until_s))
 
     async def _fetch_quickly(self) -> None:
-        """By the fetcher, what will surely be here soon; it is none of the model's business."""
+        """Let the fetcher bring the plan, if all of it will surely be here soon."""
         fetcher, course = self._fetcher, self.course
         if fetcher is None or self.request.compute is not None or not fetcher.is_ready():
             return
@@ -222,7 +223,8 @@ class Delivery:
             self.question.clock,
         )  # fmt: skip
         left_s = surely_s - self.now_s()
-        limit_s = min(max(QUICK_LEAST_S, LATE * left_s), self.request.deadline_s - self.now_s())
+        limit_s = max(QUICK_LEAST_S, LATE * left_s)
+        limit_s = min(limit_s, (self.request.deadline_s - self.now_s()) / 2)
         await quick.run(course.plan.fetches, self.endpoints, limit_s)
         if not any(self.known[one.chunk].decoded < one.levels for one in course.plan.fetches):
             self.transfer.changed.clear()

@@ -1,7 +1,7 @@
-"""A connection to a node over which a thread of the fetcher reads, and waits for bytes as they come.
+"""A connection over which a thread of the fetcher reads from a node.
 
-The kernel fills what it is given and comes back when that is full, a frame at a time: so a megabyte
-costs Python two calls. Every wait ends by a deadline, or when another thread cuts the connection.
+The thread waits in the kernel, which fills a whole frame before it comes back: so a megabyte costs
+Python a few calls. Every wait ends by a deadline, or when another thread cuts the connection.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ssl
 import struct
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from kdn.errors import LimitError, UnavailableError
@@ -74,7 +75,7 @@ class Connection:
         try:
             self._sock.sendall(request)
             left_bytes, keeps_open = self._take_head(reader, until_s)
-        except (ConnectionError, BrokenPipeError) as error:
+        except ConnectionError as error:
             raise CutError("the connection was closed") from error
         while left_bytes:
             room = reader.room()[:left_bytes]
@@ -123,10 +124,8 @@ class Connection:
 
     def cut(self) -> None:
         """From any thread: whoever waits for it learns of it."""
-        try:
+        with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
     def close(self) -> None:
         self._sock.close()

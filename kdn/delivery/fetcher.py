@@ -1,10 +1,9 @@
-"""The engine's side of its fetcher (`fetcher_process.py`): starts it, gives it orders, hears of what
-has come, and starts it again when it dies.
+"""The engine's side of its fetcher (`fetcher_process.py`).
 
-Everything here is an offer. Where there is no fetcher, or none that is ready, nothing is fetched
-this way, and what it did not bring by the deadline its orderer fetches itself. Memory that it may
-still write to is nobody else's: an order keeps its region until the fetcher says that it has ended,
-or has ended itself.
+It starts the process, gives it orders and hears what has come. When the process dies, its orders
+end, and another one is started later. Nobody depends on it: what it does not bring, a delivery
+fetches itself. Memory that the process may still write to belongs to nobody else: an order keeps
+its region until the process says that the order has ended, or until the process is gone.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -131,11 +129,11 @@ class Fetcher:
     async def _live(self) -> None:
         """From its start to its end."""
         own, control = socket.socketpair()
-        with control:
-            self._process = await asyncio.to_thread(self._start, control)
         own.setblocking(False)
         writer: asyncio.StreamWriter | None = None
         try:
+            with control:
+                self._process = await asyncio.to_thread(self._start, control)
             reader, writer = await asyncio.open_connection(sock=own, limit=MAX_LINE_BYTES)
             writer.write(pack(self._hello))
             async with asyncio.timeout(READY_S):
@@ -150,7 +148,8 @@ class Fetcher:
             self._writer = None
             if writer is not None:
                 writer.close()
-            await self._bury(self._process)
+            own.close()
+            await self._bury()
 
     def _start(self, control: socket.socket) -> subprocess.Popen[bytes]:
         """By the interpreter and the code of this process. Its arguments say nothing of value."""
@@ -158,16 +157,19 @@ class Fetcher:
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         files = (control.fileno(), self._arena.file)
         return subprocess.Popen(
-            [sys.executable, "-m", "kdn.delivery.fetcher_process", *map(str, files)],
+            [sys.executable, "-P", "-m", "kdn.delivery.fetcher_process", *map(str, files)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=files,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""},
+            env={
+                **os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+            },
         )  # fmt: skip
 
-    async def _bury(self, process: subprocess.Popen[bytes]) -> None:
+    async def _bury(self) -> None:
         """When it has ended, so have all its orders, and their memory is the engine's again."""
-        with suppress(OSError):
+        if (process := self._process) is not None:
             process.kill()
-        await asyncio.shield(asyncio.to_thread(process.wait))
+            await asyncio.shield(asyncio.to_thread(process.wait))
         for fetch in list(self._fetches.values()):
             self._end(fetch, "the fetcher has died")
         self._process = self._life = None
@@ -199,13 +201,10 @@ class Fetcher:
         self._is_closed = True
         if self._writer is not None:
             self._writer.close()
-        if self._life is not None:
-            with suppress(TimeoutError, Exception):
-                async with asyncio.timeout(CLOSE_S):
-                    await asyncio.shield(self._life)
-            if self._life is not None:
-                self._life.cancel()
-                await asyncio.wait([self._life])
+        if (life := self._life) is not None:
+            await asyncio.wait([life], timeout=CLOSE_S)
+            life.cancel()
+            await asyncio.wait([life])
         self._arena.close()
 
 

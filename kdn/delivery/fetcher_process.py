@@ -1,13 +1,13 @@
-"""A process that fetches streams for an engine: it receives and verifies, and knows nothing else.
+"""A process that fetches streams for an engine: it receives and verifies, and does nothing else.
 
 An engine's own interpreter is busy, and receiving a hundred megabytes takes some fifty milliseconds
-of one. This process has another, and threads that mostly wait in the kernel: each reads over a
-connection of its own, straight into memory that the engine maps (`arena.py`), and verifies each
-level against the digest that the engine took from a sealed header. What was verified is told at
-most once a millisecond. It does not plan, repeat or decide: what it does not bring, the engine
-fetches itself.
+of one. This process has an interpreter of its own, and threads that mostly wait in the kernel. Each
+thread reads over one connection, straight into memory that the engine maps (`arena.py`). It checks
+each level against the digest that the engine took from the sealed header. The process reports what
+it verified at most once a millisecond. It neither plans nor retries: what it does not bring, the
+engine fetches itself.
 
-Started by `fetcher.py`, with two descriptors: the socket to the engine, and the arena. It ends when
+`fetcher.py` starts it with two descriptors: the socket to the engine, and the arena. It ends when
 the engine does. It imports neither torch nor a codec.
 """
 
@@ -144,9 +144,7 @@ class Fetcher:
     def _begin(self, order: Order) -> None:
         sizes = [span.end - span.start for span in order.spans]
         most = max(PIECE_BYTES, -(-sum(sizes) // (PIECES * self._connections)))
-        pieces = [
-            (node, piece) for node, own in order.shares for piece in _cut(own, sizes, most)
-        ]
+        pieces = [(node, piece) for node, own in order.shares for piece in _cut(own, sizes, most)]
         load = Load(order, len(pieces))
         with self._lock:
             self._loads[order.number] = load

@@ -1,9 +1,9 @@
 """The part of a delivery that a fetcher (`fetcher.py`) does: all that a plan wants, in one go.
 
-That is for fast links. Where all that is asked for will surely be here soon, there is nothing to
-plan: what is wanted is ordered at once, verified elsewhere, and decoded here as it comes. This
-process then sees a few messages, and no bytes. Whatever does not come this way, for whatever reason,
-is missing as before, and the delivery goes on with it in its own way.
+This is for fast links. Where everything will surely be here soon, there is nothing to plan. So all
+of it is ordered at once. The fetcher receives and verifies it in another process, and this one
+decodes each stream as soon as it is there; it sees a few messages and no bytes. Whatever does not
+come this way is still missing, and the delivery goes on to fetch it itself.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class Session(Opened):
                 return await longest_known(wish, self.question(()), self.places.endpoints, until_s)
 
     def _takes(self, info: StreamInfo, *, whole: bool) -> bool:
-        complete = not (whole and any(info.absences))
+        complete = not (whole and max(info.valid_from) > info.start)
         return complete and self.codec.decodes_to(info, self.dtype)
 
     def _looking(self, enough_kld: float) -> AbstractContextManager[Callable[[Chunk], bool]]:
