@@ -95,7 +95,11 @@ class Quick:
         """Memory for what is wanted of this endpoint, from the front of the context on; False if it
         is not worth while. Streams of a model lie at the same distances in every delivery: so they
         meet pages that are there."""
-        self._fetches = sorted(one for one in fetches if self._is_wanted(one, endpoint))
+        most: dict[int, int] = {}  # a plan may have a chunk in several steps
+        for one in fetches:
+            most[one.chunk] = max(one.levels, most.get(one.chunk, 0))
+        wanted = [Fetch(chunk, levels) for chunk, levels in sorted(most.items())]
+        self._fetches = [one for one in wanted if self._is_wanted(one, endpoint)]
         sizes = [self._end(one) for one in self._fetches]
         if sum(sizes) < MIN_BYTES:
             return False
@@ -146,7 +150,8 @@ class Quick:
                 self._adopt(number, fetch.levels)
                 if not self._waiting:
                     self._waiting_s = self._clock()
-                self._waiting.append(fetch)
+                if self._known[fetch.chunk].assembly.levels >= fetch.levels:
+                    self._waiting.append(fetch)
 
     def _take_parts(self, fetching: Fetching) -> None:
         """When nobody writes to any: levels that were verified of streams that are not whole."""
