@@ -174,6 +174,11 @@ class Session(Opened):
         self._parts.push_async_callback(fetcher.close)
         return fetcher
 
+    async def start_fetcher(self) -> None:
+        """Begin to start it; else the first delivery does, and does without."""
+        if self.fetcher is not None:
+            self.fetcher.is_ready()
+
     @property
     def _held(self) -> Held | None:
         return self.host or self.streams
