@@ -21,7 +21,7 @@ from kdn.codec.format import Bitstream
 from kdn.codec.format import Buffer as Bytes
 from kdn.codec.header import Header
 from kdn.codec.threads import num_cores
-from kdn.delivery.buffers import SHARED, Buffer
+from kdn.delivery.buffers import SHARED, Buffer, Lent
 from kdn.errors import ChecksumError, LimitError
 from kdn.protocol.limits import MAX_CHUNK_BYTES
 
@@ -97,7 +97,7 @@ class Assembly:
         self.damages = 0
         """Levels that arrived and did not verify."""
         self._first = memoryview(head)[: header.stream_bytes]
-        self._buffer: Buffer | None = None  # of the whole stream, when more than that comes
+        self._buffer: Buffer | Lent | None = None  # of the whole stream, when more than that comes
         self._have = Intervals()
         self._have.add(0, len(self._first))
         self._skip(0)
@@ -174,6 +174,26 @@ class Assembly:
         assert self._buffer is not None
         self._buffer.wrote(start + num_bytes)
         self._have.add(start, start + num_bytes)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Nothing has come of it since it was looked up."""
+        return self._buffer is None and not self._checking and not self.damages
+
+    @property
+    def first(self) -> memoryview:
+        """The bytes that came with the lookup."""
+        return self._first
+
+    def adopt(self, memory: memoryview, levels: int) -> None:
+        """Go on in memory for the whole stream, in which somebody else received and verified the
+        first `levels` levels, and to which nobody else writes any more. If bytes have come here in
+        the meantime, nothing changes."""
+        assert len(memory) == self.header.stream_bytes
+        if self.is_untouched and self.is_whole:
+            self._buffer = Lent(memory)
+            self._have.add(0, self.level_ends[levels - 1])
+            self.levels = levels
 
     def stream(self, levels: int) -> Bitstream:
         """The first `levels` levels, to be decoded."""

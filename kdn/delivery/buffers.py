@@ -41,6 +41,15 @@ class Buffer:
         self._written[0] = max(self._written[0], end)
 
 
+class Lent(NamedTuple):
+    """The same, in memory that is somebody else's."""
+
+    view: memoryview
+
+    def wrote(self, end: int) -> None:
+        pass
+
+
 class Buffers:
     def __init__(self, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         """`max_kept_bytes`: of buffers that nobody uses, what was written to."""

@@ -19,12 +19,14 @@ from kdn.delivery.course import PLAN_S, Course
 from kdn.delivery.decode import Decoder
 from kdn.delivery.endpoints import Endpoint, Endpoints
 from kdn.delivery.estimate import Estimator, Gauge
+from kdn.delivery.fetcher import Fetcher
 from kdn.delivery.flight import Limits, ThroughputEstimator
 from kdn.delivery.front import Front
 from kdn.delivery.known import Known
 from kdn.delivery.lookup import HEAD_BYTES, Incoming, Question, look_up, read_local, reject_spoilt
 from kdn.delivery.plan import Fetch, Policy
 from kdn.delivery.planner import default
+from kdn.delivery.quick import Quick
 from kdn.delivery.refine import Refinement
 from kdn.delivery.request import (
     FAR_S,
@@ -55,6 +57,13 @@ GATHERED = 4
 """A part of the batch that a sink likes, and enough for it not to wait."""
 
 
+QUICK_S = 2.0
+"""What is surely here within this time need not be planned."""
+QUICK_LEAST_S, LATE = 0.25, 3.0
+"""The fetcher gets at least this long, or this many times what the plan expects. Half of the time
+before the deadline is left for fetching the rest without it."""
+
+
 async def deliver(
     request: Request,
     endpoints: Endpoints | Iterable[Store | Endpoint],
@@ -68,12 +77,14 @@ async def deliver(
     rng: Random | None = None,
     head_bytes: int = HEAD_BYTES,
     gauge: Gauge | None = None,
+    fetcher: Fetcher | None = None,
 ) -> Result:
     """The best of these chunks that is to be had by the deadline, written to the sink.
 
     What is known of them is looked up, if nobody tells. The estimator may be shared by deliveries
     from the same endpoints, the gauge by those to sinks of one kind: what one has learnt of the
-    link and of the machine helps the next. Endpoints are not closed.
+    link and of the machine helps the next. On a fast link, a `fetcher` receives in a process of its
+    own. Endpoints are not closed.
     """
     if not isinstance(endpoints, Endpoints):
         endpoints = Endpoints(endpoints)
@@ -88,6 +99,7 @@ async def deliver(
         on_progress or (lambda snapshot: None),
         limits or Limits(),
         gauge or Gauge(request.speeds, request.compute is not None),
+        fetcher,
     )
     return await delivery.run()
 
@@ -106,6 +118,7 @@ class Delivery:
         on_progress: OnProgress,
         limits: Limits,
         gauge: Gauge,
+        fetcher: Fetcher | None,
     ) -> None:
         self.request, self.question, self.endpoints = request, question, endpoints
         self.estimator, self.limits, self.gauge = estimator, limits, gauge
@@ -120,6 +133,7 @@ class Delivery:
             self._look_s = max(LOOKUP_S, LOOK_SHARE * alone_s)
         self._told = told
         self._policy = policy
+        self._fetcher = fetcher
         self._on_progress = on_progress
         self._reported_s = -PROGRESS_S
         self._gathering_s: float | None = None  # since when chunks wait for others
@@ -148,6 +162,7 @@ class Delivery:
         try:
             await self._look_up(until_s)
             if self.known:
+                await self._fetch_quickly()
                 await self._carry_out()
             elif self.front.is_busy:
                 with suppress(TimeoutError):
@@ -193,6 +208,27 @@ class Delivery:
         if self._told is not None:
             return self._told
         return Known(streams=await look_up(self.question, self.endpoints, until_s))
+
+    async def _fetch_quickly(self) -> None:
+        """Let the fetcher bring the plan, if all of it will surely be here soon."""
+        fetcher, course = self._fetcher, self.course
+        if fetcher is None or self.request.compute is not None or not fetcher.is_ready():
+            return
+        course.plan_anew()
+        surely_s = course.surely_s(QUICK_S)
+        if surely_s is None:
+            return
+        quick = Quick(
+            fetcher, self.known, self.transfer, self.decoder, self.request.sink.batch_chunks,
+            self.question.clock,
+        )  # fmt: skip
+        left_s = surely_s - self.now_s()
+        limit_s = max(QUICK_LEAST_S, LATE * left_s)
+        limit_s = min(limit_s, (self.request.deadline_s - self.now_s()) / 2)
+        await quick.run(course.plan.fetches, self.endpoints, limit_s)
+        if not any(self.known[one.chunk].decoded < one.levels for one in course.plan.fetches):
+            self.transfer.changed.clear()
+            course.is_stale = False
 
     # the loop
 

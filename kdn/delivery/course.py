@@ -64,6 +64,15 @@ class Course:
         broken = abs(rate - self._planned_rate) > BREAK * max(self._planned_rate, 1.0)
         return self.is_stale or broken or since_s >= REPLAN_S
 
+    def surely_s(self, limit_s: float) -> float | None:
+        """When all that is asked for is surely here, of which nothing is left to the model; None
+        if that is not within the limit, or not long before the deadline."""
+        plan, request = self.plan, self._request
+        if not plan.fetches or plan.recompute or plan.kld > request.enough_kld:
+            return None
+        latest_s = min(self._now_s() + limit_s, request.deadline_s / 2)
+        return plan.done_s if plan.done_s < latest_s else None
+
     def _is_soon_done(self) -> bool:
         """Whether all that is asked for is about to be here, long before the deadline, and nothing
         went wrong: no plan could be a better one."""

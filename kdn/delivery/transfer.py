@@ -104,6 +104,27 @@ class Transfer:
         wanted = min(link.rate * window_s, max(proven, link.low_rate * window_s))
         return int(min(wanted, limits.max_window_bytes))
 
+    # what comes another way
+
+    def begins_elsewhere(self) -> None:
+        """Bytes are about to come that are no request's of this transfer."""
+        if not self._is_link_busy():
+            self._link_starts(self._clock())
+
+    def came_elsewhere(self, num_bytes: int) -> None:
+        now_s = self._heard_s = self._clock()
+        if num_bytes:
+            self.fetched_bytes += num_bytes
+            self.first_byte_s = self.first_byte_s or now_s
+            self._estimator.add(num_bytes, now_s)
+
+    def ended_elsewhere(self) -> None:
+        if not self._is_link_busy():
+            self._estimator.idle(self._clock())
+
+    def note_trouble(self, endpoint: Endpoint, what: str) -> None:
+        self._trouble(endpoint, what)
+
     # requests
 
     def pump(self, fetches: Sequence[Fetch]) -> None:

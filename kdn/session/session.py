@@ -14,6 +14,7 @@ sources (`kdn/delivery/sink.py`, `publish.py`): where values go, and where they 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,8 +31,11 @@ from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.header import StreamInfo
+from kdn.delivery.arena import ARENA_BYTES
 from kdn.delivery.client import deliver
 from kdn.delivery.estimate import Estimator, Gauge, Told
+from kdn.delivery.fetch_messages import Hello
+from kdn.delivery.fetcher import CONNECTIONS, Fetcher
 from kdn.delivery.known import Known, Wish, longest_known
 from kdn.delivery.lookup import Coding, Question, Stream, Streams, ask, look_up
 from kdn.delivery.plan import Speeds
@@ -59,6 +63,8 @@ from kdn.session.profiles import codec_for, share_profile
 from kdn.session.settings import SessionSettings
 from kdn.session.spooling import open_spool
 from kdn.store.node_client import HttpLimits
+
+logger = logging.getLogger(__name__)
 
 LOOKUP_S = 30.0
 HELD_S = 1.0
@@ -94,6 +100,8 @@ class Session(Opened):
         """Decoded values, where those are what this host holds: engines `keep` them."""
         self.streams: HostStreams | None = None
         """Streams, where the device decodes: the session keeps what it delivers and publishes."""
+        self.fetcher: Fetcher | None = None
+        """Receives in a process of its own, if it is there."""
         self._keeper: Keeper | None = None
         self._stream_keeper: StreamKeeper | None = None
         self._clock, self._rng = clock, Random()
@@ -118,6 +126,7 @@ class Session(Opened):
             self.spec.fingerprint, self.codec.profile_id, secret=settings.secret
         )
         await asyncio.to_thread(self._open_host)
+        self.fetcher = self._open_fetcher()
         opening = asyncio.ensure_future(
             asyncio.to_thread(open_spool, settings, self.places.publish_to, self.namespace)
         )
@@ -146,6 +155,29 @@ class Session(Opened):
         if self.streams is not None:
             self._stream_keeper = StreamKeeper(self.streams)
             self._parts.callback(self._stream_keeper.close)
+
+    def _open_fetcher(self) -> Fetcher | None:
+        """Where nothing else is set, only for an engine on a GPU: decoding on cores takes longer
+        than receiving."""
+        settings, own = self.settings, self.settings.credentials
+        count = settings.fetch_connections
+        if count is None:
+            count = CONNECTIONS if self.device.type == "cuda" else 0
+        if not count or not self.places.endpoints.remote:
+            return None
+        hello = Hello(count, ARENA_BYTES, own.token, settings.client, own.tls_ca)
+        try:
+            fetcher = Fetcher(hello)
+        except OSError as error:
+            logger.warning("no process of its own receives for this engine: %s", error)
+            return None
+        self._parts.push_async_callback(fetcher.close)
+        return fetcher
+
+    async def start_fetcher(self) -> None:
+        """Begin to start it; else the first delivery does, and does without."""
+        if self.fetcher is not None:
+            self.fetcher.is_ready()
 
     @property
     def _held(self) -> Held | None:
@@ -185,7 +217,7 @@ class Session(Opened):
                 return await longest_known(wish, self.question(()), self.places.endpoints, until_s)
 
     def _takes(self, info: StreamInfo, *, whole: bool) -> bool:
-        complete = not (whole and any(info.absences))
+        complete = not (whole and max(info.valid_from) > info.start)
         return complete and self.codec.decodes_to(info, self.dtype)
 
     def _looking(self, enough_kld: float) -> AbstractContextManager[Callable[[Chunk], bool]]:
@@ -278,7 +310,7 @@ class Session(Opened):
         told = known if known is not None and known.are_found(rest) else None
         result = await deliver(
             request, self.places.endpoints, told, estimator=self.estimator, on_progress=on_progress,
-            gauge=self._gauge if speeds is None else None,
+            gauge=self._gauge if speeds is None else None, fetcher=self.fetcher,
         )  # fmt: skip
         self._keep_arrived(result)
         return Delivered(tuple(chunks), held, result, self.codec.expected_kld)

@@ -34,6 +34,10 @@ class SessionSettings:
     resolve_s: float = RESOLVE_S
     """How long the addresses of a name are taken to be the same."""
 
+    fetch_connections: int | None = None
+    """Over so many a process of its own receives what is delivered; 0: there is none, None: only
+    for an engine on a GPU."""
+
     @property
     def secret(self) -> bytes:
         return self.credentials.secret or PUBLIC_SECRET

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -78,6 +79,13 @@ class Stats:
     """Objects found damaged, each counted once: never served, set aside."""
     costs: Costs = field(default_factory=Costs)
     """Of a store elsewhere: requests and bytes."""
+
+
+class NodeAt(NamedTuple):
+    """Where a node is asked: its URL, and of the addresses of its name the one to use."""
+
+    url: str
+    address: str | None = None
 
 
 class Store(ABC):
@@ -161,6 +169,11 @@ class Store(ABC):
                     receiver.gone(number)
                 else:
                     hand_over(receiver, number, start, data)
+
+    async def nodes_of(self, keys: Sequence[bytes]) -> Sequence[tuple[NodeAt, Sequence[int]]]:
+        """For those who read from nodes by themselves: whom to ask, and for which of these keys.
+        Nobody if this is no store of nodes."""
+        return ()
 
     @abstractmethod
     async def delete(self, key: bytes) -> bool:

@@ -87,6 +87,17 @@ class Attempt:
         return self._clock() - self.began_s
 
 
+def shares_of(members: Sequence[Member], keys: Sequence[bytes]) -> dict[Member, list[int]]:
+    """Of each key its place in the list, with the first of its nodes that is well."""
+    up = [member for member in members if member.is_up]
+    well = [member for member in up if not member.is_doubted] or up or members
+    shares: dict[Member, list[int]] = {}
+    for place, key in enumerate(keys if well else ()):
+        chosen = max(well, key=lambda one: rank(key, one.seed)) if len(well) > 1 else well[0]
+        shares.setdefault(chosen, []).append(place)
+    return shares
+
+
 async def carry_out(
     members: Members,
     job: Job,
@@ -103,13 +114,8 @@ async def carry_out(
         members.count_request()
     if not open_:
         raise why or UnavailableError("no node is known")
-    up = [member for member in open_ if member.is_up]
-    well = [member for member in up if not member.is_doubted] or up or open_
-    shares: dict[Member, list[int]] = {}
-    for item in items:
-        key = job.key(item)
-        chosen = max(well, key=lambda member: rank(key, member.seed)) if len(well) > 1 else well[0]
-        shares.setdefault(chosen, []).append(item)
+    found = shares_of(open_, [job.key(item) for item in items])
+    shares = {member: [items[place] for place in places] for member, places in found.items()}
     pace = _Pace(len(shares)) if len(open_) > 1 else None
     await _all_of(
         [

@@ -29,7 +29,7 @@ from kdn.protocol.limits import (
     MAX_PROFILE_BYTES,
     MAX_SPANS,
 )
-from kdn.store.base import Entry, Span, Stats, Store, check_entry
+from kdn.store.base import Entry, NodeAt, Span, Stats, Store, check_entry
 from kdn.store.http_answers import Reply, entry_of, join, member, told_entry
 from kdn.store.node_client import Asking, NodeClient
 from kdn.store.streaming import Ask, FrameReader, Receiver
@@ -126,6 +126,9 @@ class HttpStore(Store):
         ]
         question = {"collection": self._collection, "spans": spans}
         await self._node.read("/v1/read", question, FrameReader(asks, receiver))
+
+    async def nodes_of(self, keys: Sequence[bytes]) -> Sequence[tuple[NodeAt, Sequence[int]]]:
+        return [(self._node.where, range(len(keys)))]
 
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
         head = min(head_bytes, MAX_HEAD_BYTES)

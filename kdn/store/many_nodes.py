@@ -21,8 +21,8 @@ from functools import partial
 from kdn.checked import checked_urls
 from kdn.errors import FormatError, UnavailableError
 from kdn.store.addresses import is_fixed
-from kdn.store.base import Entry, Span, Stats, Store
-from kdn.store.failover import Attempt, Job, carry_out
+from kdn.store.base import Entry, NodeAt, Span, Stats, Store
+from kdn.store.failover import Attempt, Job, carry_out, shares_of
 from kdn.store.http import HttpStore, list_entries, with_totals
 from kdn.store.http_answers import Reply
 from kdn.store.member import Member
@@ -135,6 +135,11 @@ class ManyNodesStore(Store):
         await carry_out(
             self._members, _Reading(self._collection, asks, receiver), range(len(asks))
         )  # fmt: skip
+
+    async def nodes_of(self, keys: Sequence[bytes]) -> Sequence[tuple[NodeAt, Sequence[int]]]:
+        """Those that are well, as far as is known."""
+        found = shares_of(await self._members.every(), keys)
+        return [(member.client.where, share) for member, share in found.items()]
 
     async def delete(self, key: bytes) -> bool:
         """At every node: each may have it in its RAM. One that cannot be reached may answer for it

@@ -25,6 +25,7 @@ from kdn.checked import checked_url
 from kdn.defaults import RESOLVE_S
 from kdn.errors import LimitError, StoreError, UnavailableError
 from kdn.protocol.limits import MAX_JSON_BYTES, MAX_LISTED, SLOWEST_BYTES_S
+from kdn.store.base import NodeAt
 from kdn.store.http_answers import Reply, member
 from kdn.store.read_connections import ReadConnections, ReadLimits
 from kdn.store.streaming import FrameReader
@@ -148,6 +149,10 @@ class NodeClient(Asking):
             self._headers["Kdn-Client"] = client
         self._session: aiohttp.ClientSession | None = None
         self._reads: ReadConnections | None = None
+
+    @property
+    def where(self) -> NodeAt:
+        return NodeAt(self.url, self._address)
 
     async def ask(
         self,

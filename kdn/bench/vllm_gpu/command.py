@@ -26,11 +26,13 @@ from kdn.bench.vllm_gpu.checkpoint import SHAPES, write_checkpoint
 from kdn.bench.vllm_gpu.measure import GpuRow, KdnBench, Task, plain_rows
 from kdn.bench.vllm_gpu.report import document, plot, print_report
 from kdn.bench.vllm_gpu.streams import QUALITIES, Drawn, draw
-from kdn.bench.vllm_gpu.systems import LINKS, lmcache, no_cache, offloading
+from kdn.bench.vllm_gpu.systems import LINKS, NODE_WITHIN, lmcache, no_cache, offloading
 from kdn.engines.checkpoint import spec_of_checkpoint
 from kdn.errors import KdnError
 
 SYSTEMS = ("none", "offloading", "lmcache", "kdn-host", "kdn-node", "beside")
+MORE_SYSTEMS = ("kdn-node-within",)
+"""Measured only where they are asked for."""
 PLAIN = {"none": no_cache, "offloading": offloading, "lmcache": lmcache}
 
 
@@ -87,7 +89,7 @@ class Results:
 
 def run(given: Options, json_file: Path | None, plot_file: Path | None) -> None:
     console = Console(stderr=True)
-    systems = options.words("systems", given.systems or ",".join(SYSTEMS), SYSTEMS)
+    systems = options.words("systems", given.systems or ",".join(SYSTEMS), SYSTEMS + MORE_SYSTEMS)
     links = options.words("links", given.links or ",".join(LINKS), tuple(LINKS))
     rates = options.words("rates", given.rates, tuple(RATES))
     contexts = [int(one) for one in options.numbers("contexts", given.contexts, 256, 1 << 17)]
@@ -178,6 +180,9 @@ def _measure_kdn(
     if "kdn-node" in wanted:
         add = partial(results.add, bench.node_rows(links), results.rows)
         results.attempt(f"kdn, node, {rate}", add)
+    if "kdn-node-within" in wanted:
+        add = partial(results.add, bench.node_rows(links, NODE_WITHIN, 0), results.rows)
+        results.attempt(f"{NODE_WITHIN}, {rate}", add)
 
 
 def _with_host(

@@ -158,18 +158,20 @@ class KdnBench:
         sizes = put_all(self.url, self._drawn, [self._task.prompt(*one) for one in wanted])
         self._stored |= dict(zip(wanted, sizes, strict=True))
 
-    def node_rows(self, links: Sequence[str]) -> Iterator[GpuRow]:
+    def node_rows(
+        self, links: Sequence[str], name: str = NODE, connections: int | None = None
+    ) -> Iterator[GpuRow]:
         """From a node, over links; this host keeps nothing."""
         task = self._task
         with ExitStack() as stack:
             with self.node():
                 self.fill(dict.fromkeys(task.contexts, (0,)))
-                system = kdn(NODE, self.url, self._drawn, None)
+                system = kdn(name, self.url, self._drawn, None, connections)
                 engine = stack.enter_context(engine_of(task, system, self._folder))
             for link in links:
                 with self.node(link):
                     self._found_again(engine)
-                    yield from self._rows(engine, NODE, link)
+                    yield from self._rows(engine, name, link)
 
     def _found_again(self, engine: EngineProcess) -> None:
         """A node that was away is not asked for some seconds."""

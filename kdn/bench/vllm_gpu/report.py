@@ -167,7 +167,7 @@ def aims(figures: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
 
 def _name(one: Mapping[str, Any]) -> str:
     levels = f"{one['levels']} levels" if one["levels"] else ""
-    link = one["link"] if one["system"] == NODE else ""
+    link = one["link"] if one["system"].startswith(NODE) else ""
     return ", ".join(filter(None, (one["system"], link, one["rate"], levels)))
 
 

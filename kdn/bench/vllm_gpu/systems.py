@@ -27,6 +27,7 @@ GPU_SHARE, BLOCKS = 0.5, 12288
 the same for them."""
 NONE, OFFLOADING, LMCACHE = "no cache", "vLLM offloading", "LMCache"
 HOST, NODE = "kdn, host memory", "kdn, node"
+NODE_WITHIN = "kdn, node, received within vLLM"
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,17 @@ def lmcache() -> System:
     return System(LMCACHE, _transfer("LMCacheConnectorV1", {}), environ, prefix_caching=True)
 
 
-def kdn(name: str, url: str, drawn: Drawn, host: Path | None) -> System:
-    """Asks for two levels unless a request wants more: requests may only be stricter."""
+def kdn(
+    name: str, url: str, drawn: Drawn, host: Path | None, connections: int | None = None
+) -> System:
+    """Asks for two levels unless a request wants more: requests may only be stricter.
+    `connections`: of a process that receives for it, where that is not kdn's own choice."""
     extra: dict[str, Any] = {
         "url": url, "profile": str(drawn.profile_file), "quality": QUALITIES[2],
         "deadline_s": DEADLINE_S, "lookup_s": 5.0, "spool_bytes": 0, "host_bytes": 0,
     }  # fmt: skip
+    if connections is not None:
+        extra["fetch_connections"] = connections
     if host is not None:
         extra |= {"host_folder": str(host), "host_bytes": HOST_BYTES}
     transfer = _transfer("KdnConnector", extra)

@@ -233,6 +233,8 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if paged.layout is Layout.CPU:
             check_cpu_layout(config, heads.count, self._spec.head_dim, paged)
         self._worker = in_own_thread(paged.device, lambda: self._worker_for(paged, layers))
+        if not rank:  # the others fetch only where the first is not there
+            self._shared.submit(self._shared.session.start_fetcher)
 
     def _worker_for(self, paged: PagedCache, layers: list[torch.nn.Module]) -> WorkerSide:
         weights = live_weights(layers)

@@ -45,6 +45,7 @@ BLEND = ("off", "ranges", "separator", "auto")
 MAX_JOIN_KLD = 0.15
 MAX_BYTES = 1 << 50
 MIN_RESOLVE_S = 0.1
+MAX_CONNECTIONS = 64
 STAGING_BYTES = 5 << 28
 """1.25 GiB: 8,192 tokens of a model with 8 billion weights, and some more."""
 
@@ -195,6 +196,7 @@ _OF_SESSION: Mapping[str, Check] = {
     "host_bytes": _bytes,
     "host_folder": _path,
     "resolve_s": partial(checked_number, least=MIN_RESOLVE_S, most=MAX_WAIT_S),
+    "fetch_connections": partial(checked_count, least=0, most=MAX_CONNECTIONS),
 }
 _OF_REQUEST: Mapping[str, Check] = {
     "quality": _quality,
