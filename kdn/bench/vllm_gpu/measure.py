@@ -32,6 +32,8 @@ FILL_TOKENS = 4
 BESIDE_TOKENS = 8192
 """Of a context that is loaded beside requests that decode."""
 NODE_SETTINGS = {"memory_bytes": 8 << 30}
+WORKERS = 4
+"""Of a node without a limit: one process sends about 2 GB/s."""
 CELL_S = 6.0
 """One figure is repeated no longer than this, but at least twice."""
 KEPT_S = 20.0
@@ -143,7 +145,7 @@ class KdnBench:
     def node(self, link: str = LOOPBACK) -> Iterator[None]:
         """Always at the same address."""
         limit = LINKS[link]
-        settings = NODE_SETTINGS | ({"egress_bits_per_s": limit} if limit else {})
+        settings = NODE_SETTINGS | ({"egress_bits_per_s": limit} if limit else {"workers": WORKERS})
         with start_kdn(self._folder / "node", settings, port=self._port):
             yield
 
