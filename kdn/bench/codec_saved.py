@@ -106,8 +106,8 @@ class Saved:
         self.note = f"{path}: {why}; it is now {before}"
 
     def _agrees(self, told: Mapping[str, Any], name: str) -> bool:
-        there, here = dict(told[name]), json.loads(json.dumps(self._extra[name]))
-        return there | {"commit": ""} == here | {"commit": ""}
+        here: dict[str, Any] = json.loads(json.dumps(self._extra[name]))
+        return dict(told[name]) | {"commit": ""} == here | {"commit": ""}
 
     def _take(self, told: Mapping[str, Any]) -> None:
         rows = [CodecRow(**row) for row in told["rows"]]

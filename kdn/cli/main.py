@@ -420,6 +420,29 @@ def config_command(
         show_config(config)
 
 
+@app.command()
+def doctor(
+    url: Annotated[
+        str | None, typer.Option(help="A node, several, or any other place; else client.url.")
+    ] = None,
+    model: ModelOption = MODEL,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Without decoding on a GPU and running the model.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write what was found as JSON.")] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Is this machine and its configuration sound? What is wrong, and what to do about it."""
+    from kdn.checked import checked_output
+    from kdn.doctor.check import Situation
+    from kdn.doctor.command import run
+
+    if json is not None:
+        checked_output(json)
+    if not run(Situation(config, url, model, quick), json, typer.echo):
+        raise typer.Exit(1)
+
+
 def spread(arguments: list[str]) -> list[str]:
     """`--text A B` as `--text A --text B`: so a shell pattern may follow, as in `--text *.txt`."""
     result: list[str] = []
