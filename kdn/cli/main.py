@@ -54,6 +54,16 @@ bench = lazy_group(
 )
 app.add_typer(bench, name="bench", help="Measure on real data, with tables, JSON and plots.")
 
+importing = lazy_group(
+    {
+        "lmcache-config": (
+            "kdn.cli.importing:lmcache_config",
+            "LMCache's settings as kdn's, and what has no counterpart.",
+        ),
+    }
+)
+app.add_typer(importing, name="import", help="Settings of other systems, as kdn's.")
+
 FILE_OPTIONS = ("--text", "--calibration", "--requests", "--names", "--data", "--seams-from")
 """Options that take one or more values; so a command's own arguments come before them."""
 
