@@ -449,8 +449,8 @@ def doctor(
 
     if json is not None:
         checked_output(json)
-    if not run(Situation(config, url, model, quick), json, typer.echo):
-        raise typer.Exit(1)
+    if failed := run(Situation(config, url, model, quick), json, typer.echo):
+        raise KdnError(f"failed: {', '.join(failed)}")
 
 
 def spread(arguments: list[str]) -> list[str]:

@@ -18,6 +18,7 @@ from kdn.errors import KdnError, UnsupportedError
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 """A note is something to know, or something that was not looked at. Only FAIL is a fault."""
+MAX_CHARS = 500
 REPORT = "This is a fault of the check: please report it."
 
 
@@ -108,7 +109,7 @@ class Result:
     seconds: float = field(compare=False)
 
     def line(self) -> str:
-        told = " ".join(f"{self.told}. {self.advice}".split()) if self.advice else self.told
+        told = f"{self.told}. {self.advice}" if self.advice else self.told
         return f"{self.status:<4}  {self.name}: {told}"
 
     def as_json(self) -> dict[str, Any]:
@@ -126,7 +127,13 @@ def examine(check: Check, situation: Situation) -> Result:
     if not found:
         late = f"no result after {check.deadline_s:g} s"
         found.append(fail(late, "Something hangs: see what this check looks at."))
-    return Result(check.name, found[0].status, found[0].told, found[0].advice, round(taken_s, 3))
+    told, advice = _line(found[0].told), _line(found[0].advice)
+    return Result(check.name, found[0].status, told, advice, round(taken_s, 3))
+
+
+def _line(text: str) -> str:
+    """One line, in what a terminal can show, whatever a setting is made of."""
+    return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()[:MAX_CHARS]
 
 
 def _look(check: Check, situation: Situation) -> Finding:

@@ -60,19 +60,19 @@ def run(
     json_file: Path | None,
     say: Callable[[str], object],
     checks: Sequence[Check] | None = None,
-) -> bool:
-    """Whether nothing failed."""
+) -> list[str]:
+    """The names of those that failed."""
     results: list[Result] = []
     with _quiet():
         for check in CHECKS if checks is None else checks:
             results.append(examine(check, situation))
             say(results[-1].line())
     failed = [one.name for one in results if one.status == FAIL]
-    say(f"{len(results)} checks, failed: {', '.join(failed) or 'none'}")
+    say(f"{len(results)} checks, {len(failed) or 'none'} failed")
     if json_file is not None:
         told = {"sound": not failed, "checks": [one.as_json() for one in results]}
         json_file.write_text(json.dumps(told, indent=1) + "\n")
-    return not failed
+    return failed
 
 
 @contextmanager
