@@ -73,7 +73,7 @@ $(VLLM_STAMP): pyproject.toml
 test-gpu:
 	python3 -m pytest -m gpu tests/codec/test_klt_triton.py tests/codec/test_klt_rows.py \
 		tests/codec/test_klt_triton_encoding.py tests/codec/test_klt_joins.py \
-		tests/codec/test_klt_shipped.py
+		tests/codec/test_klt_shipped.py tests/doctor/test_gpu.py
 	python3 -m pytest -m gpu tests/cache/test_fingerprint.py tests/engines/test_unchanged.py tests/client/test_gpu.py
 	python3 -m pytest -m gpu tests/engines/test_gpu_quality.py tests/vllm/test_gpu.py
 	python3 -m pytest -m gpu tests/engines/test_vllm_gpu.py tests/engines/test_vllm_gather.py

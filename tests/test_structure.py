@@ -19,7 +19,7 @@ ROOT = Path(kdn.__file__).parent
 ORDER = (
     "defaults", "errors", "files", "background", "checked", "protocol", "cache", "credentials",
     "codec", "blend", "config", "store", "depot", "region", "node", "delivery", "places",
-    "session", "engines", "client", "__init__", "calibrate", "bench", "cli",
+    "session", "engines", "client", "__init__", "doctor", "migrate", "calibrate", "bench", "cli",
     "__main__",
 )  # fmt: skip
 """Nobody imports what is to the right; so only the command line knows the benchmarks."""

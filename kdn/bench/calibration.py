@@ -86,12 +86,17 @@ class Calibration:
             _put_aside(path, lambda target: target.write_bytes(profile.to_bytes()))
         return CacheGenProfile.from_bytes(path.read_bytes())
 
-    def _path(self, name: str) -> Path:
+    @property
+    def digest(self) -> str:
+        """Of the model, the text and the amount: equal ones are fitted alike."""
         digest = blake2b(self.spec.fingerprint, digest_size=12)
         digest.update(repr((_VERSION, KVTC_RATIOS, CACHEGEN_WINDOWS)).encode())
         for window in self.windows:
             digest.update(window.tobytes())
-        return cache_folder() / "bench" / f"{name}-{digest.hexdigest()}.safetensors"
+        return digest.hexdigest()
+
+    def _path(self, name: str) -> Path:
+        return cache_folder() / "bench" / f"{name}-{self.digest}.safetensors"
 
     def _caches(self, windows: Sequence[TokenIds]) -> Iterator[KVCache]:
         for window in self.track(windows):

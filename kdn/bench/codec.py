@@ -2,12 +2,13 @@
 
 Every codec turns the same caches into real bytes and back; the model then tells what each loss did
 to its predictions. Texts used for calibration must not be measured on: what they share is counted
-and told.
+and told. With `--json`, a run that was stopped goes on where it stood (`codec_saved.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +16,15 @@ import typer
 
 from kdn.bench import options
 from kdn.bench.calibration import Calibration
-from kdn.bench.codec_report import document, plot, print_report
+from kdn.bench.codec_report import plot, print_report
+from kdn.bench.codec_saved import Saved
 from kdn.bench.measure import measure
-from kdn.bench.options import JsonFile, PlotFile
-from kdn.bench.report import hardware, progress_bar, report_console, write_json
+from kdn.bench.options import PlotFile, SavedFile
+from kdn.bench.progress import progress_bar
+from kdn.bench.report import code_digest, hardware, report_console
 from kdn.bench.rivals import NAMES, open_rivals
 from kdn.cache.keys import TAIL_MULTIPLE
+from kdn.cache.spec import ModelSpec
 from kdn.calibrate.corpus import (
     OVERLAP_WARNING,
     Sample,
@@ -32,9 +36,13 @@ from kdn.calibrate.corpus import (
     prompt_head,
 )
 from kdn.codec.klt import Profile
+from kdn.codec.profiles import find_profile
 from kdn.engines.models import load_model
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
+
+OWN_PROFILE = ("klt", "klt-tail")
+"""Codecs with a profile that is calibrated elsewhere."""
 
 
 def run(
@@ -52,7 +60,7 @@ def run(
     profile: Annotated[Path | None, options.files("A klt profile to use instead.")] = None,
     model: Annotated[str, typer.Option(help="smollm2, a folder, or a hub name.")] = "smollm2",
     device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
-    json_file: JsonFile = None,
+    json_file: SavedFile = None,
     plot_file: PlotFile = None,
     seed: Annotated[int, options.seed("Chooses the contexts.")] = 0,
 ) -> None:
@@ -83,27 +91,42 @@ def run(
             klt_profile=profile, head=head,
         )  # fmt: skip
         rivals = open_rivals(chosen, spec, fit)
-        rows = list(measure(loaded, rivals, samples, progress))
-    facts = hardware(device)
-    extra: dict[str, Any] = {
-        "levels": {rival.name: rival.labels for rival in rivals},
-        "settings": {
-            "model": model, "fingerprint": spec.fingerprint.hex(), "device": device, "seed": seed,
-            "context": context, "contexts": {s.name: len(s.starts) for s in samples},
-            "continuation": continuation, "begins_with": head.tolist(),
-        },
-        "calibration": {
-            "texts": [part.name for part, _ in learnt], "tokens": fit.num_tokens, "overlap": shared,
-        },
-        "notes": notes,
-        "hardware": facts,
-        "commit": facts["commit"],
-    }  # fmt: skip
-    if json_file:
-        write_json(json_file, document(rows, extra))
+        facts = hardware(device)
+        extra: dict[str, Any] = {
+            "levels": {rival.name: rival.labels for rival in rivals},
+            "settings": {
+                "model": model, "fingerprint": spec.fingerprint.hex(), "device": device,
+                "seed": seed, "context": context,
+                "contexts": {s.name: len(s.starts) for s in samples},
+                "texts": {s.name: digest_of(s.tokens.tobytes()) for s in samples},
+                "continuation": continuation, "begins_with": head.tolist(),
+                "profile": _profile_id(spec, profile) if {*chosen} & {*OWN_PROFILE} else "",
+                "code": code_digest(),
+            },
+            "calibration": {
+                "texts": [part.name for part, _ in learnt], "tokens": fit.num_tokens,
+                "overlap": shared, "digest": fit.digest,
+            },
+            "notes": notes,
+            "hardware": facts,
+            "commit": facts["commit"],
+        }  # fmt: skip
+        saved = Saved(json_file, extra)
+        if saved.note:
+            progress.console.print(saved.note, markup=False)
+        rows = measure(loaded, rivals, samples, progress, saved)
     if plot_file:
         plot(plot_file, rows)
     print_report(report_console(), rows, extra)
+
+
+def digest_of(data: bytes) -> str:
+    return blake2b(data, digest_size=8).hexdigest()
+
+
+def _profile_id(spec: ModelSpec, named: Path | None) -> str:
+    found = find_profile(spec, named)
+    return found.profile_id.hex() if found else ""
 
 
 def _unique(texts: Iterable[Text]) -> Iterator[Text]:

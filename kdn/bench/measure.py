@@ -6,14 +6,14 @@ a text's last context.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
 
 from rich.progress import Progress
 
 from kdn.bench.codec_report import row_line
+from kdn.bench.codec_saved import Point, Saved
 from kdn.bench.figures import CodecRow
 from kdn.bench.rivals.base import CodedLevel, ExactContext, Rival
 from kdn.cache.keys import TAIL_MULTIPLE, TokenIds
@@ -25,41 +25,50 @@ FP16_BITS = 16
 WARM_UP_TOKENS = 512
 
 
-@dataclass(frozen=True)
-class Point:
-    """One outcome and what it did to the model."""
-
-    size_bytes: int
-    quality: Quality
-    encode_s: float
-    decode_s: float
-    prefill_s: float
-
-
 def measure(
-    model: Any, rivals: Sequence[Rival], samples: Sequence[Sample], progress: Progress
-) -> Iterator[CodecRow]:
+    model: Any, rivals: Sequence[Rival], samples: Sequence[Sample], progress: Progress, saved: Saved
+) -> list[CodecRow]:
+    """Every row that is asked for; those that are saved already are not measured again."""
     warm = False
     levels = sum(len(rival.labels) for rival in rivals)
     for sample in samples:
         task = progress.add_task(sample.name, total=levels * len(sample.starts))
-        points: dict[tuple[str, int], list[Point]] = {}
         for start in sample.starts:
+            todo = [rival for rival in rivals if _is_open(rival, sample, start, saved)]
+            done = sum(len(rival.labels) for rival in rivals if rival not in todo)
+            progress.advance(task, done)
+            if not todo:
+                continue
             ids = sample.ids(start)
             if not warm:
-                _warm_up(model, rivals, ids[:WARM_UP_TOKENS])
+                _warm_up(model, todo, ids[:WARM_UP_TOKENS])
                 warm = True
             probe = QualityProbe(model, ids, sample.context)
             exact = ExactContext(ids[: sample.context], _on_cpu(probe.cache))
-            for rival in rivals:
+            for rival in todo:
                 for outcome in rival.run(exact):
-                    group = points.setdefault((rival.name, outcome.level), [])
-                    group.append(_point(probe, outcome))
-                    if len(group) == len(sample.starts):
-                        row = row_of(rival.name, outcome.level, sample, group, exact.cache)
-                        progress.console.print(row_line(row, rival.labels[row.level]))
-                        yield row
+                    key = sample.name, rival.name, outcome.level
+                    if not saved.has(key, start):
+                        points = saved.add(key, start, _point(probe, outcome))
+                        if len(points) == len(sample.starts):
+                            row = row_of(rival.name, outcome.level, sample, points, exact.cache)
+                            saved.complete(key, row)
+                            progress.console.print(row_line(row, rival.labels[row.level]))
                     progress.advance(task)
+    return saved.finish(
+        [
+            (sample.name, rival.name, level)
+            for sample in samples
+            for rival in rivals
+            for level in range(len(rival.labels))
+        ]
+    )
+
+
+def _is_open(rival: Rival, sample: Sample, start: int, saved: Saved) -> bool:
+    """Whether some level of it is not measured on this context."""
+    levels = range(len(rival.labels))
+    return not all(saved.has((sample.name, rival.name, level), start) for level in levels)
 
 
 def _point(probe: QualityProbe, outcome: CodedLevel) -> Point:

@@ -49,6 +49,14 @@ JsonFile = Annotated[
     Path | None,
     typer.Option("--json", help="Write all as JSON.", callback=_each(checked_output)),
 ]
+SavedFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        help="Write all as JSON, row by row; a run that was stopped goes on from there.",
+        callback=_each(checked_output),
+    ),
+]
 PlotFile = Annotated[
     Path | None, typer.Option("--plot", help="Draw it as PNG.", callback=_each(checked_plot))
 ]

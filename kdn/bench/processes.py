@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import TypeVar
 
-from kdn.bench.report import progress_bar
+from kdn.bench.progress import progress_bar
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")

@@ -58,12 +58,16 @@ def lines(say: Callable[[str], object], clock: Callable[[], float] = time.monoto
     reckoned from what this run did: a resumed one begins in the middle."""
     begun: dict[str, tuple[float, int]] = {}
     said: dict[str, float] = {}
+    ended: set[str] = set()
 
     def report(stage: str, done: int, total: int) -> None:
         now = clock()
+        if stage in ended and done < total:  # it begins anew
+            ended.remove(stage)
+            del begun[stage], said[stage]
         since, first = begun.setdefault(stage, (now, done))
         is_news = stage not in said or done >= total or now - said[stage] >= EVERY_S
-        if not is_news:
+        if not is_news or stage in ended:
             return
         said[stage] = now
         left = ""
@@ -71,6 +75,7 @@ def lines(say: Callable[[str], object], clock: Callable[[], float] = time.monoto
             left = f", about {_duration((now - since) / (done - first) * (total - done))} left"
         elif done >= total:
             left = f", {_duration(now - since)}"
+            ended.add(stage)
         say(f"{stage}: {done} of {total}{left}")
 
     return report

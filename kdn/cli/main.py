@@ -54,6 +54,16 @@ bench = lazy_group(
 )
 app.add_typer(bench, name="bench", help="Measure on real data, with tables, JSON and plots.")
 
+importing = lazy_group(
+    {
+        "lmcache-config": (
+            "kdn.cli.importing:lmcache_config",
+            "LMCache's settings as kdn's, and what has no counterpart.",
+        ),
+    }
+)
+app.add_typer(importing, name="import", help="Settings of other systems, as kdn's.")
+
 FILE_OPTIONS = ("--text", "--calibration", "--requests", "--names", "--data", "--seams-from")
 """Options that take one or more values; so a command's own arguments come before them."""
 
@@ -418,6 +428,29 @@ def config_command(
         print_new_token(new_token, right)
     else:
         show_config(config)
+
+
+@app.command()
+def doctor(
+    url: Annotated[
+        str | None, typer.Option(help="A node, several, or any other place; else client.url.")
+    ] = None,
+    model: ModelOption = MODEL,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Without decoding on a GPU and running the model.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write what was found as JSON.")] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Is this machine and its configuration sound? What is wrong, and what to do about it."""
+    from kdn.checked import checked_output
+    from kdn.doctor.check import Situation
+    from kdn.doctor.command import run
+
+    if json is not None:
+        checked_output(json)
+    if failed := run(Situation(config, url, model, quick), json, typer.echo):
+        raise KdnError(f"failed: {', '.join(failed)}")
 
 
 def spread(arguments: list[str]) -> list[str]:

@@ -94,9 +94,28 @@ def _room_on_gpus() -> dict[int, int]:
     return {index: int(size * (0.85 if index else 0.5)) for index, size in enumerate(free)}
 
 
+def local_folder(name_or_path: str | Path) -> Path | None:
+    """Where a model's files are on this machine; None if they would have to be fetched first."""
+    if str(name_or_path) == SMOLLM2:
+        return target if (target := _smollm2_target()).is_dir() else None
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(name_or_path), local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def _smollm2_target() -> Path:
+    return cache_folder() / "models" / f"smollm2-135m-instruct-{_GGUF_SHA256[:12]}"
+
+
 def smollm2_folder() -> Path:
     """The folder of SmolLM2 as a plain checkpoint, fetched and expanded if it is not there yet."""
-    target = cache_folder() / "models" / f"smollm2-135m-instruct-{_GGUF_SHA256[:12]}"
+    target = _smollm2_target()
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -64,7 +64,7 @@ async def share_profile(codec: Codec, places: Places, seal_key: bytes) -> bool:
     [found] = await store.lookup([profile_id])
     if found is None:
         await store.put(profile_id, data, etag=profile_id, checksum=xxh3_64_intdigest(data))
-    if await _shared_id(spec, places, seal_key) != profile_id:
+    if await shared_id(spec, places, seal_key) != profile_id:
         name, entry = _name(spec, seal_key), {"profile": profile_id.hex()}
         told = with_entry({}, name, spec.fingerprint, entry, seal_key)
         await places.names.change(name, lambda _: told)
@@ -80,7 +80,7 @@ def _read(path: Path) -> bytes:
 
 async def _fetch(spec: ModelSpec, places: Places, seal_key: bytes) -> Profile | None:
     """From the first place that has a good one; None if none has any."""
-    profile_id = await _shared_id(spec, places, seal_key)
+    profile_id = await shared_id(spec, places, seal_key)
     if profile_id is None:
         return None
     trouble: KdnError | None = None
@@ -96,7 +96,8 @@ async def _fetch(spec: ModelSpec, places: Places, seal_key: bytes) -> Profile | 
     return None
 
 
-async def _shared_id(spec: ModelSpec, places: Places, seal_key: bytes) -> bytes | None:
+async def shared_id(spec: ModelSpec, places: Places, seal_key: bytes) -> bytes | None:
+    """Of the profile that a holder of the secret shares for this model; None if nobody does."""
     name = _name(spec, seal_key)
     try:
         named = await places.names.get(name)

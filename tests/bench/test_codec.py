@@ -43,8 +43,10 @@ def bench(
     model = tiny_model("llama")
     monkeypatch.setattr(codec, "load_model", lambda name, device: (model, letters))
 
-    def run(**options: Any) -> dict[str, Any]:
+    def run(anew: bool = False, **options: Any) -> dict[str, Any]:
         out = tmp_path / "out.json"
+        if anew:
+            out.unlink(missing_ok=True)
         calibration = write_text(tmp_path / "other.txt", 2_000, seed=9)
         defaults: dict[str, Any] = {
             "text": [write_text(tmp_path / "long.txt", 3_000, seed=1)],
@@ -98,7 +100,7 @@ def test_every_rival_side_by_side(
 
 
 def test_contexts_follow_the_seed(bench: Any) -> None:
-    one, same, other = (bench(seed=seed)["rows"] for seed in (0, 0, 1))
+    one, same, other = (bench(seed=seed, anew=True)["rows"] for seed in (0, 0, 1))
     assert [r["kld"] for r in one] == [r["kld"] for r in same]
     assert [r["kld"] for r in one] != [r["kld"] for r in other]
 
@@ -155,3 +157,72 @@ def test_contexts_begin_as_prompts_do(bench: Any, monkeypatch: pytest.MonkeyPatc
     assert found["settings"]["begins_with"] == [1]
     assert {first for first, _ in read} == {1}
     assert all(second > 2 for _, second in read)
+
+
+def stop_after(points: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stops the benchmark when so many were measured; counts them."""
+    measured: list[Any] = []
+    one = measure._point
+
+    def counted(*given: Any) -> Any:
+        if len(measured) == points:
+            raise KeyboardInterrupt
+        measured.append(given)
+        return one(*given)
+
+    monkeypatch.setattr(measure, "_point", counted)
+    return measured
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_stood(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = bench(codecs="fp16,drop,int8")
+    (tmp_path / "out.json").unlink()
+    levels = [len(whole["levels"][name]) for name in ("fp16", "drop", "int8")]
+    total = 2 * sum(levels)  # two contexts
+    with monkeypatch.context() as patch:
+        stop_after(total - 2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            bench(codecs="fp16,drop,int8")
+    half = json.loads((tmp_path / "out.json").read_text())
+    assert half["rows"]
+    assert half["unfinished"]
+    with monkeypatch.context() as patch:
+        measured = stop_after(total, patch)
+        resumed = bench(codecs="fp16,drop,int8")
+    assert len(measured) == 2
+    assert "rows already" in capsys.readouterr().err
+    assert "unfinished" not in resumed
+    exact = ("codec", "level", "text", "bytes", "kld", "kld_p99", "recall_kld", "top1", "ppl")
+    assert [[row[k] for k in exact] for row in resumed["rows"]] == [
+        [row[k] for k in exact] for row in whole["rows"]
+    ]
+
+
+def test_rows_are_kept_when_another_codec_is_asked_for(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench(codecs="fp16")
+    measured = stop_after(1000, monkeypatch)
+    found = bench(codecs="drop")
+    assert len(measured) == 2 * len(found["levels"]["drop"])
+    assert {row["codec"] for row in found["rows"]} == {"fp16", "drop"}
+    assert set(found["levels"]) == {"fp16", "drop"}
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"continuation": 21}, {"contexts": 1}])
+def test_what_was_measured_otherwise_is_moved_aside(
+    bench: Any, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    first = bench(codecs="fp16")
+    other = bench(codecs="fp16", **change)
+    assert json.loads((tmp_path / "out.json.before").read_text())["rows"] == first["rows"]
+    assert other["rows"][0]["kld"] != first["rows"][0]["kld"]
+
+
+@pytest.mark.parametrize("content", [b"no json", b"[]", b'{"settings": 3}', b"\xff\xfe"])
+def test_another_file_is_not_lost(bench: Any, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "out.json").write_bytes(content)
+    assert bench(codecs="fp16")["rows"]
+    assert (tmp_path / "out.json.before").read_bytes() == content

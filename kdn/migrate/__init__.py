@@ -1,0 +1,1 @@
+"""Settings of other systems, as kdn's: `kdn import`."""
