@@ -92,7 +92,8 @@ def test_messages_arrive_as_they_were_sent() -> None:
     order = Order(3, 12.5, [span], [(NodeAt("http://a:1", "127.0.0.1"), [0])])
     told = parse_order(pack(order))
     assert isinstance(told, Order)
-    assert told.spans[0]._replace(parts=[tuple(part) for part in told.spans[0].parts]) == span
+    parts = [(end, digest) for end, digest in told.spans[0].parts]
+    assert told.spans[0]._replace(parts=parts) == span
     assert (told.number, told.until_s, told.shares) == (3, 12.5, order.shares)
     hello = Hello(2, 1 << 20, "token", None, "ca.pem")
     assert parse_order(pack(hello)) == hello

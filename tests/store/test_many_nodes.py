@@ -109,6 +109,22 @@ def test_each_node_is_asked_for_its_own_keys_in_one_request(tmp_path: Path) -> N
     with_cluster(tmp_path, test)
 
 
+def test_who_reads_by_himself_is_told_whom_to_ask_for_what(tmp_path: Path) -> None:
+    async def test(nodes: Cluster, store: ManyNodesStore) -> None:
+        keys = [key_of(i) for i in range(NUMBER)]
+        own = [owner(nodes, key) for key in keys]
+        told = {node.url: list(places) for node, places in await store.nodes_of(keys)}
+        for place, gate in enumerate(nodes.gates):
+            assert told[gate.url] == [i for i in range(NUMBER) if own[i] == place]
+        nodes.gates[0].shut()
+        await look_up_all(store)  # it is known to be down now
+        told = {node.url: list(places) for node, places in await store.nodes_of(keys)}
+        assert nodes.gates[0].url not in told
+        assert sorted(place for places in told.values() for place in places) == list(range(NUMBER))
+
+    with_cluster(tmp_path, test)
+
+
 def test_when_a_node_dies_the_others_do_its_work_in_the_same_call(tmp_path: Path) -> None:
     async def test(nodes: Cluster, store: ManyNodesStore) -> None:
         nodes.gates[0].shut()

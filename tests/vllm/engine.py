@@ -216,12 +216,14 @@ class Server:
         }
         if self.scheduler.connector is not None:
             side, worker = self.scheduler.connector._scheduler, get_kv_transfer_group()._worker
+            fetcher = self.scheduler.connector._shared.session.fetcher
             told |= {
                 "scheduler": dict(side.counts),
                 "worker": dict(worker.counts),
                 "states": len(side.states),
                 "loading": len(side.loading) + len(worker.loader),
                 "lossy_blocks": len(side.lossy),
+                "orders": 0 if fetcher is None else fetcher._count,
                 "fingerprint": self.scheduler.connector._spec.fingerprint.hex(),
                 "hits": self._metric("vllm:external_prefix_cache_hits"),
             }

@@ -91,12 +91,14 @@ def test_a_fresh_engine_with_other_blocks(
 ) -> None:
     from kdn.engines.models import smollm2_folder
 
-    transfer = connector(node.url, codec="exact")
+    # As on a GPU, a process of its own receives, once link and decoder are known to be fast.
+    transfer = connector(node.url, codec="exact", fetch_connections=2)
     settings = {**MODEL, "block_size": 32, "kv_transfer_config": transfer}
     with Engine(logs / "other", model=str(smollm2_folder()), **settings) as other:
         tokens, cached = ask_each(other, prompts[:5])
         assert cached == [(len(prompt) - 1) // 16 * 16 // 32 * 32 for prompt in prompts[:5]]
         assert tokens == own[:5]
+        assert other.state()["orders"] >= 1
         assert other.state()["fingerprint"] == expected_fingerprint()
 
 
