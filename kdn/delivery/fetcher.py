@@ -26,7 +26,6 @@ from kdn.store.base import NodeAt
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS = 6
 READY_S = 30.0
 """For a process to start."""
 REST_S, LONGEST_REST_S = 1.0, 60.0

@@ -35,7 +35,7 @@ from kdn.delivery.arena import ARENA_BYTES
 from kdn.delivery.client import deliver
 from kdn.delivery.estimate import Estimator, Gauge, Told
 from kdn.delivery.fetch_messages import Hello
-from kdn.delivery.fetcher import CONNECTIONS, Fetcher
+from kdn.delivery.fetcher import Fetcher
 from kdn.delivery.known import Known, Wish, longest_known
 from kdn.delivery.lookup import Coding, Question, Stream, Streams, ask, look_up
 from kdn.delivery.plan import Speeds
@@ -157,12 +157,8 @@ class Session(Opened):
             self._parts.callback(self._stream_keeper.close)
 
     def _open_fetcher(self) -> Fetcher | None:
-        """Where nothing else is set, only for an engine on a GPU: decoding on cores takes longer
-        than receiving."""
         settings, own = self.settings, self.settings.credentials
         count = settings.fetch_connections
-        if count is None:
-            count = CONNECTIONS if self.device.type == "cuda" else 0
         if not count or not self.places.endpoints.remote:
             return None
         hello = Hello(count, ARENA_BYTES, own.token, settings.client, own.tls_ca)

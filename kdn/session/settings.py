@@ -33,10 +33,8 @@ class SessionSettings:
     """Where they are, if not in the system's shared memory."""
     resolve_s: float = RESOLVE_S
     """How long the addresses of a name are taken to be the same."""
-
-    fetch_connections: int | None = None
-    """Over so many a process of its own receives what is delivered; 0: there is none, None: only
-    for an engine on a GPU."""
+    fetch_connections: int = 0
+    """Over so many a process of its own receives what is delivered; 0: there is none."""
 
     @property
     def secret(self) -> bytes:

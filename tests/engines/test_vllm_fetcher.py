@@ -91,12 +91,11 @@ def test_ranks_share_what_a_fetcher_brings(tmp_path: Path) -> None:
         assert num_orders(shared) == 1
 
 
-def test_where_nothing_is_set_an_engine_in_main_memory_has_none(tmp_path: Path) -> None:
+def test_there_is_none_unless_it_is_asked_for(tmp_path: Path) -> None:
     with node(tmp_path) as url, shared_session(url) as shared:
         assert shared.session.fetcher is None
-    assert Settings.parse({"url": "http://a"}).session.fetch_connections is None
-    assert (
-        Settings.parse({"url": "http://a", "fetch_connections": 0}).session.fetch_connections == 0
-    )
+    assert Settings.parse({"url": "http://a"}).session.fetch_connections == 0
+    own = Settings.parse({"url": "http://a", "fetch_connections": 6})
+    assert own.session.fetch_connections == 6
     with pytest.raises(UnsupportedError, match="fetch_connections"):
         Settings.parse({"url": "http://a", "fetch_connections": -1})

@@ -26,12 +26,19 @@ from kdn.bench.vllm_gpu.checkpoint import SHAPES, write_checkpoint
 from kdn.bench.vllm_gpu.measure import GpuRow, KdnBench, Task, plain_rows
 from kdn.bench.vllm_gpu.report import document, plot, print_report
 from kdn.bench.vllm_gpu.streams import QUALITIES, Drawn, draw
-from kdn.bench.vllm_gpu.systems import LINKS, NODE_WITHIN, lmcache, no_cache, offloading
+from kdn.bench.vllm_gpu.systems import (
+    CONNECTIONS,
+    LINKS,
+    NODE_FETCHER,
+    lmcache,
+    no_cache,
+    offloading,
+)
 from kdn.engines.checkpoint import spec_of_checkpoint
 from kdn.errors import KdnError
 
 SYSTEMS = ("none", "offloading", "lmcache", "kdn-host", "kdn-node", "beside")
-MORE_SYSTEMS = ("kdn-node-within",)
+MORE_SYSTEMS = ("kdn-node-fetcher",)
 """Measured only where they are asked for."""
 PLAIN = {"none": no_cache, "offloading": offloading, "lmcache": lmcache}
 
@@ -180,9 +187,10 @@ def _measure_kdn(
     if "kdn-node" in wanted:
         add = partial(results.add, bench.node_rows(links), results.rows)
         results.attempt(f"kdn, node, {rate}", add)
-    if "kdn-node-within" in wanted:
-        add = partial(results.add, bench.node_rows(links, NODE_WITHIN, 0), results.rows)
-        results.attempt(f"{NODE_WITHIN}, {rate}", add)
+    if "kdn-node-fetcher" in wanted:
+        rows = bench.node_rows(links, NODE_FETCHER, CONNECTIONS)
+        add = partial(results.add, rows, results.rows)
+        results.attempt(f"{NODE_FETCHER}, {rate}", add)
 
 
 def _with_host(

@@ -27,7 +27,8 @@ GPU_SHARE, BLOCKS = 0.5, 12288
 the same for them."""
 NONE, OFFLOADING, LMCACHE = "no cache", "vLLM offloading", "LMCache"
 HOST, NODE = "kdn, host memory", "kdn, node"
-NODE_WITHIN = "kdn, node, received within vLLM"
+NODE_FETCHER = "kdn, node, received by a process of its own"
+CONNECTIONS = 6
 
 
 @dataclass(frozen=True)
