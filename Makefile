@@ -5,9 +5,10 @@ RUN := $(VENV)/bin/python -m
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
 .DELETE_ON_ERROR:
-.PHONY: help install servers demo test test-vllm test-gpu models check format clean
+.PHONY: help install servers demo test test-vllm test-gpu test-wheel models wheel docs check format clean
 
 help:
 	@echo "make demo    feel the speedup: one process reads, another one answers"
@@ -15,6 +16,9 @@ help:
 	@echo "make servers     install the servers that some tests need, where root may"
 	@echo "make test-gpu    the Triton kernels, with the system's Python and its PyTorch"
 	@echo "make test-vllm   the vLLM connector, in a real vLLM on the CPU"
+	@echo "make wheel   build a wheel and an sdist, in dist/"
+	@echo "make test-wheel  build them, install the wheel into an empty environment, run the demo there"
+	@echo "make docs    build the documentation as a web site, in site/"
 	@echo "make models  try every family of transformers, and rewrite the table of docs/models.md"
 	@echo "make check   ruff and mypy"
 	@echo "make format  let ruff format the code"
@@ -53,7 +57,7 @@ demo: $(STAMP)
 # Two processes, a file of tests each at a time: much of the time tests wait, for servers, disks and
 # deadlines. Threads of two PyTorches on two cores would mostly wait for each other.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile -m "not alone and not families"
+	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile -m "not alone and not families and not wheel"
 	OMP_NUM_THREADS=1 $(RUN) pytest -m alone
 
 # vLLM pins much of what it uses, so it lives apart. The three packages that go again are for media,
@@ -82,6 +86,21 @@ test-gpu:
 test-vllm: $(VLLM_STAMP)
 	NUMBA_CACHE_DIR=$(VLLM)/numba $(VLLM)/bin/python -m pytest tests/vllm
 
+# The sdist first, and the wheel from that: so neither needs the clone.
+wheel: $(STAMP)
+	rm -rf dist
+	$(RUN) build --outdir dist
+
+test-wheel: $(STAMP)
+	$(RUN) pytest -m wheel tests/test_wheel.py
+
+$(DOCS_STAMP): $(STAMP)
+	$(RUN) pip install --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(DOCS_STAMP)
+	$(RUN) mkdocs build --strict
+
 models: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) tests.engines.family_table
 
@@ -95,4 +114,4 @@ format: $(STAMP)
 	$(RUN) ruff format
 
 clean:
-	rm -rf $(VENV) $(VLLM) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,24 @@ def test_the_whole_demo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "150")
-    monkeypatch.setattr(demo, "MAX_TOKENS", 4)
-    demo.run(None, 512, 100.0, "default", "auto", tmp_path / "demo.png")
+    extent = demo.Extent(512, demo.QUESTIONS, 4)
+    out, told = tmp_path / "demo.png", tmp_path / "demo.json"
+    demo.run(None, extent, 100.0, "default", "auto", out, told)
     text = capsys.readouterr().out
     assert "faster" in text
     assert "known" in text
-    assert (tmp_path / "demo.png").is_file()
+    assert out.is_file()
+    results = json.loads(told.read_text())
+    ways = [(one["question"], one["way"]) for one in results["answers"]]
+    assert ways == [(question, way) for question in demo.QUESTIONS for way in ("with", "without")]
+    assert all(one["text"] and one["ttft_s"] > 0 for one in results["answers"])
+    assert results["learn"]["num_tokens"] >= 512
+
+
+def test_quick_is_less_of_everything() -> None:
+    quick, whole = demo.Extent.of(True, None), demo.Extent.of(False, None)
+    assert quick.num_tokens < whole.num_tokens
+    assert quick.max_tokens < whole.max_tokens
+    assert len(quick.questions) < len(whole.questions)
+    assert demo.Extent.of(True, 600).num_tokens == 600
+    assert demo.Extent.of(True, 600).max_tokens == quick.max_tokens
