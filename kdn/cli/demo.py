@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from kdn.bench.node_servers import start_kdn
+from kdn.bench.report import hardware, write_json
 from kdn.checked import checked_number, checked_output, checked_plot
 from kdn.cli.client import as_quality, read_text
 from kdn.cli.demo_show import Screen, report
@@ -98,7 +99,7 @@ def run(
     console.print(report(screen))
     _plot(screen, out, console)
     if json_path is not None:
-        json_path.write_text(json.dumps(results(screen), indent=1) + "\n")
+        write_json(json_path, {"hardware": hardware(where["device"]), **results(screen)})
 
 
 def worker(
