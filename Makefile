@@ -8,7 +8,7 @@ VLLM_STAMP := $(VLLM)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DELETE_ON_ERROR:
-.PHONY: help install servers demo test test-vllm test-gpu test-wheel models wheel docs check format clean
+.PHONY: help install servers demo test test-vllm test-gpu test-wheel models wheel docs pictures check format clean
 
 help:
 	@echo "make demo    feel the speedup: one process reads, another one answers"
@@ -19,6 +19,7 @@ help:
 	@echo "make wheel   build a wheel and an sdist, in dist/"
 	@echo "make test-wheel  build them, install the wheel into an empty environment, run the demo there"
 	@echo "make docs    build the documentation as a web site, in site/"
+	@echo "make pictures  run the demo, and draw the pictures of the README anew"
 	@echo "make models  try every family of transformers, and rewrite the table of docs/models.md"
 	@echo "make check   ruff and mypy"
 	@echo "make format  let ruff format the code"
@@ -98,8 +99,13 @@ $(DOCS_STAMP): $(STAMP)
 	$(RUN) pip install --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
+# Measures on this machine, so it should do nothing else meanwhile.
+pictures: $(STAMP)
+	$(VENV)/bin/kdn demo --json docs/pictures/demo.json --out $(VENV)/demo.png
+	$(RUN) tools.pictures
+
 docs: $(DOCS_STAMP)
-	$(RUN) mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
 models: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) tests.engines.family_table
