@@ -38,7 +38,7 @@ def enough_kld(quality: Quality) -> float:
 
 
 def enough_join_kld(quality: Quality) -> float:
-    """The KLD that joining may cost. 0: all is read. Of a number, a part is left to the codec."""
+    """The KLD that joining may add; 0: everything is read. A number is shared with the codec."""
     enough = enough_kld(quality)
     if isinstance(quality, str):
         return JOIN_QUALITIES[quality]
@@ -46,5 +46,5 @@ def enough_join_kld(quality: Quality) -> float:
 
 
 def quality_in_join(quality: Quality) -> Quality:
-    """How well the pieces of a join are loaded: `enough_join_kld` has taken the rest."""
+    """The quality at which the pieces of a join are loaded; joining may use the rest."""
     return quality if isinstance(quality, str) else min(quality, QUALITIES["default"])
