@@ -30,8 +30,8 @@ MAX_RATIO = 4.0
 
 MIN_SLOT_S = 0.001
 BURST_S = 0.003
-"""Bytes that come this soon after the first ones were waiting in a socket: they say nothing about the
-link's speed."""
+"""Bytes that come this soon after the first ones were waiting in a socket: they say nothing about
+the link's speed."""
 SLOTS_PER_MEMORY = 16
 MAX_MEMORY_S = 5.0
 _TENTH = 1.28  # standard deviations below which a tenth of a normal distribution lies

@@ -57,6 +57,15 @@ def test_the_report_says_what_was_measured() -> None:
     assert "100 Mbit/s" in text
 
 
+def test_a_long_reading_shows_how_far_it_is() -> None:
+    """So that neither people nor the deadline of a silence take it for dead."""
+    console = Console(file=StringIO(), width=100)
+    screen = Screen(console, ["one?"], 100.0)
+    screen.learned({"event": "read", "num_read": 1024, "num_tokens": 6144})
+    console.print(screen._live.renderable)
+    assert "1,024 of 6,144 tokens read" in console.file.getvalue()
+
+
 def test_first_sentences() -> None:
     assert Side(text=" A dog. A cat.").first_sentence == "A dog."
     assert Side(text="3.5 is a number! Is it?").first_sentence == "3.5 is a number!"
