@@ -2,7 +2,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 RUN := $(VENV)/bin/python -m
+PIP := $(RUN) pip install --disable-pip-version-check --constraint constraints.txt
 STAMP := $(VENV)/.installed
+BASE_STAMP := $(VENV)/.installed-base
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
@@ -27,13 +29,17 @@ help:
 install: $(STAMP)
 
 # Some systems split ensurepip off Python: then the system's pip lends a hand.
-# torch first, by its exact pin: see constraints.txt.
-$(STAMP): pyproject.toml constraints.txt
+# torch first, by its exact pin: see constraints.txt. The demo needs no tools for tests.
+$(BASE_STAMP): pyproject.toml constraints.txt
 	$(RUN) pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
 		{ $(PYTHON) -m venv --clear --without-pip $(VENV) && \
 		  $(PYTHON) -m pip --python $(VENV)/bin/python install pip; }
-	$(RUN) pip install --disable-pip-version-check --constraint constraints.txt torch
-	$(RUN) pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) torch
+	$(PIP) --editable '.[transformers,plot]'
+	touch $@
+
+$(STAMP): $(BASE_STAMP)
+	$(PIP) --editable '.[dev]'
 	touch $@
 
 # Debian's packages. What is still missing is no error: the tests that need it are skipped, with a
@@ -52,7 +58,7 @@ servers:
 		echo "servers: missing$$missing (apt-get install$$missing); their tests are skipped"; \
 	fi
 
-demo: $(STAMP)
+demo: $(BASE_STAMP)
 	$(VENV)/bin/kdn demo
 
 # Two processes, a file of tests each at a time: much of the time tests wait, for servers, disks and
@@ -96,11 +102,11 @@ test-wheel: $(STAMP)
 	$(RUN) pytest -m wheel tests/test_wheel.py
 
 $(DOCS_STAMP): $(STAMP)
-	$(RUN) pip install --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(PIP) --editable '.[docs]'
 	touch $@
 
 # Measures on this machine, so it should do nothing else meanwhile.
-pictures: $(STAMP)
+pictures: $(BASE_STAMP)
 	$(VENV)/bin/kdn demo --json docs/pictures/demo.json --out $(VENV)/demo.png
 	$(RUN) tools.pictures
 
