@@ -2,12 +2,15 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 RUN := $(VENV)/bin/python -m
+PIP := $(RUN) pip install --disable-pip-version-check --constraint constraints.txt
 STAMP := $(VENV)/.installed
+BASE_STAMP := $(VENV)/.installed-base
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
 .DELETE_ON_ERROR:
-.PHONY: help install servers demo test test-vllm test-gpu models check format clean
+.PHONY: help install servers demo test test-vllm test-gpu test-wheel models wheel docs pictures check format clean
 
 help:
 	@echo "make demo    feel the speedup: one process reads, another one answers"
@@ -15,6 +18,10 @@ help:
 	@echo "make servers     install the servers that some tests need, where root may"
 	@echo "make test-gpu    the Triton kernels, with the system's Python and its PyTorch"
 	@echo "make test-vllm   the vLLM connector, in a real vLLM on the CPU"
+	@echo "make wheel   build a wheel and an sdist, in dist/"
+	@echo "make test-wheel  build them, install the wheel into an empty environment, run the demo there"
+	@echo "make docs    build the documentation as a web site, in site/"
+	@echo "make pictures  run the demo, and draw the pictures of the README anew"
 	@echo "make models  try every family of transformers, and rewrite the table of docs/models.md"
 	@echo "make check   ruff and mypy"
 	@echo "make format  let ruff format the code"
@@ -22,13 +29,17 @@ help:
 install: $(STAMP)
 
 # Some systems split ensurepip off Python: then the system's pip lends a hand.
-# torch first, by its exact pin: see constraints.txt.
-$(STAMP): pyproject.toml constraints.txt
+# torch first, by its exact pin: see constraints.txt. The demo needs no tools for tests.
+$(BASE_STAMP): pyproject.toml constraints.txt
 	$(RUN) pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
 		{ $(PYTHON) -m venv --clear --without-pip $(VENV) && \
 		  $(PYTHON) -m pip --python $(VENV)/bin/python install pip; }
-	$(RUN) pip install --disable-pip-version-check --constraint constraints.txt torch
-	$(RUN) pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) torch
+	$(PIP) --editable '.[transformers,plot]'
+	touch $@
+
+$(STAMP): $(BASE_STAMP)
+	$(PIP) --editable '.[dev]'
 	touch $@
 
 # Debian's packages. What is still missing is no error: the tests that need it are skipped, with a
@@ -47,13 +58,13 @@ servers:
 		echo "servers: missing$$missing (apt-get install$$missing); their tests are skipped"; \
 	fi
 
-demo: $(STAMP)
+demo: $(BASE_STAMP)
 	$(VENV)/bin/kdn demo
 
 # Two processes, a file of tests each at a time: much of the time tests wait, for servers, disks and
 # deadlines. Threads of two PyTorches on two cores would mostly wait for each other.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile -m "not alone and not families"
+	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile -m "not alone and not families and not wheel"
 	OMP_NUM_THREADS=1 $(RUN) pytest -m alone
 
 # vLLM pins much of what it uses, so it lives apart. The three packages that go again are for media,
@@ -82,6 +93,26 @@ test-gpu:
 test-vllm: $(VLLM_STAMP)
 	NUMBA_CACHE_DIR=$(VLLM)/numba $(VLLM)/bin/python -m pytest tests/vllm
 
+# The sdist first, and the wheel from that: so neither needs the clone.
+wheel: $(STAMP)
+	rm -rf dist
+	$(RUN) build --outdir dist
+
+test-wheel: $(STAMP)
+	$(RUN) pytest -m wheel tests/test_wheel.py
+
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) --editable '.[docs]'
+	touch $@
+
+# Measures on this machine, so it should do nothing else meanwhile.
+pictures: $(BASE_STAMP)
+	$(VENV)/bin/kdn demo --json docs/pictures/demo.json --out $(VENV)/demo.png
+	$(RUN) tools.pictures
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
+
 models: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) tests.engines.family_table
 
@@ -95,4 +126,4 @@ format: $(STAMP)
 	$(RUN) ruff format
 
 clean:
-	rm -rf $(VENV) $(VLLM) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

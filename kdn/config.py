@@ -55,13 +55,19 @@ class DepotSettings:
     """What is kept in a data folder, and how much."""
 
     data: Path = field(default_factory=lambda: cache_folder() / "node")
+    """The folder for everything that is kept."""
     memory_bytes: int = 2**30
+    """RAM for objects, as a cache in front of the disk."""
     disk_bytes: int = 50 * 2**30
+    """Disk for objects. When it is full, objects are evicted."""
     policy: str = "cost"
+    """What is evicted first: `cost`, `lru` or `s3fifo`."""
     upstream: str = ""
     """URL of the centre: the node behind this one, which makes this one a region."""
     upstream_token: str = field(default="", repr=False)
+    """This node's token at the centre."""
     upstream_token_file: str = ""
+    """A file that holds it."""
     upstream_tls_ca: str = ""
     """A PEM file: the authority that signed the upstream's certificate, if a private one did."""
     outbox_bytes: int = 10 * 2**30
@@ -79,6 +85,7 @@ class DepotSettings:
     store_token: str = field(default="", repr=False)
     """The password of a Redis, if not in the URL."""
     store_token_file: str = ""
+    """A file that holds it."""
     store_tls_ca: str = ""
     """A PEM file: the authority that signed the store's certificate, if a private one did."""
 
@@ -102,14 +109,19 @@ class NodeSettings(DepotSettings):
     """Settings of `kdn node`. 0 means "no limit" where a limit is optional."""
 
     host: str = "127.0.0.1"
+    """The address to listen on."""
     port: int = 8470
+    """The port to listen on; 0: any that is free."""
     workers: int = 1
     """Processes that answer requests, each on a core of its own."""
     insecure: bool = False
     """Listen beyond loopback although there are no tokens."""
     tls_cert: str = ""
+    """A PEM file: the certificate. Without one, tokens are sent in the clear."""
     tls_key: str = ""
+    """A PEM file: its key."""
     egress_bits_per_s: int = 0
+    """The most that this node sends."""
     egress_trace: str = ""
     """A recorded trace that shapes egress, for tests and benchmarks."""
     frame_bytes: int = 0
@@ -117,10 +129,13 @@ class NodeSettings(DepotSettings):
     max_sends: int = 64
     """Frames on their way at once."""
     max_connections: int = 4096
+    """Open at once. A quarter is for clients that have not shown a token yet."""
     max_requests: int = 2048
     """Requests in progress at once; more are answered with 503."""
     max_chunk_bytes: int = MAX_CHUNK_BYTES
+    """The largest chunk that is accepted."""
     max_profile_bytes: int = MAX_PROFILE_BYTES
+    """The largest profile that is accepted."""
     max_bodies_bytes: int = 4 * 2**30
     """Memory for all objects being received."""
     max_questions_bytes: int = 256 * 2**20
@@ -135,11 +150,13 @@ class NodeSettings(DepotSettings):
     """So much of a body must come in each such time as `min_body_bytes_per_s` makes of it; also how
     long a request waits for memory."""
     min_body_bytes_per_s: int = 50_000
+    """The least pace of a request body."""
     write_timeout_s: float = 30.0
     """For a reader to take one frame; then it is cut."""
     shutdown_timeout_s: float = 30.0
     """For responses in flight to finish when the node is told to stop."""
     log_level: str = "info"
+    """debug, info, warning or error."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +166,17 @@ class ClientSettings:
     url: str = "http://127.0.0.1:8470"
     """Or, for `kdn learn`, `ask` and `explain`, a folder."""
     token: str = field(default="", repr=False)
+    """Of the tenant."""
     token_file: str = ""
+    """A file that holds the token."""
     secret: str = field(default="", repr=False)
     """Names chunks so that only those who have it find them; never sent to a node."""
     secret_file: str = ""
+    """A file that holds the secret."""
     tls_ca: str = ""
     """A PEM file: the authority that signed the nodes' certificates, if a private one did."""
     timeout_s: float = 30.0
+    """For one request."""
 
     @property
     def credentials(self) -> Credentials:
@@ -181,12 +202,17 @@ class TenantSettings:
     operate_tokens: tuple[str, ...] = ()
     """May do all of that, and read /metrics."""
     weight: float = 1.0
+    """Its part of egress, RAM and disk, beside those of the other tenants."""
     quota_bytes: int = 0
+    """Of objects and manifests. Beyond it, puts are refused."""
     requests_per_s: float = 0.0
+    """On average; short bursts may be faster."""
     max_requests: int = 0
     """In progress at once."""
     max_connections: int = 0
+    """Open at once."""
     max_names: int = 10_000
+    """Names that the tenant may have."""
     max_names_bytes: int = 2**30
     """Of all versions of all manifests."""
     max_named_chunks: int = 200_000
@@ -194,6 +220,7 @@ class TenantSettings:
     upstream_token: str = field(default="", repr=False)
     """Of a region: this tenant's token at the centre."""
     upstream_token_file: str = ""
+    """A file that holds it."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
 """What the documents say: their examples run, and their links lead somewhere.
 
-The examples of README and quick start are whole programs, run by `test_readme.py`. Those of
-`delivery.md` take some names for granted, which are given to them here.
+Whole programs are run by `test_readme.py`. Examples that take some names for granted are given
+these here. `test_docs_commands.py` holds commands against the command line.
 """
 
 from __future__ import annotations
 
 import ast
 import asyncio
-import re
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, cast
@@ -28,18 +27,17 @@ from kdn.session.session import Session
 from kdn.session.settings import SessionSettings
 from tests.codec.conftest import Tiny
 from tests.delivery.world import make_world
+from tests.documents import DOCS, DOCUMENTS, anchors, examples, links, name_of
 from tests.node.harness import Running, run, with_node
 from tests.session.calibrated import calibrate_here
+from tests.test_readme import PROGRAMS
 
-ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN_HERE = {"cluster.md": 1, "delivery.md": 2}
+COMPILED = {"tutorials/vllm.md": (1, "needs a vLLM server and a model")}
+"""How many examples, and why they cannot run."""
 TAKEN_FOR_GRANTED = {
     one.__name__: one for one in (HostSink, Publisher, Session, SessionSettings, Spool, Values)
 } | {"asyncio": asyncio, "torch": torch}
-
-
-def examples(path: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
 
 
 async def run_example(code: str, **given: Any) -> dict[str, Any]:
@@ -52,16 +50,22 @@ async def run_example(code: str, **given: Any) -> dict[str, Any]:
 
 
 def test_no_example_is_left_out() -> None:
-    counts = {path.name: len(examples(path)) for path in DOCUMENTS if examples(path)}
-    assert counts == {
-        "README.md": 1, "quickstart-transformers.md": 3, "delivery.md": 2, "cluster.md": 1,
-        "blending.md": 1,
-    }  # fmt: skip
+    counts = {name_of(path): len(examples(path, "python")) for path in DOCUMENTS}
+    compiled = {name: count for name, (count, _) in COMPILED.items()}
+    assert {name: count for name, count in counts.items() if count} == (
+        RUN_HERE | compiled | PROGRAMS
+    )
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_examples_that_cannot_run_compile(name: str) -> None:
+    for code in examples(DOCS / name, "python"):
+        compile(code, name, "exec")
 
 
 def test_the_example_of_regions_asks_as_clients_can_be_asked() -> None:
     client = create_autospec(kdn.Client, instance=True)
-    asyncio.run(run_example(examples(ROOT / "docs" / "cluster.md")[0], client=client))
+    asyncio.run(run_example(examples(DOCS / "cluster.md", "python")[0], client=client))
     assert client.ask.call_count == 2
 
 
@@ -69,7 +73,7 @@ def test_the_example_of_a_session_delivers(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
     tiny, tokens = Tiny.with_layers(4), [i % 250 for i in range(768)]
     calibrate_here(tiny.spec)
-    code, address = examples(ROOT / "docs" / "delivery.md")[0], "http://node:8470"
+    code, address = examples(DOCS / "delivery.md", "python")[0], "http://node:8470"
     hurry = "deadline_s=0.5"  # which a machine that is busy does not keep
     assert address in code
     assert hurry in code
@@ -99,7 +103,7 @@ def test_the_example_of_a_session_delivers(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_example_of_publishing_publishes(tmp_path: Path) -> None:
     world = make_world(1)
-    code = examples(ROOT / "docs" / "delivery.md")[1]
+    code = examples(DOCS / "delivery.md", "python")[1]
 
     async def test() -> None:
         store = await world.store([])
@@ -114,11 +118,26 @@ def test_the_example_of_publishing_publishes(tmp_path: Path) -> None:
     run(test())
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_to_files_that_exist(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text())
-    assert [link for link in links if not (path.parent / link).exists()] == []
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_links_lead_to_files_and_headings_that_exist(path: Path) -> None:
+    """Headings have to be found on GitHub and on the site."""
+    wrong = []
+    for link in links(path):
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        is_there = target.exists() and (not anchor or all(anchor in one for one in anchors(target)))
+        if not is_there:
+            wrong.append(link)
+    assert wrong == []
 
 
-def test_the_readme_has_links() -> None:
-    assert "](docs/" in (ROOT / "README.md").read_text()
+def test_links_and_headings_are_found(tmp_path: Path) -> None:
+    """So that the test above can fail."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `b` & C\n\n[one](other.md#x), [web](https://host/x), `[no](no.md)`\n"
+        '<img src="picture.svg">\n\n```sh\n# no heading [no](no.md)\n```\n\n## D e\n\n## D e\n'
+    )
+    assert links(page) == ["other.md#x", "picture.svg"]
+    assert anchors(page) == ({"a-b--c", "d-e", "d-e-1"}, {"a-b-c", "d-e", "d-e_1"})
+    assert links(DOCS.parent / "README.md")

@@ -1,5 +1,5 @@
-"""Making the profile of a model: `kdn calibrate`. `command.py` tells what is chosen, `run.py` the
-order of things."""
+"""Making the profile of a model: `kdn calibrate`. `command.py` chooses the settings, and `run.py`
+runs the steps in order."""
 
 from __future__ import annotations
 

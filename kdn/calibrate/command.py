@@ -43,7 +43,7 @@ MAX_MINUTES = 7 * 24 * 60.0
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for; None where the command chooses."""
+    """What the user asked for; None where the command chooses by itself."""
 
     model: str
     text: Sequence[Path] = ()
@@ -57,7 +57,7 @@ class Request:
     plot: Path | None = None
 
     def check(self) -> None:
-        """Refused now, not after an hour."""
+        """Refuse bad settings now, not after an hour of work."""
         for path in (self.out, self.json):
             if path is not None:
                 checked_output(path)

@@ -92,7 +92,7 @@ def _contexts(lines: str, path: Path) -> list[str]:
 
 
 def default_texts() -> list[Text]:
-    """What is measured on when no text is given: the language reference in `pydoc_data`."""
+    """The text for measurements if none is given: the language reference in `pydoc_data`."""
     from pydoc_data.topics import topics
 
     return [Text("python-topics", "\n\n".join(topics[name] for name in sorted(topics)))]

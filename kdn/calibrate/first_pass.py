@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_S = 120.0
 CHECKPOINT_SHARE = 0.05
-"""Of the time that may go into writing sums down: those of large models have many gigabytes."""
+"""The share of the time that saving sums may take: those of large models have many gigabytes."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """How much a token's errors matter, predicted from its values.
 
 Some tokens are read far more than others. The encoder cannot know who will read a token, but a
-linear function of its values tells part of it. With predicted importance w, squared steps are best
-made proportional to 1 / w; the fit therefore aims at the mean of w (a Gamma regression with a
+linear function of its values predicts part of it. With predicted importance w, squared steps are
+best made proportional to 1 / w; the fit therefore aims at the mean of w (a Gamma regression with a
 log link), not at the mean of its logarithm.
 """
 
@@ -16,12 +16,12 @@ STEPS = 1500
 BATCH_TOKENS = 4096
 LEARNING_RATE = 1e-4
 CHECKED_EVERY, PATIENCE = 50, 200
-"""Steps until tokens kept out are asked, and without any gain for them until it ends."""
+"""Steps between checks on tokens kept out, and steps without any gain until the fit ends."""
 CHECKED_TOKENS = 8192
 SAMPLE_VALUES = 1 << 28
-"""Taken for means and deviations at most: 1 GB of them."""
+"""At most this many values are used for means and deviations: 1 GB."""
 LARGEST = 50.0
-"""Rarer and larger importances than this multiple of the mean would rule the fit."""
+"""Importances are cut at this multiple of the mean: a few larger ones would dominate the fit."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MOST_OF_GPU = 0.8
-"""Of a GPU's free memory that weights may take: the rest is for reading, gradients and sums."""
+"""The share of a GPU's free memory for weights; reading, gradients and sums need the rest."""
 MOST_OF_CPU = 0.7
 FLOAT32_OF_CPU = 0.5
 _BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")

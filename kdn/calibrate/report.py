@@ -41,9 +41,9 @@ KEPT_WINDOWS, MOST_WINDOWS = 6, 24
 LARGE = 65_536
 """Values of a token in the cache of a model with 8B weights."""
 ENOUGH_TIMES = 5
-"""There must be so many times as many windows, for more than KEPT_WINDOWS to be kept out."""
+"""More than KEPT_WINDOWS are kept out only if there are this many times as many windows."""
 LEAST_WINDOWS = PROBE_WINDOWS + LEAST_READ
-"""What calibration needs for itself."""
+"""The windows that calibration itself needs."""
 FP16_BITS = 16
 _STUDENT = (math.inf, math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Half-widths of a 95 % interval of a mean of n values, in standard errors, by n."""
@@ -214,7 +214,7 @@ def _level(level: int, tried: Sequence[_Tried], codec: Codec, context: int) -> R
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Of the mean, at 95 %, from few values that differ by factors: Student's, of logarithms."""
+    """95 % interval of the mean of few values that differ by factors: Student's, of logarithms."""
     logs = np.log(np.maximum(values, 1e-12))
     count = len(logs)
     if count < 2:

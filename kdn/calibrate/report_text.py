@@ -1,4 +1,4 @@
-"""How the report of `kdn calibrate` is told: on the terminal, as JSON, as a plot."""
+"""The report of `kdn calibrate`, shown on the terminal, as JSON or as a plot."""
 
 from __future__ import annotations
 

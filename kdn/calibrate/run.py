@@ -43,16 +43,16 @@ from kdn.errors import UnsupportedError
 
 PROBE_WINDOWS = 4
 SUMS_VERSION = 3
-"""Of what is summed: what was summed otherwise is not resumed."""
+"""Version of the sums: sums of another version are not resumed."""
 SUMMED_BY = ("context", "embedding_dims", "gradient_windows", "seed")
-"""Options that change them, beside groups. Others may change when reading is resumed."""
+"""Options that change the sums, besides the groups. Others may differ when reading is resumed."""
 LEAST_WINDOWS = 4
-"""Beside those."""
+"""Windows to read, besides the probes."""
 READING_SHARE, WEIGHING_SHARE = 0.55, 0.75
-"""Parts of the time asked for that are over when reading ends, and weighing: the rest takes about
-as long whatever was read."""
+"""The shares of the requested time after which reading, and then weighing, must end: the steps that
+follow take about the same time, however much was read."""
 MEMORY_SHARE = 0.25
-"""Of what is free, for the values that importance is fitted on."""
+"""The share of free memory for the values that importance is fitted on."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""How large the parts of a profile are, from the shape of a model and the memory at hand.
+"""How large the parts of a profile are, from the shape of a model and the free memory.
 
 The rule, in its order:
 
 1. **Groups of layers** are as wide as they may be, for layers have much in common: at most 8,192
    columns (keys and values of one token in all layers of the group), and so few that the sums of
-   calibration fill at most half of the memory at hand. As few groups as that allows, of equal size
+   calibration fill at most half of the free memory. As few groups as that allows, of equal size
    or one layer apart. Layers with a sliding window are in groups of their own: readers leave them
    out where no continuation reads them.
 2. **Components**: 38 % of a group's columns, at most 2,200.
@@ -17,8 +17,8 @@ The rule, in its order:
 
 SmolLM2-135M gets the sizes of the profile that is shipped for it.
 
-**Few operations.** Whoever says how many multiplications a value may cost gets two stages where one
-would cost more (`two_stage.py`). Groups then have 8 layers even if these have more than 8,192
+**Few operations.** If the user limits the multiplications per value, groups get two stages where
+one would cost more (`two_stage.py`). Groups then have 8 layers even if these have more than 8,192
 columns, but at most 16,384. With C components and, of each of L layers with W columns, k leading
 ones on average, a value costs k + C k / W beside the precise components, and C is 0.3 L k: on
 SmolLM2 at 1,050 multiplications, 0.29 took the fewest bits at a divergence of 0.01, and 0.39 took
@@ -172,7 +172,7 @@ def _in_two_stages(shape: Shape, memory_bytes: int, operations: int) -> Sizes:
 
 
 def _even_layers(shape: Shape, most_layers: int) -> int:
-    """Of the largest of as few groups as that allows."""
+    """Layers of the largest group, with as few groups as `most_layers` allows."""
     return max(last - first for first, last in shape.groups(most_layers))
 
 

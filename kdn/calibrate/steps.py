@@ -40,17 +40,18 @@ Parts = tuple[dict[str, Any], Tensors]
 """`meta` and `tensors` of a profile in the making."""
 
 REACHABLE, LACKING = 0.9, 1.5
-"""A divergence is aimed at if a basis leaves less than this part of it without any rounding, else
-so many times of what it leaves: a finer step would cost bits and gain little."""
+"""The step aims at the requested divergence if the basis alone, without rounding, causes less than
+`REACHABLE` of it. Otherwise it aims at `LACKING` times what the basis causes: a finer step would
+cost bits and gain little."""
 STEP_ATTEMPTS = 6
 LEAST_KLD = 1e-12
-"""What a cache without any error counts as: steps follow from ratios of divergences."""
+"""Stands for a divergence of zero: steps are found from ratios of divergences."""
 TABLE_STRIDE = 3
 """Every third chunk of a window is counted, fewer where memory is short."""
 MOST_TABLE_BYTES = 5_000_000_000
-"""Of what is counted, which is all held at once."""
+"""Limit for the chunks that are counted, which are all in memory at once."""
 MEMORY_FOR_TABLES = 0.25
-"""Of what is free."""
+"""The share of free memory for them."""
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Pass two: everything that is counted rather than fitted.
 
-Chunks are quantised by the codec itself, with a draft profile whose tables say nothing yet; then
+Chunks are quantised by the codec itself, with a draft profile whose tables are still empty; then
 activity thresholds are cut at quantiles, probability tables counted, and the mean of what was
 rounded to each size is kept as its centroid.
 """
@@ -28,10 +28,10 @@ from kdn.codec.rans import normalise
 from kdn.codec.threads import parallel_map
 
 RARE = 0.12
-"""A level leaves out the last components if they are non-zero less often than this: so small,
-they cost as much as they are worth, and time besides."""
+"""A level leaves out the last components if they are non-zero less often than this: such small ones
+cost as much as they gain, and take time."""
 PRIOR = 8.0
-"""Symbols that count as seen in every table before the first was, spread as in tables nearby."""
+"""Each table starts with this many symbols, distributed as in neighbouring tables."""
 
 Counts = npt.NDArray[np.float64]
 

@@ -13,7 +13,7 @@ from kdn.calibrate.ratios import KLD_LIMIT, RECALL_LIMIT
 
 LEAST_RATIO = 20.0
 LEAST_SPEED = 16.0
-"""Times that decoding is faster than computing: what a cache is worth to whoever waits for it."""
+"""Decoding must be this many times faster than computing, or a cache is hardly worth loading."""
 MOST_UNSURE = 2.0
 """Factor, up or down, within which the mean KLD of other text must lie."""
 MOST_MISJUDGED = 1.5
@@ -22,7 +22,7 @@ chosen by what it states."""
 ENOUGH_TOKENS = 500_000
 """More text than this seldom helps; other text may."""
 SENSIBLE_SHARE = 0.02
-"""Of the weights' bytes."""
+"""The largest sensible size of a profile, as a share of the weights' bytes."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Figures:
     overlap: float
     num_tokens: int
     profile_share: float
-    """Of the weights' bytes."""
+    """The profile's size as a share of the weights' bytes."""
     is_own_text: bool
     """Whether the model wrote the text kept out itself."""
 

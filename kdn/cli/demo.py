@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
@@ -21,7 +22,8 @@ from typing import Any
 from rich.console import Console
 
 from kdn.bench.node_servers import start_kdn
-from kdn.checked import checked_number, checked_plot
+from kdn.bench.report import hardware, write_json
+from kdn.checked import checked_number, checked_output, checked_plot
 from kdn.cli.client import as_quality, read_text
 from kdn.cli.demo_show import Screen, report
 from kdn.errors import KdnError
@@ -29,7 +31,6 @@ from kdn.session.quality import enough_kld
 
 START_S = 60.0
 SILENCE_S = 300.0
-MAX_TOKENS = 40
 QUESTIONS = (
     "What does the assert statement do?",
     "What is an assignment statement used for?",
@@ -40,8 +41,31 @@ class DemoError(KdnError):
     """A process of the demo failed."""
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How much the demo does."""
+
+    num_tokens: int = 6144
+    """Of the document."""
+    questions: tuple[str, ...] = QUESTIONS
+    max_tokens: int = 40
+    """Of an answer."""
+
+    @classmethod
+    def of(cls, quick: bool, num_tokens: int | None) -> Extent:
+        """Quick: enough to see that everything works, in under a minute."""
+        extent = cls(1024, QUESTIONS[:1], 12) if quick else cls()
+        return extent if num_tokens is None else replace(extent, num_tokens=num_tokens)
+
+
 def run(
-    text_path: Path | None, num_tokens: int, mbit: float, quality: str, device: str, out: Path
+    text_path: Path | None,
+    extent: Extent,
+    mbit: float,
+    quality: str,
+    device: str,
+    out: Path,
+    json_path: Path | None = None,
 ) -> None:
     from kdn.cli.demo_text import document
     from kdn.engines.device import chosen_device
@@ -51,11 +75,13 @@ def run(
     mbit = checked_number("mbit", mbit, 0.1, 1e6)
     enough_kld(as_quality(quality))
     checked_plot(out)
+    if json_path is not None:
+        checked_output(json_path)
     where = {"device": str(chosen_device(device))}
     own = read_text(text_path) if text_path else None
     smollm2_folder()  # fetched once, before anything is timed
-    text = document(own, num_tokens)
-    screen = Screen(console, QUESTIONS, mbit)
+    text = document(own, extent.num_tokens)
+    screen = Screen(console, extent.questions, mbit)
     shaped = {"egress_bits_per_s": int(mbit * 1e6), "memory_bytes": "256MiB"}
     with (
         tempfile.TemporaryDirectory(prefix="kdn-demo-") as folder,
@@ -66,11 +92,14 @@ def run(
         for event in worker({"do": "learn", "url": node.url, "text": text, **where}):
             screen.learned(event)
         screen.say("Process B, which never read it, loads the model")
-        task = {"do": "answer", "url": node.url, "questions": QUESTIONS, "max_tokens": MAX_TOKENS}
-        for event in worker({**task, **where, "quality": as_quality(quality)}):
+        task = {"do": "answer", "url": node.url, "questions": extent.questions}
+        how = {"max_tokens": extent.max_tokens, "quality": as_quality(quality)}
+        for event in worker({**task, **how, **where}):
             screen.answered(event)
     console.print(report(screen))
     _plot(screen, out, console)
+    if json_path is not None:
+        write_json(json_path, {"hardware": hardware(where["device"]), **results(screen)})
 
 
 def worker(
@@ -111,6 +140,16 @@ def _lines(stream: Any) -> Queue[str | None]:
 
     threading.Thread(target=copy, daemon=True).start()
     return lines
+
+
+def results(screen: Screen) -> dict[str, Any]:
+    """All that was measured, for programs."""
+    learn = {name: value for name, value in screen.learn.items() if name not in ("event", "way")}
+    answers = [
+        {"question": screen.questions[number], "way": way, **asdict(side), "ttft_s": side.ttft_s}
+        for (number, way), side in screen.sides.items()
+    ]
+    return {"mbit": screen.mbit, "learn": learn, "answers": answers, "klds": screen.klds}
 
 
 def _plot(screen: Screen, out: Path, console: Console) -> None:

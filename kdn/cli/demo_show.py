@@ -74,12 +74,17 @@ class Screen(LiveScreen):
         self.questions, self.mbit = questions, mbit
         self.sides = {(n, way): Side() for n in range(len(questions)) for way in WAYS}
         self.learn: dict[str, Any] = {}
+        self.reading = ""
+        """How far process A has read."""
         self.klds: dict[int, float] = {}
         self.kld_tokens = 0
 
     def learned(self, event: Mapping[str, Any]) -> None:
         if event["event"] == "learned":
             self.learn = dict(event)
+        elif event["event"] == "read":
+            self.reading = f"{event['num_read']:,} of {event['num_tokens']:,} tokens read"
+            self._draw()
 
     def answered(self, event: Mapping[str, Any]) -> None:
         kind = event["event"]
@@ -94,8 +99,9 @@ class Screen(LiveScreen):
 
     def _draw(self) -> None:
         parts: list[RenderableType] = [Text(self._said, style="bold")]
-        if self.learn:
-            parts.append(Text(_learned(self.learn), style="dim"))
+        if self.learn or self.reading:
+            told = _learned(self.learn) if self.learn else self.reading
+            parts.append(Text(told, style="dim"))
         for number, question in enumerate(self.questions):
             parts.append(Panel(self._question(number), title=question, title_align="left"))
         self._live.update(Group(*parts))

@@ -52,13 +52,16 @@ class Teller:
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 
+    def tell_read(self, num_read: int, num_tokens: int) -> None:
+        self.tell("read", num_read=num_read, num_tokens=num_tokens)
+
 
 async def learn(task: dict[str, Any]) -> None:
     teller = Teller()
     async with AsyncClient(task["url"], device=task["device"], recompute=False) as client:
         teller.tell("loaded")
         teller.began_s = perf_counter()
-        learned = await client.learn(NAME, task["text"])
+        learned = await client.learn(NAME, task["text"], on_read=teller.tell_read)
         stored = 0
         store = client.session.places.publish_to.store
         async for entry in store.list():

@@ -239,26 +239,36 @@ def demo(
     text: Annotated[
         Path | None, typer.Option(help="A document instead of Python's own manual.")
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A short document, one question, a short answer.")
+    ] = False,
     tokens: Annotated[
-        int, typer.Option(min=512, max=MAX_COUNT, help="Tokens of it to read.")
-    ] = 6144,
+        int | None,
+        typer.Option(
+            min=512, max=MAX_COUNT, help="Tokens of it to read; by default 6144, quick 1024."
+        ),
+    ] = None,
     mbit: Annotated[float, typer.Option(help="The node's link, in Mbit/s.")] = 100.0,
-    quality: QualityOption = "0.008",
+    quality: Annotated[
+        str | None, typer.Option(help="As for `ask`; by default 0.008, quick high.")
+    ] = None,
     device: DeviceOption = DEVICE,
     out: Annotated[Path, typer.Option(help="Where the timeline goes.")] = Path("kdn-demo.png"),
+    json: Annotated[Path | None, typer.Option(help="Write what was measured as JSON.")] = None,
     blend: Annotated[
         bool, typer.Option("--blend", help="Three documents learned apart, one question over all.")
     ] = False,
 ) -> None:
     """One process reads a document; another, which never saw it, answers questions about it."""
+    quality = quality or ("high" if quick else "0.008")
     if blend:
         from kdn.cli.demo_blend import run as run_blend
 
         run_blend(mbit, quality, device)
         return
-    from kdn.cli.demo import run
+    from kdn.cli.demo import Extent, run
 
-    run(text, tokens, mbit, quality, device, out)
+    run(text, Extent.of(quick, tokens), mbit, quality, device, out, json)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What a client gives back."""
+"""What the calls of a client return."""
 
 from __future__ import annotations
 
@@ -19,36 +19,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Learned:
-    """What became of a context that was to be learned."""
+    """The result of `learn`."""
 
     name: str
     num_tokens: int
     known_chunks: int
-    """Were there already."""
+    """Chunks that were already there."""
     new_chunks: int
+    """Chunks that were published now."""
     computed_tokens: int
+    """Tokens that the model read for this."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The cache of the first `num_tokens` tokens, as good as asked for."""
+    """The cache of the first `num_tokens` tokens, at the quality that was asked for."""
 
     cache: KVCache | None
     num_tokens: int
     delivered: Delivered | None = field(repr=False)
     _config: PreTrainedConfig = field(repr=False)
     state: State | None = field(default=None, repr=False, kw_only=True)
-    """Of a model with recurrent layers, after the last of these tokens."""
+    """For a model with recurrent layers: their state after the last of these tokens."""
 
     @property
     def exact_until(self) -> int | None:
-        """See `Delivered`."""
+        """The first token that was loaded with losses; None: there is none."""
         return None if self.delivered is None else self.delivered.exact_until
 
     @property
     def past_key_values(self) -> DynamicCache | None:
-        """A fresh one for the model to go on from; None if nothing is known."""
+        """A fresh cache for the model to continue from; None if nothing is known."""
         from kdn.engines.transformers import to_dynamic_cache
 
         if self.cache is None:
@@ -58,8 +60,8 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Joined(Loaded):
-    """The cache of a join, all of it, whose tokens are `tokens`. Nothing that is computed on top of
-    it can be published."""
+    """The whole cache of a join, and its `tokens`. Nothing that is computed on top of it can be
+    published."""
 
     tokens: list[int] = field(default_factory=list, repr=False)
     stats: Stats = field(default_factory=lambda: Stats())
@@ -71,36 +73,40 @@ class Joined(Loaded):
 
 @dataclass
 class Stats:
-    """What an answer took. Filled while it is being given."""
+    """The cost of an answer. The fields are filled while the answer is being given."""
 
     prompt_tokens: int = 0
+    """Tokens of the whole prompt."""
     known_tokens: int = 0
-    """Of the prompt, loaded."""
+    """Tokens of the prompt that were loaded."""
     computed_tokens: int = 0
-    """Of the prompt, read by the model."""
+    """Tokens of the prompt that the model read."""
     new_tokens: int = 0
-    """Of the answer."""
+    """Tokens of the answer."""
     fetched_bytes: int = 0
+    """Bytes that came from places before the first token."""
     delivery_s: float = 0.0
+    """Seconds that the delivery took before the first token."""
     ttft_s: float = 0.0
-    """From the question to the first token of the answer."""
+    """Seconds from the question to the first token of the answer."""
     levels: tuple[int, ...] = ()
-    """Of each chunk that was asked for, by now; 0: computed."""
+    """Levels of each chunk by now; 0: the model read it."""
     refined_chunks: int = 0
     """Chunks that became finer while the answer was being given."""
     refined_bytes: int = 0
-    """Fetched for that."""
+    """Bytes that were fetched for that."""
     joined_pieces: int = 0
-    """That were learned apart; none: one context was asked about."""
+    """Pieces that were joined; 0: the question was about one context."""
     moved_tokens: int = 0
-    """Of what was loaded: they stand elsewhere than they were learned."""
+    """Loaded tokens whose position differs from where they were learned."""
     repaired_tokens: int = 0
-    """Of these, by seams."""
+    """Moved tokens that seams repaired."""
     recomputed_tokens: int = 0
-    """Of these, computed anew by the model, because the question looks at them."""
+    """Moved tokens that the model computed again, because the question looks at them."""
     recompute_s: float = 0.0
-    """For finding and computing them, and for reading the question with them."""
+    """Seconds for finding and computing them, and for reading the question with them."""
     troubles: tuple[str, ...] = ()
+    """What went wrong on the way."""
 
 
 class Answer:

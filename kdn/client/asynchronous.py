@@ -84,7 +84,8 @@ MAX_SPACING = 1 << 20
 
 
 class AsyncClient(Opened):
-    """`async with AsyncClient(where, model=...) as client`. `connect` tells the parameters."""
+    """`async with AsyncClient(where, model=...) as client`. The parameters are
+    those of `connect`."""
 
     session: Session
     engine: Engine
@@ -179,10 +180,10 @@ class AsyncClient(Opened):
         *,
         on_read: OnRead | None = None,
     ) -> Learned:
-        """Let the model read a text, token ids or messages, publish what nobody has yet, and give
-        it a name. Returns when it is stored. A text is read behind `head`, a system prompt, or
-        behind what the chat template begins with: only texts behind one head can be joined.
-        `on_read` is told how many of how many tokens the model has read."""
+        """Let the model read a text, token ids or messages, publish the chunks that are new, and
+        give it a name. Returns when everything is stored. A text is read behind `head`, a system
+        prompt, or else behind the beginning of the chat template. Only texts with the same head can
+        be joined. `on_read` is called with the tokens that the model has read so far, and all."""
         return await self._learning.learn(name, what, head, on_read)
 
     async def load(
@@ -193,7 +194,7 @@ class AsyncClient(Opened):
         deadline_s: float | None = None,
         on_progress: OnProgress | None = None,
     ) -> Loaded:
-        """The cache of the longest beginning of these tokens that is known."""
+        """The cache of the longest known prefix of these tokens."""
         options = Options(quality, deadline_s, on_progress=on_progress)
         return await by_hand.load(self.contexts, tokens, options)
 
@@ -208,8 +209,8 @@ class AsyncClient(Opened):
         stale_ok: bool = False,
     ) -> Joined:
         """The cache of several things that were learned apart, one after another: a
-        `past_key_values` for a model to go on from. Nothing is recomputed, for no question tells
-        where; at the quality "exact" it is read instead."""
+        `past_key_values` for a model to continue from. Without a question, nothing is recomputed.
+        At the quality "exact" the model reads everything instead."""
         is_read = enough_join_kld(self._quality if quality is None else quality) == 0
         options = Options(
             quality, deadline_s, Sampling(), on_progress, force_latest, stale_ok, float(is_read)
@@ -236,11 +237,11 @@ class AsyncClient(Opened):
         stale_ok: bool = False,
         recompute_share: float | None = None,
     ) -> Answer:
-        """The answer to a question about something learned, or about several such things joined in
-        this order (`["rules", "report"]`), as it is made. Where a region answers,
-        `force_latest` asks for the newest version that any region has acknowledged; if that cannot
-        be known it fails, unless `stale_ok`. `recompute_share`: so much of a join is computed
-        anew, where the question looks; None: as much as the quality takes."""
+        """Answer a question about something learned, or about several things joined in this order
+        (`["rules", "report"]`). The text arrives while it is made. With `force_latest`, a region
+        answers from the newest version that any region has acknowledged; if it cannot find that
+        out, the call fails, unless `stale_ok`. `recompute_share` is the share of a join's tokens to
+        compute again where the question looks; None: as much as the quality needs."""
         checked_names(name)
         checked_text("question", question)
         sampling = Sampling(max_new_tokens, temperature, seed)
@@ -278,8 +279,8 @@ class AsyncClient(Opened):
         stale_ok: bool = False,
         recompute_share: float | None = None,
     ) -> list[str]:
-        """Answers to several questions about one thing, or about several joined: delivered once,
-        answered as a batch."""
+        """Answer several questions about one thing, or about several things joined, as a batch from
+        one delivery."""
         stats = Stats()
         options = Options(
             quality, deadline_s, force_latest=force_latest, stale_ok=stale_ok,
@@ -314,8 +315,8 @@ class AsyncClient(Opened):
         stale_ok: bool = False,
         recompute_share: float | None = None,
     ) -> Conversation:
-        """Questions that build on each other, about something learned, several such things joined,
-        or nothing yet."""
+        """Begin a conversation about something learned, about several things joined, or about
+        nothing yet. Each question builds on those before it."""
         sampling = Sampling(max_new_tokens, temperature, seed)
         if name is not None:
             checked_names(name)

@@ -76,7 +76,7 @@ async def _next(answer: AsyncAnswer) -> str | None:
 
 
 class Conversation:
-    """See `kdn/client/conversation.py`."""
+    """Questions that build on each other, one turn at a time."""
 
     def __init__(self, loop: LoopThread, conversation: AsyncConversation) -> None:
         self._loop = loop
@@ -283,20 +283,20 @@ def connect(
       tokenizer) stays where and as it is;
     - `codec`: "klt", or "exact" without any loss;
     - `quality`: "draft", "default", "high", "exact", or the KL divergence that is good enough;
-    - `deadline_s`: what has not arrived by then, the model reads itself; what arrived coarser than
-      `quality` becomes finer while the answer goes on;
+    - `deadline_s`: the model reads what has not arrived by then. Chunks that arrived coarser than
+      `quality` become finer while the answer goes on;
     - `token` or `token_file`: of the tenant, for nodes that have tenants;
-    - `secret` (bytes) or `secret_file`: only your engines know it; who lacks it cannot find your
-      chunks. Where none of them is given, KDN_CLIENT_TOKEN, KDN_CLIENT_TOKEN_FILE,
-      KDN_CLIENT_SECRET and KDN_CLIENT_SECRET_FILE are asked;
+    - `secret` (bytes) or `secret_file`: only your engines know it; nobody can find your chunks
+      without it. If token or secret is not given, KDN_CLIENT_TOKEN, KDN_CLIENT_TOKEN_FILE,
+      KDN_CLIENT_SECRET and KDN_CLIENT_SECRET_FILE are used;
     - `tls_ca`: a PEM file, if a private authority signed the node's certificate;
     - `client`: a name for fair sharing;
     - `recompute`: whether the model may read along while chunks load;
-    - `audit_share`: what part of all answers is held against the model's own, in `metrics`;
+    - `audit_share`: the share of answers that are compared with the model's own, in `metrics`;
     - `spool_bytes`: how much may wait on disk for a node that is away; 0: nothing;
     - `seams`: the tag of the seams that repair what is joined; None: nothing is repaired;
-    - `state_spacing`: of a model with recurrent layers, a state is stored after every so many
-      chunks, and where a context ends.
+    - `state_spacing`: for a model with recurrent layers, a state is stored after every
+      `state_spacing` chunks, and where a context ends.
     """
     return Client(
         AsyncClient(
@@ -310,6 +310,7 @@ def connect(
 
 
 for _name in (
-    "learn", "load", "join", "ask", "ask_all", "converse", "publish", "flush", "forget", "close",
+    "learn", "load", "join", "ask", "ask_all", "converse", "seams", "publish", "flush", "forget",
+    "close",
 ):  # fmt: skip
     getattr(Client, _name).__doc__ = getattr(AsyncClient, _name).__doc__

@@ -95,7 +95,7 @@ def _size_of(num_bytes: int) -> int:
 
 
 SHARED = Buffers()
-"""Of all deliveries of this process."""
+"""The buffers that all deliveries of this process share."""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=SHARED.unlock)

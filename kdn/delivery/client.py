@@ -42,19 +42,19 @@ from kdn.store.base import Store
 
 TICK_S = 0.02
 HOPELESS_S = 30.0
-"""Without a byte for so long, no deadline is worth waiting for."""
+"""A delivery that gets no byte for this long ends, whatever its deadline is."""
 LOOKUP_S = 0.02
 LOOK_SHARE = 0.01
-"""Of the time the model would need for all: so long it waits for a lookup, or for a link that may
-prove fast enough."""
+"""The delivery waits this share of the full prefill time for a lookup, or for a link that may prove
+fast enough, before the model starts to read."""
 PROGRESS_S = 0.05
 BEAT_S = 0.001
-"""Not more often anything is looked at while bytes are on their way: on a fast link a chunk arrives
-every half of a millisecond."""
+"""The loop looks around at most this often while bytes arrive: on a fast link a chunk arrives every
+half millisecond."""
 GATHER_S = 0.004
-"""So long a few chunks wait for others that are about to arrive, to be decoded with them."""
+"""A few chunks wait up to this long for others, so that they are decoded together."""
 GATHERED = 4
-"""A part of the batch that a sink likes, and enough for it not to wait."""
+"""With a batch divided by this, decoding starts without waiting for more."""
 
 
 QUICK_S = 2.0

@@ -1,11 +1,11 @@
-"""How fast the link and this machine are, for the planner: as told, corrected by what is measured.
+"""How fast the link and this machine are, for the planner: known speeds, corrected by measurement.
 
 The link, from the bytes as they arrive, and how sure that is. Time counts only while something is
-under way: between a request and its first byte it is latency, with nothing asked for it is nothing
-at all. What is left is cut into slots long enough that the bursts of a socket average out and short
-enough that a change is seen: a fraction of the time measured so far, so the same code serves
-transfers of ten milliseconds and of minutes. Older slots count less. The spread of the slots, and
-how few they are, tell how far the near future may fall below their mean.
+under way: the time between a request and its first byte is latency, and time without any request
+does not count at all. The rest is cut into slots. They are long enough that the bursts of a socket
+average out, and short enough that a change is seen: a fraction of the time measured so far, so the
+same code serves transfers of ten milliseconds and of minutes. Older slots count less. The spread of
+the slots, and how few they are, show how far the near future may fall below their mean.
 
 The machine, from how long decoding takes. A planner keeps what it derives from a `Speeds` object,
 so these never change: `Gauge` makes a new one when what was measured has moved away from what the
@@ -20,18 +20,18 @@ from dataclasses import dataclass, replace
 from kdn.delivery.plan import Link, Speeds
 
 UNKNOWN = Link(rate=12.5e6, low_rate=0.25e6, latency_s=0.05)
-"""Before anything was measured: 100 Mbit/s perhaps, 2 Mbit/s hardly less."""
+"""Assumed before anything is measured: probably 100 Mbit/s, hardly less than 2 Mbit/s."""
 
 DECODE_S_PER_TOKEN = 1e-4
-"""Until something was decoded; SmolLM2 on two cores."""
+"""Assumed until something was decoded: the speed of SmolLM2 on two cores."""
 NEVER_S_PER_TOKEN = 1e3
 DRIFT = 0.2
 MAX_RATIO = 4.0
 
 MIN_SLOT_S = 0.001
 BURST_S = 0.003
-"""What comes so soon after the first bytes was waiting with them, in a socket: how long it took,
-nobody knows."""
+"""Bytes that come this soon after the first ones were waiting in a socket: they say nothing about
+the link's speed."""
 SLOTS_PER_MEMORY = 16
 MAX_MEMORY_S = 5.0
 _TENTH = 1.28  # standard deviations below which a tenth of a normal distribution lies
@@ -127,12 +127,12 @@ class Estimator:
 
 @dataclass(frozen=True)
 class Told:
-    """`Speeds`: what whoever measured this machine says; None: nobody did."""
+    """Speeds of this machine as someone measured them before, corrected by a factor."""
 
     told: Speeds | None = None
     can_compute: bool = False
     factor: float = 1.0
-    """Decoding takes so many times what was told."""
+    """Decoding takes this many times as long as `told` says."""
 
     def decode_s(self, num_tokens: int, levels: int) -> float:
         return self.factor * self.plain_decode_s(num_tokens, levels)

@@ -37,13 +37,13 @@ from kdn.store.streaming import Ask, Collected
 logger = logging.getLogger(__name__)
 
 HEAD_BYTES = 1280
-"""Holds the header of most streams; what is missing of longer ones costs another round trip."""
+"""Enough for the header of most streams; the rest of a longer one costs another round trip."""
 MAX_LONG_BYTES = 8 << 20
-"""Of all headers of one lookup that are longer."""
+"""Limit for the rest of all longer headers of one lookup together."""
 KEPT_HEADER_BYTES = 8192
-"""Longer ones, which no codec of ours makes, are parsed each time."""
+"""Longer headers, which no codec here makes, are parsed each time."""
 KEPT_HEADERS = 2048
-"""Of streams that were found lately: some 10 MB."""
+"""Headers of recently found streams that stay in memory: some 10 MB."""
 AT_ONCE = 16
 """Headers that are verified before others get their turn: half a millisecond."""
 ATTEMPT_S = 1.0
@@ -155,7 +155,7 @@ async def look_again(question: Question, endpoints: Endpoints, until_s: float) -
 
 
 def _adopted(question: Question, endpoints: Endpoints, answers: Answers) -> Streams:
-    """Of each chunk the stream that the first endpoint offers."""
+    """For each chunk, the stream that the first endpoint offers."""
     streams: Streams = {}
     for number, chunk in enumerate(question.chunks):
         offers = {e: answers[e][number] for e in endpoints if e in answers}
@@ -191,7 +191,7 @@ async def _ask_all(
 
 
 async def _persist(question: Question, endpoint: Endpoint) -> list[Assembly | None]:
-    """Ask until there is an answer; whoever calls this sets the limit. A refusal is one, too."""
+    """Ask until there is an answer, which may be a refusal. The caller limits the time."""
     attempt_s = ATTEMPT_S
     while True:
         await asyncio.sleep(max(0.0, endpoint.rest.until_s - question.clock()))

@@ -39,7 +39,7 @@ PARCELS = 2
 """Encoded chunks that wait to be sent."""
 GPU_PARCELS = 32
 GPU_SHARE = 0.02
-"""Of a core's time, that encoding on a GPU may take while nobody waits for it."""
+"""The share of a core's time that encoding on a GPU may take while nobody waits for it."""
 MAX_REST_S = 1.0
 """The first batch compiles kernels, and takes long."""
 GPU_BATCH = 4
@@ -49,11 +49,11 @@ OnEncoded = Callable[[Chunk, bytes], None]
 """Gets each stream; called in a thread."""
 
 ADOPT_S = 30.0
-"""How often the spool is searched for what processes left that died."""
+"""How often the spool is searched for chunks of processes that died."""
 
 
 class Source(Protocol):
-    """Where the values of chunks are: an engine's memory, or tensors at hand."""
+    """Where the values of chunks are: in an engine's memory, or in given tensors."""
 
     def read(self, chunk: Chunk) -> KVCache:
         """The chunk's values, in memory that nobody else writes to."""
@@ -61,16 +61,16 @@ class Source(Protocol):
 
 @runtime_checkable
 class Lent(Source, Protocol):
-    """A source in memory that somebody waits for."""
+    """A source in memory that its owner wants back."""
 
     def give_back(self) -> None:
-        """Nobody reads from it any more."""
+        """Called once nobody reads from it any more."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """Values at hand. Each chunk is copied out of them, unless they are `final`: then nobody writes
-    to them any more."""
+    """A source of given tensors. Each chunk is copied, unless the values are `final`: then nobody
+    writes to them any more."""
 
     cache: KVCache
     final: bool = False

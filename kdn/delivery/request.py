@@ -1,4 +1,4 @@
-"""What is asked of a delivery, and what comes of it."""
+"""The request that a delivery carries out, and its result."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from kdn.delivery.refine import Refinement
 
 FAR_S = 3600.0
-"""The deadline of those who have none."""
+"""Stands for "no deadline"."""
 TAIL_TOKENS = 256
 """Half of what a coarse cache costs a continuation is due to its last tokens: with those one level
 finer, `kdn bench codec` finds half the divergence (`klt` beside `klt-tail`)."""
 
 TAIL_KLD, BODY_KLD = 0.25, 1.75
-"""Of what is enough in the mean, what the last tokens and those before them may each diverge by."""
+"""How far the last tokens, and those before them, may diverge: as multiples of `enough_kld`."""
 
 Compute = Callable[[int, int], Awaitable[KVCache]]
 """Reads chunks [first, end) with the model, returns their values. Called from the front on, once
@@ -33,23 +33,23 @@ at a time; may be cancelled. It writes nothing itself: so a sink never holds hal
 @dataclass(frozen=True)
 class Request:
     chunks: Sequence[Chunk]
-    """Of one context, one after another, or of the pieces of a join."""
+    """Consecutive chunks of one context, or the chunks of the pieces of a join."""
     codec: Codec
     expected_kld: Sequence[float]
-    """By levels - 1: see the profile's `expected`."""
+    """`expected_kld[n - 1]` is the divergence expected of n levels, from the profile."""
     sink: Sink
     deadline_s: float = FAR_S
-    """From the call on; what is there by then is the result."""
+    """Seconds from the call; the result is whatever has arrived by then."""
     enough_kld: float = 0.0
-    """The mean need not be better: with this reached, the delivery ends before its deadline."""
+    """The mean divergence that is good enough: once reached, the delivery ends early."""
     speeds: Speeds | None = None
     compute: Compute | None = None
     """Without it nothing is computed on the way, and no plan counts on it."""
     shared: bool = False
     """Whether model and decoder work on the same processor, at each other's cost."""
     skips_windows: bool = False
-    """Whether layers with a window are wanted only as far as those read them who go on from the end
-    of what is known. The sink must be able to say what a layer lacks."""
+    """Whether layers with a sliding window are fetched only as far as a continuation from the end
+    of the known tokens reads them. The sink must be able to report what a layer lacks."""
 
     def __post_init__(self) -> None:
         assert self.chunks, "a request is for at least one chunk"

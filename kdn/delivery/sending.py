@@ -44,7 +44,7 @@ MAX_REFUSED = 4096
 MAX_REASON_CHARS = 500
 
 SPOOL_PAUSE_S = 60.0
-"""For a spool that is full, or that cannot be written to."""
+"""How long a spool that is full, or cannot be written to, is left alone."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Counts:
     known: int = 0
     """Another publisher was first: the place keeps what it has."""
     replaced: int = 0
-    """Of the published ones, those in the place of a stream that was forged or does not decode."""
+    """Published chunks that replaced a stream that was forged or did not decode."""
     refused: int = 0
     """Not encodable, not accepted by the place for good, or given up after a fault."""
     spooled: int = 0

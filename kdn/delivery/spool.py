@@ -53,7 +53,8 @@ _TRIES = 10
 
 
 class Spool:
-    """Its methods block, unless they only tell of keys: call them in threads, of which many may."""
+    """Its methods block, except those that only list keys: call them in threads. They are
+    thread-safe."""
 
     def __init__(self, root: Path, max_bytes: int) -> None:
         """For `open`."""

@@ -46,7 +46,7 @@ async def find_states(
 
 
 def _reject(place: Chunk, stream: Stream, endpoints: Endpoints, ask: Question) -> None:
-    """Whoever computes it anew may replace it."""
+    """Mark a stream as bad everywhere, so that a publisher may replace it."""
     for endpoint in endpoints:
         endpoint.reject(place.key, stream.assembly.stream_id, ask.clock())
 
@@ -87,7 +87,7 @@ async def fetch_state(
 
 
 async def _read(place: Chunk, stream: Stream, endpoint: Endpoint) -> None:
-    """What is missing of the stream, verified."""
+    """Read and verify the missing parts of the stream."""
     assembly = stream.assembly
     asks = [
         Ask(place.key, at, min(at + PIECE_BYTES, end), assembly.stream_id)

@@ -44,18 +44,18 @@ SHARE_S = 10.0
 SHARED = (0, 1, 2, 4, 8, 16)
 """Which anchors of a piece point to it. The first would do, if pieces never began alike."""
 ATTEMPTS = 4
-"""To add a pointer beside others who do the same."""
+"""Attempts to add a pointer while others add theirs to the same anchor."""
 MAX_POINTERS = 16
-"""Of one anchor: pieces that share a window. The newest stay."""
+"""Pieces that one anchor may point to, because they share a window. The newest stay."""
 MAX_TOKENS = 1 << 20
-"""Of a prompt that is searched."""
+"""Longer prompts are not searched."""
 MAX_KEYS = 4 * MAX_SPANS
 """Anchors of a prompt, which are looked up: so the first 270,000 tokens are searched. Up to 67,000
 tokens it is one request."""
 MAX_PLACES = 64
-"""Of one anchor in a prompt: text may repeat itself."""
+"""Positions of one anchor in a prompt; there are several if its text repeats itself."""
 MAX_MATCHES = 1 << 14
-"""Of all anchors, before they are verified."""
+"""Candidates from all anchors together, before they are verified."""
 MAX_TRIED = 16
 """Pieces that are verified at one place."""
 MAX_HEADS = 16
@@ -79,7 +79,7 @@ class Pointer(NamedTuple):
     """Tokens of the head that it was learned behind."""
     head_digest: bytes
     digest: bytes
-    """Of the own tokens."""
+    """Digest of the piece's own tokens, without its head."""
 
 
 class Match(NamedTuple):
@@ -141,7 +141,7 @@ def _chain(
     found: Iterable[Entry | None],
     head: int | None,
 ) -> list[tuple[int, int]]:
-    """Of all heads that the prompt may have, the one with the most behind it."""
+    """The pieces behind the head that has the most of them: the prompt may fit several heads."""
     matches = set(islice(_matches(len(tokens), namespace, places, found), MAX_MATCHES))
     heads = {(one.head, one.head_digest) for one in matches if one.start == one.head}
     best: list[tuple[int, int]] = []

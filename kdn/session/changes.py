@@ -27,10 +27,10 @@ class Medium(Enum):
 
 class Change(NamedTuple):
     key: bytes
-    """Of a chunk."""
+    """The key of the chunk that came or went."""
     medium: Medium
     is_there: bool
-    """From now on; False: no longer."""
+    """True: the chunk is there from now on. False: it is gone."""
 
 
 class Changes:

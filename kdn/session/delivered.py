@@ -14,27 +14,27 @@ class Grade(NamedTuple):
     """How good a chunk's values in a sink are."""
 
     kld: float
-    """What is expected of going on from them, in nats; 0 if the model computed them."""
+    """Expected KL divergence when the model continues from them; 0 if the model computed them."""
     is_exact: bool
-    """Whether the model computed them, or every level of them was loaded, which of `klt` is as good
-    as lossless: what is computed on top of them may be published."""
+    """Whether the model computed them, or every level was loaded, which is as good as lossless with
+    `klt`. Values computed on top of exact ones may be published."""
     levels: int
     """How many levels were loaded; none if the model computed them for this sink."""
 
     @classmethod
     def of_levels(cls, levels: int, expected_kld: Sequence[float]) -> Grade:
-        """Of the first levels of a stream; `expected_kld`: what the codec says of each."""
+        """The grade of a stream's first levels; the codec expects `expected_kld` of each number."""
         return cls(expected_kld[levels - 1], levels == len(expected_kld), levels)
 
     @classmethod
     def of_values(cls, kld: float, is_exact: bool, expected_kld: Sequence[float]) -> Grade:
-        """Of values that somebody else loaded, or computed, which counts as all levels."""
+        """The grade of values that another process loaded or computed; computed counts as exact."""
         every = len(expected_kld)
         return cls(kld, is_exact, every if is_exact else enough_levels(expected_kld, kld))
 
 
 COMPUTED = Grade(0.0, True, 0)
-"""By the model, for this sink."""
+"""The grade of values that the model computed for this sink."""
 
 
 @dataclass(frozen=True)

@@ -34,20 +34,20 @@ from kdn.session.stream_file import parse_head, read_start
 PAGE_BYTES = 4096
 """Files take whole pages of memory."""
 MAX_SHARE = 0.5
-"""Of the file system: others keep things in shared memory, too."""
+"""At most this share of the file system is used: other programs need shared memory, too."""
 SPARE = 1 / 32
-"""Of what is allowed: freed beyond what is needed just now."""
+"""This share of the allowed room is freed in addition to what is needed now."""
 SCAN_S = 10.0
 COARSER_STAYS = 1.5
 UNASKED_STAYS = 1 / 16
 ASKED, ASKED_SHARE = 64, 0.9
-"""Of so many last readers, what this share of them is content with counts as asked for."""
+"""Levels that satisfy this share of the last `ASKED` readers count as asked for."""
 MIN_AGE_NS = 10 * 10**9
-"""What was used since then is equally fresh: only levels count, and among equals who was first."""
+"""Files used within this time are equally fresh: only their levels decide, then their order."""
 STALE_NS = 60 * 10**9
-"""What has been half-written for so long was left by a process that died."""
+"""A file that is half-written for this long was left by a process that died."""
 SLICE, PAUSE_S = 256, 0.002
-"""After so many files a scan lets others run: it belongs to an engine's process."""
+"""A scan pauses after this many files, because it runs inside an engine's process."""
 ROUNDS = 3
 
 

@@ -31,7 +31,7 @@ MARKER = ".kdn-decoded-chunks"
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CHANGE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _QUIETLY = getattr(os, "O_NOATIME", 0)
-"""Reading does not count as use: whoever uses a file says so, see `touch`."""
+"""Reading does not mark a file as used; `touch` does."""
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENXIO)
 """Links, and what others put there; not, say, too many open files."""

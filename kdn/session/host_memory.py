@@ -44,9 +44,9 @@ HEADER_BYTES = 512
 """Padded with spaces: so that values begin at a multiple of any element's size."""
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 TOKEN_AGE_NS = 10_000_000
-"""A chunk counts as used so much earlier for each token before it."""
+"""For each token before it, a chunk counts as used this much earlier."""
 MAX_SHARE = 0.5
-"""Of the file system: others keep things in shared memory, too."""
+"""At most this share of the file system is used: other programs need shared memory, too."""
 _NAME = re.compile(rf"(?:[0-9a-f]{{2}})+\.(?:{'|'.join(DTYPES.values())})")
 
 
@@ -56,9 +56,9 @@ class HeldValues:
 
     cache: KVCache
     kld: float
-    """What is expected of going on from them, in nats; 0 if the model computed them."""
+    """Expected KL divergence when the model continues from them; 0 if the model computed them."""
     exact: bool
-    """Whether what is computed on top of them may be published."""
+    """Whether values that are computed on top of them may be published."""
 
 
 class HostMemory:

@@ -1,4 +1,5 @@
-"""What is opened with `async with`, in parts that are closed again in turn, also when one fails."""
+"""A base for objects opened with `async with`: their parts are closed in reverse order, even if
+opening one of them fails."""
 
 from __future__ import annotations
 

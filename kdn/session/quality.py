@@ -42,7 +42,7 @@ def enough_kld(quality: Quality) -> float:
 
 
 def enough_join_kld(quality: Quality) -> float:
-    """The KLD that joining may cost. 0: all is read. Of a number, the codec takes a part."""
+    """The KLD that joining may add; 0: everything is read. A number is shared with the codec."""
     enough = enough_kld(quality)
     return JOIN_QUALITIES[quality] if isinstance(quality, str) else (1 - CODEC_SHARE) * enough
 

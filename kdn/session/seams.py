@@ -43,7 +43,7 @@ _TAG = re.compile(r"[A-Za-z0-9._-]{0,64}")
 
 
 def checked_tag(tag: str) -> str:
-    """What tells seams of one kind of text from others of the same model; none is a tag, too."""
+    """A tag keeps seams for one kind of text apart from others of the model. It may be empty."""
     if not isinstance(tag, str) or not _TAG.fullmatch(tag):
         raise UnsupportedError(
             f"tag: expected up to 64 letters, digits, '.', '_', '-', found {shown(tag)}"

@@ -36,14 +36,14 @@ NOT_HERE = 0
 
 @dataclass(frozen=True)
 class FileHead:
-    """What a file says of itself, intact."""
+    """The head of a file, parsed and verified."""
 
     stream_at: int
     """Where the stream begins in the file."""
     header_bytes: int
-    """Of the stream's own header."""
+    """Size of the stream's own header."""
     level_ends: tuple[int, ...]
-    """Where each level of the stream ends in the file, those included that are not here."""
+    """Where each level ends in the file, including levels that are no longer there."""
     sums: tuple[int, ...]
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,15 @@ def test_the_report_says_what_was_measured() -> None:
     assert "100 Mbit/s" in text
 
 
+def test_a_long_reading_shows_how_far_it_is() -> None:
+    """So that neither people nor the deadline of a silence take it for dead."""
+    console = Console(file=StringIO(), width=100)
+    screen = Screen(console, ["one?"], 100.0)
+    screen.learned({"event": "read", "num_read": 1024, "num_tokens": 6144})
+    console.print(screen._live.renderable)
+    assert "1,024 of 6,144 tokens read" in console.file.getvalue()
+
+
 def test_first_sentences() -> None:
     assert Side(text=" A dog. A cat.").first_sentence == "A dog."
     assert Side(text="3.5 is a number! Is it?").first_sentence == "3.5 is a number!"
@@ -102,9 +112,24 @@ def test_the_whole_demo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "150")
-    monkeypatch.setattr(demo, "MAX_TOKENS", 4)
-    demo.run(None, 512, 100.0, "default", "auto", tmp_path / "demo.png")
+    extent = demo.Extent(512, demo.QUESTIONS, 4)
+    out, told = tmp_path / "demo.png", tmp_path / "demo.json"
+    demo.run(None, extent, 100.0, "default", "auto", out, told)
     text = capsys.readouterr().out
     assert "faster" in text
     assert "known" in text
-    assert (tmp_path / "demo.png").is_file()
+    assert out.is_file()
+    results = json.loads(told.read_text())
+    ways = [(one["question"], one["way"]) for one in results["answers"]]
+    assert ways == [(question, way) for question in demo.QUESTIONS for way in ("with", "without")]
+    assert all(one["text"] and one["ttft_s"] > 0 for one in results["answers"])
+    assert results["learn"]["num_tokens"] >= 512
+
+
+def test_quick_is_less_of_everything() -> None:
+    quick, whole = demo.Extent.of(True, None), demo.Extent.of(False, None)
+    assert quick.num_tokens < whole.num_tokens
+    assert quick.max_tokens < whole.max_tokens
+    assert len(quick.questions) < len(whole.questions)
+    assert demo.Extent.of(True, 600).num_tokens == 600
+    assert demo.Extent.of(True, 600).max_tokens == quick.max_tokens

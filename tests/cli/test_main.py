@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -15,7 +14,12 @@ from kdn.cli import main as cli
 from kdn.cli.lazy import lazy_group
 from kdn.errors import UnsupportedError
 
-HEAVY = ("torch", "transformers", "numba", "numpy", "safetensors")
+HEAVY = (
+    "torch", "transformers", "numba", "numpy", "safetensors", "aiohttp", "uvloop", "asyncio",
+    "xxhash", "prometheus_client", "sqlite3", "redis", "obstore", "zmq", "matplotlib", "triton",
+    "vllm", "opentelemetry",
+)  # fmt: skip
+"""`import kdn` takes 5 ms and `kdn --help` 200 ms without these; torch alone takes seconds."""
 
 
 def kdn(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -23,14 +27,9 @@ def kdn(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, check=check)
 
 
-def test_help_is_instant() -> None:
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        shown = kdn("--help").stdout
-        times.append(time.perf_counter() - begin)
+def test_help_names_the_commands() -> None:
+    shown = kdn("--help").stdout
     assert all(name in shown for name in ("demo", "calibrate", "bench"))
-    assert min(times) < 1.0  # 0.2 s on an idle machine
 
 
 @pytest.mark.parametrize("group", [["--help"], ["bench", "--help"]])
@@ -47,6 +46,13 @@ def test_help_imports_nothing_heavy(group: list[str]) -> None:
     )
     assert "Usage" in found.stdout
     assert found.stderr.strip() == ""
+
+
+def test_importing_kdn_imports_nothing_heavy() -> None:
+    heavy = {*HEAVY, "rich", "typer"}
+    code = f"import sys, kdn; print(sorted({heavy!r} & sys.modules.keys()))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
 
 
 def test_an_error_of_kdn_is_one_line(

@@ -1,7 +1,7 @@
-"""A chunk on its way to being coded: what is to be coded, before rounding and after.
+"""From a chunk's values to the integers that are coded: prediction, transform, rounding.
 
-Encoding and calibration both go this way. Calibration stops before anything is coded, as it has no
-tables yet.
+Encoding and calibration share these steps. Calibration stops before entropy coding, because it has
+no tables yet.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from kdn.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class GroupAnalysis:
-    """A group of a chunk before rounding: components in finest steps, the same in the basis' units,
-    and what the large ones leave of the residual [tokens, columns]."""
+    """A group of a chunk before rounding: its components in finest steps (`exact`) and in units of
+    the basis, and the residual [tokens, columns] after the large components are subtracted."""
 
     exact: Floats
     components: torch.Tensor
@@ -41,8 +41,8 @@ class GroupAnalysis:
 
 @dataclass(frozen=True)
 class Analysis:
-    """A chunk on its way to being coded: tokens' step classes; per group its sinks (none unless the
-    chunk begins a context) and the rest."""
+    """A chunk before rounding: the step class of each token, and for each group its sinks (only in
+    the first chunk of a context) and its components."""
 
     classes: npt.NDArray[np.uint8]
     sinks: list[Ints]
@@ -50,7 +50,7 @@ class Analysis:
 
 
 class Analyser:
-    """On the cores, for the model a profile was calibrated for."""
+    """Analyses chunks on CPU cores, for the model that the profile was calibrated for."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Analyser:
         sinks: Sequence[SinkCoder],
         duals: Duals,
     ) -> None:
-        """Transforms and sinks of each group."""
+        """`transforms` and `sinks` have one entry for each group."""
         self._spec, self._profile, self._num_levels = spec, coder.profile, coder.num_levels
         self._coder, self._predict = coder, predict
         self._transforms, self._sinks, self._duals = transforms, sinks, duals
 
     def analyse(self, chunk: Chunk, cache: KVCache) -> Analysis:
-        """What is to be coded, before rounding."""
+        """The chunk's components, before rounding."""
         check_input(self._spec, chunk, cache)
         if cache.ready is not None:
             cache.ready.synchronize()

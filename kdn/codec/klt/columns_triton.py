@@ -1,5 +1,5 @@
-"""From a cache to the columns that are coded, and to what the token ids do not tell of them:
-`columns.py` and prediction as Triton kernels, for any rotation of any layer."""
+"""From a cache to the columns that are coded, and to what is left of them after prediction:
+`columns.py` and the predictor as Triton kernels, for any rotation of any layer."""
 
 # Kernels are in Triton's language, which has no types.
 # mypy: ignore-errors

@@ -48,9 +48,9 @@ from kdn.codec.klt.transform_triton import pack_components, restore
 
 BLOCK_TOKENS = 128
 MEMORY_SHARE = 0.09
-"""Of a whole cache that is decoded: what a slab may take beside it."""
+"""Memory that a slab may take, as a share of the cache that is decoded."""
 SCRATCH_BYTES = 256 << 20
-"""What slabs may take otherwise: 32 chunks of a model with 8 billion parameters."""
+"""Memory that a slab may take otherwise: enough for 32 chunks of an 8B model."""
 SLAB_SHARE = 0.8
 """Of that: for integers; the rest is for the matrix of a batch of groups."""
 MIN_BATCH_BYTES = 64 << 20

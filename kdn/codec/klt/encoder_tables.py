@@ -65,7 +65,7 @@ class GroupMatrices:
 
 
 class Prediction:
-    """What the token ids tell of all columns, but for the bias."""
+    """The predictor from token ids to all columns, without the bias."""
 
     def __init__(self, profile: Profile, device: torch.device) -> None:
         t = profile.tensors

@@ -35,7 +35,7 @@ STREAM_ALIGNMENT = 16
 MAX_READERS = 8
 """Threads that bring streams into a buffer; more hardly read faster."""
 NO_SLOTS = np.full(1, -1, np.int64)
-"""Of a chunk that is written nowhere."""
+"""Slots of a chunk whose values are not written anywhere."""
 MAX_LENGTHS = 4096
 """Streams whose sections' lengths are remembered; a kilobyte each."""
 
@@ -173,7 +173,7 @@ class Filling(NamedTuple):
 
 
 class SlabMaker:
-    """What is the same for all slabs of a decoder."""
+    """Makes slabs; holds everything that all slabs of a decoder share."""
 
     def __init__(
         self,

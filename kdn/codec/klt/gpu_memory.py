@@ -23,7 +23,7 @@ from kdn.codec.klt.streams import CudaStreams, Event
 ALIGNMENT = 256
 SLAB_CHUNKS = 32
 INPUT_BYTES = 64 << 20
-"""Of each buffer: a batch of chunks of a model with 8 billion parameters has 41 MB in three levels.
+"""Size of each buffer: a batch of chunks of an 8B model has 41 MB in three levels.
 torch takes pinned memory in powers of two."""
 
 
@@ -79,7 +79,7 @@ class InputBuffer:
     copied: Event = None
     used: Event = None
     fields: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """What its device half begins with, by the number of chunks that it holds."""
+    """The fields at the start of its device half, by the number of chunks that it holds."""
 
     @classmethod
     def of(

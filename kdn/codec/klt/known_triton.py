@@ -1,6 +1,6 @@
-"""What token ids and positions alone tell of a chunk, as Triton kernels: the predicted part of the
-matrix A, and by how much each token's keys are turned. One launch each: written as operations on
-tensors they are a dozen, and each of them costs the host 10 us."""
+"""The parts of a chunk that follow from token ids and positions alone, as Triton kernels: the
+predicted part of the matrix A, and the rotation of each token's keys. Each takes one launch; as
+tensor operations they would take a dozen, at 10 us of host time each."""
 
 # Kernels are in Triton's language, which has no types.
 # mypy: ignore-errors

@@ -1,7 +1,7 @@
 """Integers of the groups of a chunk as sections of a stream, level by level, and back.
 
-See codec.py for which sections there are. What selects the tables of a section, and what integers
-stand for, the encoder and the decoder of the cores must agree on to the last bit: it is all here.
+codec.py lists the sections. Encoder and decoder must agree to the last bit on the tables of a
+section and on the meaning of its integers, so both use the code in this file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kdn.codec.klt.transform import PackedComponents, pack
 
 
 class LevelCoder:
-    """With the tables of a profile."""
+    """Codes levels with the tables of a profile."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -43,7 +43,7 @@ class LevelCoder:
         return self.profile.levels[level].num_components[index] if level >= 0 else 0
 
     def model(self, level: int, kind: int, index: int, classes: npt.NDArray[np.uint8]) -> Model:
-        """What selects the tables of one section."""
+        """The model that selects the tables of one section."""
         kept = self._coded(level - 1, index) if kind != KIND_CORRECTION else 0
         rows = slice(0, kept) if kind == KIND_DIGITS else slice(kept, self._coded(level, index))
         tables = self.profile.levels[level].tables(kind == KIND_DIGITS)

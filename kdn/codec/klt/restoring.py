@@ -1,4 +1,4 @@
-"""What a stream says of a chunk, and what its token ids tell, put together into values."""
+"""A chunk's values, restored from the components in its stream and predictions from token ids."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from kdn.codec.threads import parallel_map
 
 @dataclass(frozen=True)
 class FromTokens:
-    """What the token ids and their positions tell of a chunk."""
+    """The part of a chunk that follows from its token ids and positions."""
 
     latent: Latent
     turns: RopeTables
@@ -47,9 +47,9 @@ class FromTokens:
 
 @dataclass(frozen=True)
 class FromStream:
-    """What its stream tells: tokens' step classes; per group its components, with the correction
-    [columns, tokens] if the last level is there, and its sinks (none unless the chunk begins a
-    context)."""
+    """The part of a chunk that its stream holds: the step class of each token, and for each group
+    its components, the correction [columns, tokens] if the last level is there, and its sinks (only
+    in the first chunk of a context)."""
 
     classes: npt.NDArray[np.uint8]
     groups: Sequence[tuple[PackedComponents, Ints | None]]
@@ -57,7 +57,7 @@ class FromStream:
 
 
 class Restorer:
-    """On the cores, for the model a profile was calibrated for."""
+    """Restores chunks on CPU cores, for the model that the profile was calibrated for."""
 
     def __init__(
         self,

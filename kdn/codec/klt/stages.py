@@ -1,8 +1,8 @@
 """A group's basis in two stages: one matrix across its layers, then one of each layer.
 
-What layers share is worth more than anything else (decision 0001), but the rows of one matrix are
-as long as all columns of a group: the operations per value grow with its layers. Two stages are
-that matrix as a product:
+Coding many layers together gains more than anything else (decision 0001). But each row of one
+matrix is as long as all columns of a group, so the operations per value grow with the number of
+layers. Two stages write that matrix as a product:
 
     z = components' inner        [tokens, K]: the leading components of all layers
     columns of layer l = z[of l] rows_l / weight
@@ -33,7 +33,7 @@ from kdn.codec.threads import parallel_map
 
 
 def transforms_of(profile: Profile) -> list[GroupTransform]:
-    """Of all groups, whichever stages they have."""
+    """The transform of each group, with one stage or two."""
     return [
         GroupTransform(group, profile) if group.rows is None else TwoStageTransform(group, profile)
         for group in profile.groups
@@ -49,7 +49,7 @@ class Leading:
 
 
 class TwoStageTransform(GroupTransform):
-    """Of a group that has rows of its layers."""
+    """The transform of a group with two stages."""
 
     def __init__(self, group: Group, profile: Profile) -> None:
         super().__init__(group, profile)

@@ -39,7 +39,7 @@ LARGEST_PLAIN = (ESCAPE - 1) // 2
 MAX_BASE = 32767
 LANES = 32
 MAX_RUNS = 64
-"""Of a section (`runs.py`), so that a GPU finds each of them in one step."""
+"""Runs of a section (`runs.py`); so few that a GPU finds each of them in one step."""
 
 BASE_TABLES = NUM_SCALES * NUM_ACTIVITIES
 ZERO_TABLES = NUM_SCALES * NUM_ACTIVITIES * NUM_NEIGHBOURS
@@ -101,7 +101,7 @@ def digit_value(coarse: int, symbol: int) -> int:
 
 
 class Activity:
-    """The running size of each token's components, and its class in the block at hand."""
+    """The running size of each token's components, and its class in the current block."""
 
     def __init__(self, model: Model) -> None:
         self._thresholds = model.thresholds
