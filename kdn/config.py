@@ -191,6 +191,8 @@ class TenantSettings:
     """Of all versions of all manifests."""
     max_named_chunks: int = 200_000
     """Chunks of all names, each counted once for every name: a node keeps them all in memory."""
+    max_levels: int = 0
+    """Levels of a chunk that are stored: finer ones are cut off what is put."""
     upstream_token: str = field(default="", repr=False)
     """Of a region: this tenant's token at the centre."""
     upstream_token_file: str = ""

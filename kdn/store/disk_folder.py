@@ -15,6 +15,8 @@ of the order of file system calls alone, and no transaction spans files and inde
   is therefore always a complete object. Acknowledged means that the folder was synced.
 - evict: unlink, then the index. Not synced: what comes back after a power loss is a whole object
   again. A later put syncs the folder, so that an evicted object never survives a newer one.
+- cut: write what is left as a .part file, sync it, rename it over the object, then the index. The
+  folder is not synced: what comes back after a power loss is the whole object again.
 - delete: unlink, sync the folder, then the index.
 - start: a row without a file is dropped. A file without a row is adopted from its own header. The
   etag is in the name, so a row can not be taken for that of an earlier object of its key. Thus any
@@ -34,6 +36,7 @@ import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -41,7 +44,7 @@ from kdn.errors import FormatError, StoreError
 from kdn.store.base import Entry
 from kdn.store.disk_files import Files, named_errors
 from kdn.store.disk_format import Header, encode_header
-from kdn.store.disk_index import Index, Row, entry_of, row_of
+from kdn.store.disk_index import USED, Index, Row, entry_of, row_of
 from kdn.store.disk_reading import ObjectReader, file_name
 
 logger = logging.getLogger(__name__)
@@ -82,6 +85,29 @@ class ObjectFolder(ObjectReader):
         with named_errors(f"evict {file_name(entry)}"):
             self._unlink(self._objects / file_name(entry))
         self._index.change(remove=[entry.key])
+
+    def cut(self, entry: Entry, kept_bytes: int, used: int) -> Row:
+        """Keep only the beginning of an object. Readers have the old file or the new one. FormatError
+        if it is not one that may be cut there, or is damaged: then nothing has changed."""
+        part = self._objects / f"{next(self._serial)}{PART}"
+        name = file_name(entry)
+        span = self.read(entry, 0, kept_bytes)
+        if span is None or not kept_bytes < span.entry.size_bytes:
+            raise FormatError(f"expected more than {kept_bytes} bytes of {name}")
+        shorter, data = replace(span.entry, size_bytes=kept_bytes), bytes(span.data)
+        if kept_bytes not in shorter.hints.cuts:
+            raise FormatError(f"expected to cut at {shorter.hints.cuts}, found {kept_bytes}")
+        with named_errors(f"cut {name}"):
+            try:
+                self._write_synced(part, [encode_header(shorter, data), data])
+                self._files.rename(part, self._objects / name)
+            except BaseException:
+                with suppress(OSError):
+                    self._files.unlink(part)
+                raise
+        row = row_of(shorter, used)
+        self._index.change(put=[row])
+        return row
 
     def delete(self, key: bytes, entry: Entry | None) -> bool:
         """When this returns, the bytes are gone for good; True if they were an object."""
@@ -151,7 +177,7 @@ class ObjectFolder(ObjectReader):
         here = list(expected.values())
         strangers = names - expected.keys()
         entries, damaged = self._adopt(strangers, {row[0] for row in here} if strangers else set())
-        newest = here[-1][-1] if here else 0
+        newest = here[-1][USED] if here else 0
         adopted = [row_of(entry, newest + order) for order, entry in enumerate(entries, 1)]
         if missing or adopted:
             logger.info("index: %d rows dropped, %d files adopted", len(missing), len(adopted))
