@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 from kdn.cache.folder import cache_folder
 from kdn.checked import shown
 from kdn.credentials import Credentials, secret_from, token_from, warn_if_shared
+from kdn.defaults import STORED_QUALITY
 from kdn.errors import UnsupportedError
 from kdn.protocol.limits import MAX_CHUNK_BYTES, MAX_PROFILE_BYTES
 
@@ -156,6 +157,8 @@ class ClientSettings:
     tls_ca: str = ""
     """A PEM file: the authority that signed the nodes' certificates, if a private one did."""
     timeout_s: float = 30.0
+    stored_quality: str = STORED_QUALITY
+    """What `kdn learn` stores has no more levels than this quality takes; `exact`: all of them."""
 
     @property
     def credentials(self) -> Credentials:

@@ -20,7 +20,13 @@ from kdn.bench.cache_replay import (
 from kdn.bench.report import commit, drawing, table_of
 
 OPTIMUM = "optimum"
-_COLOURS = {"lru": "#6c757d", "s3fifo": "#2e6f95", "cost": "#d1495b", "graded": "#3a7d44", OPTIMUM: "#1b1b1e"}
+_COLOURS = {
+    "lru": "#6c757d",
+    "s3fifo": "#2e6f95",
+    "cost": "#d1495b",
+    "graded": "#3a7d44",
+    OPTIMUM: "#1b1b1e",
+}
 _NOTES = (
     "A block hits only if all before it hit. optimum: Belady's choice by next use, which no policy "
     "can beat in blocks hit; prefixes cost it nothing, as a prefix is used whenever what follows "

@@ -130,8 +130,8 @@ class Store(ABC):
         if there is none this is a put like any other. A reader gets the old object, the new one or
         a miss, never a mix. If this fails, there may be neither.
 
-        An object that was cut (`Hints.cuts`) keeps its etag. Putting it again with more of its bytes
-        makes it whole, without `replacing`, in a store that cuts objects itself.
+        An object that was cut (`Hints.cuts`) keeps its etag. To put it again with more of its
+        bytes makes it whole, without `replacing`, in a store that cuts objects itself.
 
         `checksum` is the xxh3-64 of `data`, computed where the bytes came from: ChecksumError if
         it does not fit. NoSpaceError if it cannot be kept.

@@ -265,7 +265,8 @@ class DiskStore(Store):
             return True
 
     async def _is_free(self, key: bytes) -> bool:
-        """When nobody holds it; False if a put holds it that has nothing here and waits for room."""
+        """When nobody holds it. False if a put does that has nothing here yet, and waits for
+        room."""
         while self._holds.is_held(key):  # it may still be being written
             if key in self._entering:
                 return False

@@ -87,8 +87,8 @@ class ObjectFolder(ObjectReader):
         self._index.change(remove=[entry.key])
 
     def cut(self, entry: Entry, kept_bytes: int, used: int) -> Row:
-        """Keep only the beginning of an object. Readers have the old file or the new one. FormatError
-        if it is not one that may be cut there, or is damaged: then nothing has changed."""
+        """Keep only the beginning of an object. Readers have the old file or the new one.
+        FormatError if it may not be cut there, or is damaged: then nothing has changed."""
         part = self._objects / f"{next(self._serial)}{PART}"
         name = file_name(entry)
         span = self.read(entry, 0, kept_bytes)

@@ -37,7 +37,7 @@ from tests.store.faults import (
 from tests.store.ledger import Ledger, WatchedLRU, check_agreement, scratch_folder
 
 SIZE = 3000
-CAPACITY_BYTES = 4 * footprint_bytes((b"a", bytes(16), SIZE, None, 0.0, 0))
+CAPACITY_BYTES = 4 * footprint_bytes((b"a", bytes(16), SIZE, None, 0.0, 0, b""))
 GARBAGE: IndexState = {"index.sqlite": content("garbage", 5000)}
 
 Scenario = Callable[[Store, Ledger], Awaitable[None]]

@@ -189,6 +189,7 @@ _OF_SESSION: Mapping[str, Check] = {
     "client": lambda name, value: checked_client(value),
     "codec": partial(checked_choice, known=CODECS),
     "profile": _path,
+    "stored_quality": _quality,
     "queue_bytes": partial(checked_count, most=MAX_BYTES),
     "spool_bytes": _bytes,
     "spool_folder": _path,

@@ -50,7 +50,9 @@ class Graded(CostAware):
 
     def _made(self, size_bytes: int, hints: Hints) -> Item:
         cuts = hints.cuts
-        return _Graded(hints.parent, 0.0, 0, 0, 0, False, hints.saved_s, size_bytes, cuts, len(cuts))
+        return _Graded(
+            hints.parent, 0.0, 0, 0, 0, False, hints.saved_s, size_bytes, cuts, len(cuts)
+        )
 
     def touch(self, key: bytes, start: int = 0, end: int | None = None) -> None:
         super().touch(key)
@@ -83,7 +85,8 @@ class Graded(CostAware):
             self._place(key)
 
     def _may_give(self, key: bytes, item: Item) -> bool:
-        return super()._may_give(key, item) or bool(isinstance(item, _Graded) and self._lesser(item))
+        is_leaf = super()._may_give(key, item)
+        return is_leaf or (isinstance(item, _Graded) and bool(self._lesser(item)))
 
     def _weight(self, key: bytes, item: Item) -> float:
         return self._way(key, item)[0] if isinstance(item, _Graded) else item.weight
