@@ -49,7 +49,7 @@ class Course:
         self._planned_rate = 0.0
         self._planned_troubles = 0
         self._offers: tuple[Offer, ...] = ()
-        self._offered: tuple[bytes, ...] = ()
+        self._offered: tuple[tuple[bytes, int], ...] = ()
 
     @property
     def wants_model(self) -> bool:

@@ -15,8 +15,8 @@ of the order of file system calls alone, and no transaction spans files and inde
   is therefore always a complete object. Acknowledged means that the folder was synced.
 - evict: unlink, then the index. Not synced: what comes back after a power loss is a whole object
   again. A later put syncs the folder, so that an evicted object never survives a newer one.
-- cut: write what is left as a .part file, sync it, rename it over the object, then the index. The
-  folder is not synced: what comes back after a power loss is the whole object again.
+- cut: write what is left as a .part file, sync it, rename it over the object, sync the folder, then
+  the index: which may say more than is there, never less, so that the store knows its size.
 - delete: unlink, sync the folder, then the index.
 - start: a row without a file is dropped. A file without a row is adopted from its own header. The
   etag is in the name, so a row can not be taken for that of an earlier object of its key. Thus any
@@ -89,25 +89,29 @@ class ObjectFolder(ObjectReader):
     def cut(self, entry: Entry, kept_bytes: int, used: int) -> Row:
         """Keep only the beginning of an object. Readers have the old file or the new one.
         FormatError if it may not be cut there, or is damaged: then nothing has changed."""
-        part = self._objects / f"{next(self._serial)}{PART}"
-        name = file_name(entry)
         span = self.read(entry, 0, kept_bytes)
-        if span is None or not kept_bytes < span.entry.size_bytes:
-            raise FormatError(f"expected more than {kept_bytes} bytes of {name}")
-        shorter, data = replace(span.entry, size_bytes=kept_bytes), bytes(span.data)
-        if kept_bytes not in shorter.hints.cuts:
-            raise FormatError(f"expected to cut at {shorter.hints.cuts}, found {kept_bytes}")
-        with named_errors(f"cut {name}"):
-            try:
-                self._write_synced(part, [encode_header(shorter, data), data])
-                self._files.rename(part, self._objects / name)
-            except BaseException:
-                with suppress(OSError):
-                    self._files.unlink(part)
-                raise
-        row = row_of(shorter, used)
+        if span is None:
+            raise FormatError("its file is gone")
+        kept = replace(span.entry, size_bytes=min(kept_bytes, span.entry.size_bytes))
+        if kept.size_bytes not in kept.hints.cuts:
+            raise FormatError(f"expected to cut at {kept.hints.cuts}, found {kept_bytes}")
+        if kept != span.entry:  # else it was cut before, and the index had not heard of it
+            self._shorten(kept, bytes(span.data))
+        row = row_of(kept, used)
         self._index.change(put=[row])
         return row
+
+    def _shorten(self, kept: Entry, data: bytes) -> None:
+        part = self._objects / f"{next(self._serial)}{PART}"
+        with named_errors(f"cut {file_name(kept)}"):
+            try:
+                self._write_synced(part, [encode_header(kept, data), data])
+                self._files.rename(part, self._objects / file_name(kept))
+                self._files.sync_folder(self._objects)
+            except BaseException:
+                with suppress(OSError):
+                    self._unlink(part)
+                raise
 
     def delete(self, key: bytes, entry: Entry | None) -> bool:
         """When this returns, the bytes are gone for good; True if they were an object."""

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from operator import itemgetter
 from pathlib import Path
 from threading import Lock
-from typing import Self
+from typing import Final, Self
 
 from kdn.files import private_database
 from kdn.store.base import Entry, Hints
@@ -53,7 +53,7 @@ Row = tuple[bytes, bytes, int, bytes | None, float, int, bytes]
 """Key, etag, size, parent, seconds saved, when it was used (a higher number was later), and where
 it may be cut. Bare, as SQLite gives them: to make a hundred thousand objects of a class more would
 be felt at start."""
-USED = 5
+USED: Final = 5
 
 
 def row_of(entry: Entry, used: int) -> Row:
@@ -68,7 +68,8 @@ def entry_of(row: Row) -> Entry:
 
 
 def used_at(row: Row, used: int) -> Row:
-    return (*row[:USED], used, row[-1])
+    key, etag, size_bytes, parent, saved_s, _, cuts = row
+    return key, etag, size_bytes, parent, saved_s, used, cuts
 
 
 class Index:
