@@ -19,6 +19,8 @@ from kdn.store.base import Hints
 from kdn.store.evict.cost import CostAware, Item, weight_of
 from kdn.store.evict.demand import Demand
 
+LEAST_SAVED_S = 1e-9
+"""Of an object of which nobody said: its levels are weighed against each other all the same."""
 USEFUL = 0.5
 """What is left of an object is of use if so many readers are content with it."""
 
@@ -49,10 +51,8 @@ class Graded(CostAware):
         return sum(share >= USEFUL for share in self._content) - 1
 
     def _made(self, size_bytes: int, hints: Hints) -> Item:
-        cuts = hints.cuts
-        return _Graded(
-            hints.parent, 0.0, 0, 0, 0, False, hints.saved_s, size_bytes, cuts, len(cuts)
-        )
+        saved_s, cuts = max(hints.saved_s, LEAST_SAVED_S), hints.cuts
+        return _Graded(hints.parent, 0.0, 0, 0, 0, False, saved_s, size_bytes, cuts, len(cuts))
 
     def touch(self, key: bytes, start: int = 0, end: int | None = None) -> None:
         super().touch(key)
