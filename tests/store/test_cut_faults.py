@@ -1,5 +1,5 @@
-"""Cutting objects on disk, and making them whole again, with the power going or the disk failing at
-every step: what is left is the object or its beginning, whole in itself, and never anything else."""
+"""Cutting objects on disk, and making them whole again, while the power or the disk fails at every
+step: what is left is the object or its beginning, and never anything else."""
 
 from __future__ import annotations
 

@@ -101,7 +101,14 @@ class Settings:
         session = SessionSettings(
             _places(given["url"]), _credentials(given), **_checked(given, _OF_SESSION)
         )
-        return cls(session, **_checked(given, _OWN))
+        own = cls(session, **_checked(given, _OWN))
+        stored = enough_kld(session.stored_quality)
+        if own.load and own.publish and stored > own.quality:
+            raise UnsupportedError(
+                f"stored_quality: expected no coarser than the quality {own.quality:g}, found "
+                f"{stored:g}: this engine would not use what it stores"
+            )
+        return own
 
     @property
     def is_remote(self) -> bool:
