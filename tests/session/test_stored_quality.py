@@ -247,7 +247,7 @@ def test_a_place_that_lies_about_sizes(tmp_path: Path, claim: Any, levels: int) 
         places = replace(session.places, endpoints=Endpoints([Endpoint(Claims(store, claim))]))
         session.places = places
         got, cache = await delivered(session, chunks, 0.0 if levels == 0 else 0.025)
-        assert set(got.levels) <= {0, 2, 3}
+        assert 4 not in got.levels
         if levels:
             assert got.levels == (levels,) * 3
             assert torch.equal(cache.keys, right.keys)
