@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 from kdn.cache.folder import cache_folder
 from kdn.checked import shown
 from kdn.credentials import Credentials, secret_from, token_from, warn_if_shared
+from kdn.defaults import STORED_QUALITY
 from kdn.errors import UnsupportedError
 from kdn.protocol.limits import MAX_CHUNK_BYTES, MAX_PROFILE_BYTES
 
@@ -177,6 +178,8 @@ class ClientSettings:
     """A PEM file: the authority that signed the nodes' certificates, if a private one did."""
     timeout_s: float = 30.0
     """For one request."""
+    stored_quality: str = STORED_QUALITY
+    """`kdn learn` stores no more levels than this quality needs; `exact`: all of them."""
 
     @property
     def credentials(self) -> Credentials:
@@ -217,6 +220,8 @@ class TenantSettings:
     """Of all versions of all manifests."""
     max_named_chunks: int = 200_000
     """Chunks of all names, each counted once for every name: a node keeps them all in memory."""
+    max_levels: int = 0
+    """Levels of a chunk that are stored: finer ones are cut off what is put."""
     upstream_token: str = field(default="", repr=False)
     """Of a region: this tenant's token at the centre."""
     upstream_token_file: str = ""

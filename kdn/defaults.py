@@ -9,6 +9,8 @@ QUALITY = "default"
 """See `kdn/session/quality.py`."""
 ENGINE_QUALITY = "high"
 """In a serving engine, where other requests go on from what one has loaded."""
+STORED_QUALITY = "exact"
+"""Of what is published: all levels, so that others may go on from it and publish that."""
 MAX_NEW_TOKENS = 256
 """Of an answer."""
 QUEUE_BYTES = 1 << 30

@@ -17,7 +17,9 @@ from kdn.delivery.spool import Spool
 from kdn.files import write_whole
 from kdn.node.server import listen, open_node
 from kdn.store.base import Hints
+from kdn.store.disk import open_disk
 from kdn.store.disk_reading import file_name
+from kdn.store.evict import open_policy
 from tests.disk_calls import DiskCalls
 from tests.node.harness import Running, config_for, key_of, run
 from tests.store.contract import closing, content, put
@@ -62,6 +64,28 @@ def test_a_deletion_is_synced_before_the_answer(tmp_path: Path, calls: DiskCalls
             assert calls == [
                 ("unlink", f"objects/{file_name(entry)}"), ("sync", "objects"), ANSWERED
             ]  # fmt: skip
+
+    asyncio.run(test())
+
+
+def test_what_is_left_of_an_object_is_synced_before_it_takes_its_place(
+    tmp_path: Path, calls: DiskCalls
+) -> None:
+    async def test() -> None:
+        store = await open_disk(tmp_path, 50_000, open_policy("graded"))
+        async with closing(store):
+            hints = Hints(saved_s=1.0, cuts=(9_000, 30_000))
+            entry = await put(store, b"a", content(b"a", 30_000), hints)
+            calls.clear()
+            await put(store, b"b", content(b"b", 30_000), hints)
+            name = f"objects/{file_name(entry)}"
+            size = (tmp_path / name).stat().st_size
+            assert 9_000 < size < 10_000
+            part, other = "objects/1.part", "objects/2.part"
+            assert calls[:3] == [
+                ("sync", part, size), ("rename", part, name), ("sync", "objects")
+            ]  # fmt: skip
+            assert calls[3][:2] == ("sync", other), "only then is there room for the next one"
 
     asyncio.run(test())
 

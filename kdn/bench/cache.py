@@ -74,6 +74,8 @@ def replay(job: ReplayJob) -> CacheRow:
         policy=name,
         token_hit_ratio=outcome.token_hit_ratio,
         saved_ratio=outcome.saved_ratio,
+        hit_kld=outcome.hit_kld,
+        exact_hit_ratio=outcome.exact_hit_ratio,
         replay_s=time.perf_counter() - started_s,
     )
 

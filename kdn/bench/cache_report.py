@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,33 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kdn.bench.cache_replay import PREFILL_S_PER_TOKEN, PREFILL_S_PER_TOKEN2
+from kdn.bench.cache_replay import (
+    LEVEL_BITS,
+    LEVEL_KLD,
+    PREFILL_S_PER_TOKEN,
+    PREFILL_S_PER_TOKEN2,
+    WANTED_LEVELS,
+)
 from kdn.bench.report import commit, drawing, table_of
 
 OPTIMUM = "optimum"
-_COLOURS = {"lru": "#6c757d", "s3fifo": "#2e6f95", "cost": "#d1495b", OPTIMUM: "#1b1b1e"}
+_COLOURS = {
+    "lru": "#6c757d",
+    "s3fifo": "#2e6f95",
+    "cost": "#d1495b",
+    "graded": "#3a7d44",
+    OPTIMUM: "#1b1b1e",
+}
 _NOTES = (
     "A block hits only if all before it hit. optimum: Belady's choice by next use, which no policy "
     "can beat in blocks hit; prefixes cost it nothing, as a prefix is used whenever what follows "
     "it is.",
     f"Prefill of n tokens: {PREFILL_S_PER_TOKEN * 1e6:g} us n + {PREFILL_S_PER_TOKEN2 * 1e9:g} ns "
     "n^2 (an 8B model on one H200).",
+    f"graded cuts levels off blocks before it drops any; all others keep all levels. A block hits "
+    f"with {WANTED_LEVELS} of {len(LEVEL_BITS)} levels, the default quality. KLD: mean over hits, "
+    f"with all levels that are there (by level: {', '.join(f'{kld:g}' for kld in LEVEL_KLD)}). "
+    "Exact: hits whose whole prefix has all levels. The optimum is that of whole blocks.",
 )
 
 
@@ -36,6 +52,10 @@ class CacheRow:
     token_hit_ratio: float
     saved_ratio: float
     """Part of all seconds of prefill."""
+    hit_kld: float
+    """Mean over the tokens that hit."""
+    exact_hit_ratio: float
+    """Token hit ratio of readers who want all levels."""
     replay_s: float
 
 
@@ -67,11 +87,19 @@ def print_report(console: Console, rows: Sequence[CacheRow]) -> None:
     policies = list(dict.fromkeys(row.policy for row in rows))
     console.print(_table(rows, policies, "token_hit_ratio", "Token hit ratio"))
     console.print(_table(rows, policies, "saved_ratio", "Part of the prefill time saved"))
+    console.print(_table(rows, policies, "exact_hit_ratio", "Token hit ratio, exact"))
+    console.print(_table(rows, policies, "hit_kld", "Mean KLD of hits", best=min))
     for note in _NOTES:
         console.print(note, style="dim")
 
 
-def _table(rows: Sequence[CacheRow], policies: Sequence[str], field: str, title: str) -> Table:
+def _table(
+    rows: Sequence[CacheRow],
+    policies: Sequence[str],
+    field: str,
+    title: str,
+    best: Callable[..., float | None] = max,
+) -> Table:
     """The best online policy of each line is bold."""
     table = table_of(title, ["trace", "footprint\ntokens", "cache", *policies])
     previous = ""
@@ -79,14 +107,14 @@ def _table(rows: Sequence[CacheRow], policies: Sequence[str], field: str, title:
         if previous and trace != previous:
             table.add_section()
         values = {policy: getattr(row, field) for policy, row in group.items()}
-        best = max((v for p, v in values.items() if p != OPTIMUM), default=None)
+        first = best((v for p, v in values.items() if p != OPTIMUM), default=None)
         cells = [
-            f"[bold]{value:.4f}[/]" if value == best and policy != OPTIMUM else f"{value:.4f}"
+            f"[bold]{value:.4f}[/]" if value == first and policy != OPTIMUM else f"{value:.4f}"
             for policy, value in values.items()
         ]
         footprint = f"{next(iter(group.values())).footprint_tokens:,}"
-        first = trace != previous
-        table.add_row(trace if first else "", footprint if first else "", f"{share:.0%}", *cells)
+        is_new = trace != previous
+        table.add_row(trace if is_new else "", footprint if is_new else "", f"{share:.0%}", *cells)
         previous = trace
     return table
 
@@ -118,7 +146,7 @@ def _draw(panel: Any, rows: Sequence[CacheRow]) -> None:
             [ratio for _, ratio in own],
             marker="o",
             markersize=4.5,
-            linewidth=2.6 if policy == "cost" else 1.6,
+            linewidth=2.6 if policy in ("cost", "graded") else 1.6,
             linestyle=(0, (4, 3)) if policy == OPTIMUM else "-",
             color=_COLOURS.get(policy),
             label=policy,

@@ -51,6 +51,7 @@ class Door:
     codec: str = CODEC
     quality: str = QUALITY
     own: Own = field(default_factory=Own)
+    stored_quality: str | None = None
 
 
 def run_with(door: Door, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
@@ -58,7 +59,8 @@ def run_with(door: Door, work: Callable[[AsyncClient], Awaitable[None]]) -> None
 
     from kdn.client.asynchronous import AsyncClient
 
-    flags = {f"client.{name}": path for name, path in vars(door.own).items()}
+    flags: dict[str, object] = {f"client.{name}": path for name, path in vars(door.own).items()}
+    flags["client.stored_quality"] = door.stored_quality
     settings = load_config(door.config, flags).client
     credentials = settings.credentials
 
@@ -70,6 +72,7 @@ def run_with(door: Door, work: Callable[[AsyncClient], Awaitable[None]]) -> None
             dtype=door.dtype,
             codec=door.codec,
             quality=as_quality(door.quality),
+            stored_quality=as_quality(settings.stored_quality),
             token=credentials.token,
             secret=credentials.secret,
             tls_ca=credentials.tls_ca,

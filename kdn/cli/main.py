@@ -126,6 +126,10 @@ def learn(
     device: DeviceOption = DEVICE,
     dtype: DTypeOption = None,
     codec: CodecOption = CODEC,
+    stored_quality: Annotated[
+        str | None,
+        typer.Option(help="Store no more levels than this quality takes: default, draft, ..."),
+    ] = None,
     token_file: TokenOption = None,
     secret_file: SecretOption = None,
     tls_ca: TlsOption = None,
@@ -135,7 +139,9 @@ def learn(
     from kdn.cli import client
 
     own = client.Own(token_file, secret_file, tls_ca)
-    door = client.Door(config, where, model, device, dtype, codec, own=own)
+    door = client.Door(
+        config, where, model, device, dtype, codec, stored_quality=stored_quality, own=own
+    )
     client.learn(door, name, file, head)
 
 

@@ -52,6 +52,7 @@ from kdn.defaults import (
     QUALITY,
     SPOOL_BYTES,
     STATE_SPACING,
+    STORED_QUALITY,
 )
 from kdn.delivery.request import OnProgress
 from kdn.engines.device import (
@@ -101,6 +102,7 @@ class AsyncClient(Opened):
         dtype: DType = None,
         codec: str = CODEC,
         quality: Quality = QUALITY,
+        stored_quality: Quality = STORED_QUALITY,
         deadline_s: float | None = None,
         token: str | None = None,
         token_file: str | Path | None = None,
@@ -122,6 +124,7 @@ class AsyncClient(Opened):
         check_dtype(dtype)
         checked_choice("codec", codec, CODECS)
         enough_kld(quality)
+        enough_kld(stored_quality)
         checked_deadline(deadline_s)
         checked_client(client)
         checked_number("audit_share", audit_share, 0, 1)
@@ -136,8 +139,9 @@ class AsyncClient(Opened):
         )  # fmt: skip
         # No shared memory of the host: it outlives its engines, and clients come and go.
         self._settings = SessionSettings(
-            tuple(places), credentials, client, codec, spool_bytes=spool_bytes, host_bytes=0
-        )
+            tuple(places), credentials, client, codec, stored_quality=stored_quality,
+            spool_bytes=spool_bytes, host_bytes=0,
+        )  # fmt: skip
         self._source, self._device, self._dtype = model, device, dtype
         self._quality, self._deadline_s = quality, deadline_s
         self._recompute = recompute
@@ -178,13 +182,15 @@ class AsyncClient(Opened):
         what: Knowledge,
         head: str | None = None,
         *,
+        stored_quality: Quality | None = None,
         on_read: OnRead | None = None,
     ) -> Learned:
         """Let the model read a text, token ids or messages, publish the chunks that are new, and
         give it a name. Returns when everything is stored. A text is read behind `head`, a system
         prompt, or else behind the beginning of the chat template. Only texts with the same head can
-        be joined. `on_read` is called with the tokens that the model has read so far, and all."""
-        return await self._learning.learn(name, what, head, on_read)
+        be joined. `stored_quality` is as for `connect`, for this text alone. `on_read` is called
+        with the tokens that the model has read so far, and all."""
+        return await self._learning.learn(name, what, head, on_read, stored_quality)
 
     async def load(
         self,

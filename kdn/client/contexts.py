@@ -82,10 +82,11 @@ class Contexts:
     async def know(self, tokens: Tokens, options: Options) -> tuple[Known, Options]:
         """The longest known beginning, and what the request still wants: less time is left."""
         deadline_s = self.deadline_s if options.deadline_s is None else options.deadline_s
+        enough = self.enough_kld(options)
         if deadline_s is None:
-            return await self.session.know(tokens), options
-        until_s = self.clock() + deadline_s
-        known = await self.session.know(tokens, limit_s=min(deadline_s, LOOKUP_S))
+            return await self.session.know(tokens, enough_kld=enough), options
+        until_s, limit_s = self.clock() + deadline_s, min(deadline_s, LOOKUP_S)
+        known = await self.session.know(tokens, enough_kld=enough, limit_s=limit_s)
         return known, replace(options, deadline_s=max(LEAST_S, until_s - self.clock()))
 
     async def deliver(
@@ -229,6 +230,7 @@ class Contexts:
         chunks: Sequence[Chunk],
         wait_s: float = 0.0,
         told: Told = lambda num_tokens: None,
+        stored_quality: Quality | None = None,
     ) -> bool:
         """Up to the end of the last chunk, publishing each as soon as it is read; what finds no
         room for so long is not published, and False returned."""
@@ -240,7 +242,7 @@ class Contexts:
             await self.engine.names()  # the model that read it was the one that the chunks name
             for chunk in (one for one in chunks if start < one.end <= end):
                 took_s = token_s * (chunk.end - max(start, chunk.start))
-                published &= await self._publish(context, chunk, took_s, wait_s)
+                published &= await self._publish(context, chunk, took_s, wait_s, stored_quality)
             if self.resuming is not None:
                 took_s = token_s * (end - start)
                 published &= await self.resuming.publish_seen(context, chunks, took_s, wait_s)
@@ -258,7 +260,12 @@ class Contexts:
             yield from pairwise([first, *inner, last])
 
     async def _publish(
-        self, context: Context, chunk: Chunk, saved_s: float = 0.0, wait_s: float = 0.0
+        self,
+        context: Context,
+        chunk: Chunk,
+        saved_s: float = 0.0,
+        wait_s: float = 0.0,
+        stored_quality: Quality | None = None,
     ) -> bool:
         """A chunk that the model has just read, unless it builds on losses. False if the publisher
         has had no room for it all the time."""
@@ -266,8 +273,9 @@ class Contexts:
 
         def offered() -> Admission:
             return self.session.publish(
-                chunk, source, exact_until=context.exact_until, saved_s=saved_s
-            )
+                chunk, source, exact_until=context.exact_until, saved_s=saved_s,
+                stored_quality=stored_quality,
+            )  # fmt: skip
 
         with self.session.publisher.waited_for():
             while offered() is Admission.FULL:

@@ -64,7 +64,8 @@ class Suspects:
 
 async def explain(client: AsyncClient, tokens: Tokens) -> Explanation:
     session, contexts = client.session, client.contexts
-    known = await session.know(tokens)
+    enough = contexts.enough_kld(Options())
+    known = await session.know(tokens, enough_kld=enough)
     findings = [Finding(chunk.start, chunk.end, True, KNOWN) for chunk in known.chunks]
     reach = known.end
     chunks = cut(tokens, session.namespace)
@@ -78,7 +79,6 @@ async def explain(client: AsyncClient, tokens: Tokens) -> Explanation:
     end = chunks[-1].end if chunks else 0
     if end < len(tokens):
         findings.append(Finding(end, len(tokens), False, SHORT))
-    enough = contexts.enough_kld(Options())
     return Explanation(findings, session.loading_s(known, enough, contexts.speeds))
 
 
@@ -86,7 +86,8 @@ async def explain_join(client: AsyncClient, names: Sequence[str]) -> Explanation
     """Where each part of a join comes to stand, what is done to it, and what must be read."""
     session, stats = client.session, Stats()
     join, _ = await client.joins.named(checked_pieces(names), Options(), stats)
-    known = await session.know_each(join.chunks)
+    enough = client.contexts.enough_kld(Options())
+    known = await session.know_each(join.chunks, enough_kld=enough)
     found = {chunk.key for chunk in known.chunks}
     repairing = await client.joins.repairing(join, LOOKUP_S, stats)
     reasons = {} if len(found) == len(join.chunks) else await _reasons_of(session, join)
@@ -98,7 +99,6 @@ async def explain_join(client: AsyncClient, names: Sequence[str]) -> Explanation
             why += REPAIRED if place.piece and repairing is not None else ""
             why = why if is_known else reasons[chunk.key]
             findings.append(Finding(at + place.skipped, at + chunk.num_tokens, is_known, why))
-    enough = client.contexts.enough_kld(Options())
     return Explanation(sorted(findings), session.loading_s(known, enough, client.contexts.speeds))
 
 

@@ -134,9 +134,11 @@ class Joins:
         wanted_s = contexts.deadline_s if options.deadline_s is None else options.deadline_s
         until_s = clock() + (FAR_S if wanted_s is None else wanted_s)
         left_s = until_s - clock()
+        enough = contexts.enough_kld(self._wish(options, left_s))
+        limit_s = min(left_s, self._look_s(join))
         repairing, known = await asyncio.gather(
             self.repairing(join, left_s, stats),
-            contexts.session.know_each(join.chunks, limit_s=min(left_s, self._look_s(join))),
+            contexts.session.know_each(join.chunks, enough_kld=enough, limit_s=limit_s),
         )
         if known.is_late:
             stats.troubles += ("no place said in time what it knows of these pieces",)

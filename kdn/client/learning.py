@@ -21,6 +21,7 @@ from kdn.delivery.known import Known
 from kdn.engines.prompts import Knowledge
 from kdn.errors import ReadOnlyError, StoreError
 from kdn.session.anchors import share_anchors
+from kdn.session.quality import Quality
 
 FLUSH_S = 600.0
 
@@ -40,12 +41,18 @@ class Learning:
     contexts: Contexts
 
     async def learn(
-        self, name: str, what: Knowledge, head: str | None, on_read: OnRead | None
+        self,
+        name: str,
+        what: Knowledge,
+        head: str | None,
+        on_read: OnRead | None,
+        stored_quality: Quality | None = None,
     ) -> Learned:
         contexts, session, engine = self.contexts, self.contexts.session, self.contexts.engine
         began_s = contexts.clock()
         checked_name(name)
         checked_function("on_read", on_read)
+        session.stored_levels(stored_quality)
         if isinstance(what, str):
             checked_text("what", what)
         if head is not None:
@@ -58,12 +65,12 @@ class Learning:
         if session.is_read_only:  # before the model reads
             place = session.places.publish_to.name
             raise ReadOnlyError(f"nothing can be learned into {place}: an export is read-only")
-        known = await session.know_home(chunks)
+        known = await session.know_home(chunks, stored_quality)
         computed = 0
         if len(known.chunks) < len(chunks) or not await self._has_states(chunks):
             context = await contexts.exact(_full(known), tokens)
             computed = chunks[-1].end - context.num_tokens
-            await self._read_all(context, tokens, chunks, on_read)
+            await self._read_all(context, tokens, chunks, on_read, stored_quality)
         await session.share_profile()
         states = () if contexts.resuming is None else contexts.resuming.keys_of(chunks)
         await give_name(session, name, tokens, style, chunks, num_head, states)
@@ -86,6 +93,7 @@ class Learning:
         tokens: Sequence[int],
         chunks: Sequence[Chunk],
         on_read: OnRead | None,
+        stored_quality: Quality | None,
     ) -> None:
         """Let the model read all chunks, and wait until they are stored. StoreError if that takes
         too long, or as soon as one is refused."""
@@ -110,7 +118,7 @@ class Learning:
             if on_read is not None:
                 on_read(num_read, len(tokens))
 
-        published = await self.contexts.read(context, tokens, chunks, FLUSH_S, told)
+        published = await self.contexts.read(context, tokens, chunks, FLUSH_S, told, stored_quality)
         stored = published and await publisher.store_all(keys_of(new), FLUSH_S)
         check(len(tokens))
         if not stored:

@@ -25,6 +25,7 @@ from kdn.defaults import (
     QUALITY,
     SPOOL_BYTES,
     STATE_SPACING,
+    STORED_QUALITY,
 )
 from kdn.delivery.request import OnProgress
 from kdn.engines.device import Device, DType, follow_caller
@@ -120,9 +121,13 @@ class Client:
         what: Knowledge,
         head: str | None = None,
         *,
+        stored_quality: Quality | None = None,
         on_read: OnRead | None = None,
     ) -> Learned:
-        return self._loop.run(self._client.learn(name, what, head, on_read=on_read))
+        learning = self._client.learn(
+            name, what, head, stored_quality=stored_quality, on_read=on_read
+        )
+        return self._loop.run(learning)
 
     def load(
         self,
@@ -260,6 +265,7 @@ def connect(
     dtype: DType = None,
     codec: str = CODEC,
     quality: Quality = QUALITY,
+    stored_quality: Quality = STORED_QUALITY,
     deadline_s: float | None = None,
     token: str | None = None,
     token_file: str | Path | None = None,
@@ -283,6 +289,8 @@ def connect(
       tokenizer) stays where and as it is;
     - `codec`: "klt", or "exact" without any loss;
     - `quality`: "draft", "default", "high", "exact", or the KL divergence that is good enough;
+    - `stored_quality`: publish no more levels than this quality needs; "exact": all of them. A
+      reader who asks for more finds nothing;
     - `deadline_s`: the model reads what has not arrived by then. Chunks that arrived coarser than
       `quality` become finer while the answer goes on;
     - `token` or `token_file`: of the tenant, for nodes that have tenants;
@@ -301,10 +309,10 @@ def connect(
     return Client(
         AsyncClient(
             where, model=model, device=device, dtype=dtype, codec=codec, quality=quality,
-            deadline_s=deadline_s, token=token, token_file=token_file, secret=secret,
-            secret_file=secret_file, tls_ca=tls_ca, client=client, recompute=recompute,
-            audit_share=audit_share, spool_bytes=spool_bytes, seams=seams,
-            state_spacing=state_spacing,
+            stored_quality=stored_quality, deadline_s=deadline_s, token=token,
+            token_file=token_file, secret=secret, secret_file=secret_file, tls_ca=tls_ca,
+            client=client, recompute=recompute, audit_share=audit_share, spool_bytes=spool_bytes,
+            seams=seams, state_spacing=state_spacing,
         )
     )  # fmt: skip
 

@@ -306,11 +306,23 @@ class Bitstream:
         first = header.sealed + header.seal + header.stream_id
         return [first, *(self._verified_level(level) for level in range(levels))]
 
-    def verify(self) -> None:
-        """Check that all levels are here, every byte of them."""
+    def verify(self, levels: int | None = None) -> None:
+        """Check that so many levels are here, all if None: every byte of them."""
         self._check_whole()
-        for level in range(self.info.num_levels):
+        for level in range(self.info.num_levels if levels is None else levels):
             self._verified_level(level)
+
+    @classmethod
+    def parse_stored(cls, data: Buffer) -> Bitstream:
+        """A stream as places keep it, every byte of it verified: whole, or cut where a level ends.
+        TruncatedError if it was cut elsewhere, or has no level."""
+        stream = cls.parse(data)
+        if len(data) not in stream.header.level_ends:
+            raise TruncatedError(
+                f"expected a stream cut at {stream.header.level_ends}, found {len(data)} bytes"
+            )
+        stream.verify(stream.levels_available)
+        return stream
 
     def check_for(
         self,

@@ -5,6 +5,8 @@ that are there are never written again, so a decoder may read them in its own th
 arrive. A level is verified once, when all of it is here, against the digest in the sealed header.
 If it does not verify, all that was not verified is forgotten and missing again.
 
+A place may have only the first levels of a stream: then an assembly knows of no others.
+
 Of a stream in two parts an assembly may be `without_windowed`: of each level it wants the first
 part alone, and what lies between is never missing.
 """
@@ -81,8 +83,11 @@ def _outside(interval: Interval, start: int, end: int) -> tuple[Interval, Interv
 
 
 class Assembly:
-    def __init__(self, header: Header, head: Bytes, *, windowed: bool = True) -> None:
-        """`head` are the stream's first bytes: at least its header, which `header` is."""
+    def __init__(
+        self, header: Header, head: Bytes, *, stored: int | None = None, windowed: bool = True
+    ) -> None:
+        """`head` are the stream's first bytes: at least its header, which `header` is. `stored`:
+        how many levels there are to be had, if not all."""
         if header.stream_bytes > MAX_CHUNK_BYTES:
             raise LimitError(
                 f"expected at most {MAX_CHUNK_BYTES} bytes of stream, found {header.stream_bytes}"
@@ -90,13 +95,17 @@ class Assembly:
         self.header = header
         self.is_whole = windowed or header.info.windowed_from is None
         """Whether it wants all of the stream's bytes."""
-        self.level_ends = header.level_ends if self.is_whole else header.part_ends
+        self.stored = header.info.num_levels if stored is None else stored
+        """How many levels there are to be had."""
+        every = header.level_ends if self.is_whole else header.part_ends
+        self.level_ends = every[: self.stored]
         """Byte offsets up to which there is something to fetch for each level."""
+        self._stored_bytes = header.level_ends[self.stored - 1]
         self.levels = 0
         """How many of the first levels are here and verified."""
         self.damages = 0
         """Levels that arrived and did not verify."""
-        self._first = memoryview(head)[: header.stream_bytes]
+        self._first = memoryview(head)[: self._stored_bytes]
         self._buffer: Buffer | Lent | None = None  # of the whole stream, when more than that comes
         self._have = Intervals()
         self._have.add(0, len(self._first))
@@ -105,7 +114,7 @@ class Assembly:
 
     def without_windowed(self) -> Assembly:
         """A new one of the same stream that does not want its layers with a window."""
-        return Assembly(self.header, self._first, windowed=False)
+        return Assembly(self.header, self._first, stored=self.stored, windowed=False)
 
     def _skip(self, first: int) -> None:
         """What is not wanted of levels from `first` on is not missing."""
@@ -212,7 +221,7 @@ class Assembly:
     def _memory(self) -> memoryview:
         """Most streams that are looked up are not read on: so it is there when it is needed."""
         if self._buffer is None:
-            self._buffer = SHARED.take(self.header.stream_bytes)
+            self._buffer = SHARED.take(self._stored_bytes)
             self._buffer.view[: len(self._first)] = self._first
             self._buffer.wrote(len(self._first))
         return self._buffer.view

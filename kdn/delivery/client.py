@@ -88,7 +88,8 @@ async def deliver(
     """
     if not isinstance(endpoints, Endpoints):
         endpoints = Endpoints(endpoints)
-    question = Question(request.chunks, request.codec, clock, rng or Random(), head_bytes)
+    levels = enough_levels(request.expected_kld, request.enough_kld)
+    question = Question(request.chunks, request.codec, clock, rng or Random(), head_bytes, levels)
     delivery = Delivery(
         request,
         question,

@@ -49,7 +49,7 @@ class Course:
         self._planned_rate = 0.0
         self._planned_troubles = 0
         self._offers: tuple[Offer, ...] = ()
-        self._offered: tuple[bytes, ...] = ()
+        self._offered: tuple[tuple[bytes, int], ...] = ()
 
     @property
     def wants_model(self) -> bool:
@@ -119,13 +119,16 @@ class Course:
 
     def _current_offers(self) -> tuple[Offer, ...]:
         """The same object as long as nothing has changed: planners keep what they derive of it."""
-        streams = tuple(one.assembly.stream_id for one in self._known)
+        streams = tuple((one.assembly.stream_id, one.assembly.stored) for one in self._known)
         if streams != self._offered:
             kld = tuple(self._request.expected_kld)
             self._offered = streams
             self._offers = tuple(
                 Offer(
-                    one.chunk.num_tokens, one.assembly.wanted_ends, kld, self._weights[one.number]
+                    one.chunk.num_tokens,
+                    one.assembly.wanted_ends,
+                    kld[: one.assembly.stored],
+                    self._weights[one.number],
                 )
                 for one in self._known
             )

@@ -5,7 +5,8 @@ Endpoints outlive deliveries, so that connections and experience are reused.
 
 An endpoint also remembers the streams that were forged or do not decode. They count as misses, and
 whoever computes such a chunk anew may put the right stream in the place of the wrong one. They are
-tried again after a while, longer each time: perhaps only the way here was bad.
+tried again after a while, longer each time: perhaps only the way here was bad. In the same way it
+remembers streams that lacked levels which somebody needed: a longer one may take their place.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ class _Rejection(NamedTuple):
     until_s: float
 
 
+class _Short(NamedTuple):
+    etag: bytes
+    size_bytes: int
+
+
 class Endpoint:
     def __init__(self, store: Store, *, name: str = "", local: bool = False) -> None:
         """A store that its owner closes. `local`: asked first, and says nothing about the link."""
@@ -38,6 +44,7 @@ class Endpoint:
         self.refusal = ""
         """What it said when it refused to be asked."""
         self._rejected: OrderedDict[bytes, _Rejection] = OrderedDict()  # by key
+        self._short: OrderedDict[bytes, _Short] = OrderedDict()  # by key
 
     def __repr__(self) -> str:
         return f"Endpoint({self.name})"
@@ -52,9 +59,24 @@ class Endpoint:
         if len(self._rejected) > MAX_REJECTED:
             self._rejected.popitem(last=False)
 
+    def note_short(self, key: bytes, etag: bytes, size_bytes: int) -> None:
+        """The stream that it has under this key is cut, and was too short for a reader."""
+        self._short[key] = _Short(etag, size_bytes)
+        self._short.move_to_end(key)
+        if len(self._short) > MAX_REJECTED:
+            self._short.popitem(last=False)
+
     def accept(self, key: bytes) -> None:
         """What it has under this key now is right."""
         self._rejected.pop(key, None)
+        self._short.pop(key, None)
+
+    def gives_way(self, key: bytes, size_bytes: int) -> bytes | None:
+        """The etag of what a new stream of that size may replace: one that was rejected, or that is
+        shorter."""
+        short = self._short.get(key)
+        is_longer = short is not None and short.size_bytes < size_bytes
+        return self.rejected(key) or (short.etag if short and is_longer else None)
 
     def rejected(self, key: bytes) -> bytes | None:
         """The etag of the stream under this key that was rejected last: it may be replaced."""

@@ -79,6 +79,13 @@ class Landing:
     ) -> None:
         self._flight, self._on_bytes, self._on_gone = flight, on_bytes, on_gone
         self._is_new = True  # what is being received
+        self._left = [part.end - part.start for part in flight.parts]
+
+    @property
+    def short(self) -> list[Part]:
+        """Those of which something has not come."""
+        both = zip(self._flight.parts, self._left, strict=True)
+        return [part for part, left_bytes in both if left_bytes > 0]
 
     def room(self, number: int, start: int, num_bytes: int) -> memoryview:
         known_bytes, memory = self._flight.parts[number].assembly.room(start, num_bytes)
@@ -89,9 +96,11 @@ class Landing:
         part = self._flight.parts[number]
         if self._is_new:
             part.assembly.arrived(start, num_bytes)
+        self._left[number] -= num_bytes
         self._on_bytes(self._flight, part, num_bytes)
 
     def gone(self, number: int) -> None:
+        self._left[number] = 0
         self._on_gone(self._flight, self._flight.parts[number])
 
 

@@ -69,15 +69,19 @@ class Known:
     def size_bytes(self, levels: int) -> int:
         """Of the first levels of all streams, headers included."""
         streams = filter(None, self.streams.values())
-        return sum(stream.assembly.level_ends[levels - 1] for stream in streams)
+        every = [stream.assembly for stream in streams]
+        return sum(one.level_ends[min(levels, one.stored) - 1] for one in every)
 
     def heads(self, chunks: Iterable[Chunk]) -> tuple[bytes, ...]:
-        """The verified beginnings of streams, for another process; empty where there is none."""
+        """The verified headers of streams, each after the number of levels that there are (a byte),
+        for another process; empty where there is none."""
         return tuple(self._head(chunk.key) for chunk in chunks)
 
     def _head(self, key: bytes) -> bytes:
         stream = self.streams.get(key)
-        return self._packed.get(key, b"") if stream is None else stream.assembly.head
+        if stream is None:
+            return self._packed.get(key, b"")
+        return bytes([stream.assembly.stored]) + stream.assembly.head
 
     def packed(self) -> Known:
         """With nothing of its streams but their heads: for those who wait long with it."""
@@ -91,7 +95,9 @@ class Known:
         for chunk, head in zip(chunks, heads, strict=True):
             try:
                 if head:
-                    streams[chunk.key] = Stream(Assembly(verified_head(head, chunk, codec), head))
+                    header = verified_head(head[1:], chunk, codec)
+                    stored = min(max(head[0], 1), header.info.num_levels)
+                    streams[chunk.key] = Stream(Assembly(header, head[1:], stored=stored))
             except KdnError:
                 continue
         return cls(tuple(chunks), streams)

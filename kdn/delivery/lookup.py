@@ -3,7 +3,9 @@
 Local endpoints are asked first. The others are asked at the same time, each again and again until
 it answers; once one has answered, the rest have a little longer, and those that say nothing may
 still serve bytes later. Headers are verified here, seals included: a stream that is not what it
-should be counts as not known, and its endpoint remembers it as one to be replaced.
+should be counts as not known, and its endpoint remembers it as one to be replaced. A place may have
+only the first levels of a stream, as its size tells. If these are not what is asked for, it counts
+as not known, too: whoever computes the chunk anew may put a longer stream in its place.
 """
 
 from __future__ import annotations
@@ -110,6 +112,8 @@ class Question:
     clock: Callable[[], float]
     rng: Random
     head_bytes: int = HEAD_BYTES
+    levels: int = 1
+    """A stream with fewer is of no use."""
     best: Sequence[Chunk] | None = None
     """If all of these are known, there is nothing better to be found; None: all chunks."""
 
@@ -155,16 +159,22 @@ async def look_again(question: Question, endpoints: Endpoints, until_s: float) -
 
 
 def _adopted(question: Question, endpoints: Endpoints, answers: Answers) -> Streams:
-    """For each chunk, the stream that the first endpoint offers."""
+    """For each chunk, the stream that the first endpoint offers. Others have it if they have as
+    many levels of it."""
     streams: Streams = {}
     for number, chunk in enumerate(question.chunks):
         offers = {e: answers[e][number] for e in endpoints if e in answers}
         chosen = next((offer for offer in offers.values() if offer is not None), None)
         streams[chunk.key] = None
         if chosen is not None:
-            others = (e for e, o in offers.items() if o is None or o.stream_id != chosen.stream_id)
+            others = (e for e, offer in offers.items() if not _is_as_good(offer, chosen))
             streams[chunk.key] = Stream(chosen, frozenset(others))
     return streams
+
+
+def _is_as_good(offer: Assembly | None, chosen: Assembly) -> bool:
+    same = offer is not None and offer.stream_id == chosen.stream_id
+    return same and offer is not None and offer.stored >= chosen.stored
 
 
 async def _ask_all(
@@ -237,7 +247,11 @@ def _begun(
     if entry is None or endpoint.is_rejected(entry.key, entry.etag, now_s):
         return None
     try:
-        return _begin(entry, chunk, question.codec)
+        found = _begin(entry, chunk, question.codec)
+        if found.stored >= question.levels:
+            return found
+        endpoint.note_short(entry.key, entry.etag, entry.size_bytes)
+        return None
     except (ChecksumError, TruncatedError):
         return None  # damaged on its way, or lost meanwhile: that says nothing of the stream
     except KdnError:
@@ -282,9 +296,15 @@ def _begin(entry: Entry, chunk: Chunk, codec: Coding) -> Assembly:
     if entry.head[size - STREAM_ID_BYTES : size] != entry.etag:
         raise ChecksumError("the store's entry is not of this stream")
     header = verified_head(entry.head, chunk, codec)
-    if header.stream_bytes != entry.size_bytes:
+    return Assembly(header, entry.head, stored=stored_levels(header, entry.size_bytes))
+
+
+def stored_levels(header: Header, size_bytes: int) -> int:
+    """How many levels of a stream a place has that keeps so many bytes of it. ChecksumError if it
+    is not cut where a level ends: then these are not bytes of this stream."""
+    if size_bytes not in header.level_ends:
         raise ChecksumError("the store's entry is not of this stream")
-    return Assembly(header, entry.head)
+    return sum(end <= size_bytes for end in header.level_ends)
 
 
 def verified_head(head: bytes, chunk: Chunk, codec: Coding) -> Header:
@@ -322,7 +342,9 @@ async def read_local(known: Sequence[Incoming], endpoints: Endpoints, levels: in
         asks = [
             Ask(one.chunk.key, start, end, one.assembly.stream_id)
             for one in here
-            for start, end in one.assembly.missing(one.assembly.level_ends[levels - 1])
+            for start, end in one.assembly.missing(
+                one.assembly.level_ends[min(levels, one.assembly.stored) - 1]
+            )
         ]
         by_key = {one.chunk.key: one for one in here}
         try:

@@ -96,6 +96,8 @@ class Job:
     cache: KVCache
     saved_s: float
     source: Source
+    levels: int | None
+    """To be stored, the coarsest of them; None: all."""
 
     @property
     def is_on_gpu(self) -> bool:
@@ -110,6 +112,7 @@ class Job:
 class Encoded(NamedTuple):
     data: bytes
     stream_id: bytes
+    level_ends: tuple[int, ...]
 
 
 class Publisher:
@@ -163,8 +166,11 @@ class Publisher:
         """Of values that were read and are not encoded yet."""
         return self._queued_bytes
 
-    def publish(self, chunk: Chunk, source: Source, *, saved_s: float = 0.0) -> Admission:
-        """Read the chunk's values, now, and publish them later. What is not wanted is not read.
+    def publish(
+        self, chunk: Chunk, source: Source, *, saved_s: float = 0.0, levels: int | None = None
+    ) -> Admission:
+        """Read the chunk's values, now, and publish them later: with all levels, or with the first
+        `levels` of them. What is not wanted is not read.
         What was lent is given back when it is encoded, if it is QUEUED; else it never was taken."""
         if self._is_on_its_way(chunk.key):
             return Admission.ALREADY
@@ -174,7 +180,7 @@ class Publisher:
         self._queued_bytes += cache.size_bytes
         self._under_way.add(chunk.key)
         self._sender.refused.pop(chunk.key, None)
-        self._jobs.append(Job(chunk, cache, saved_s, source))
+        self._jobs.append(Job(chunk, cache, saved_s, source, levels))
         self._moved.set()
         return Admission.QUEUED
 
@@ -189,7 +195,7 @@ class Publisher:
             return Admission.FULL
         self._under_way.add(key)
         self._sender.refused.pop(key, None)
-        bad = self._sender.endpoint.rejected(key)
+        bad = self._sender.endpoint.gives_way(key, len(data))
         self._parcels.append(Parcel(key, stream_id, data, Hints(parent, saved_s), replacing=bad))
         self._moved.set()
         return Admission.QUEUED
@@ -341,7 +347,7 @@ class Publisher:
         if isinstance(found, KdnError):
             return found
         try:
-            stream_id = Header.parse(found).stream_id
+            header = Header.parse(found)
         except KdnError as error:
             return RuntimeError(f"the encoder made no stream: {error}")
         if self._on_encoded is not None:
@@ -349,7 +355,7 @@ class Publisher:
                 self._on_encoded(chunk, found)
             except Exception as error:
                 fault("keeping an encoded chunk", error)
-        return Encoded(found, stream_id)
+        return Encoded(found, header.stream_id, header.level_ends)
 
     def _take(self, job: Job, found: Encoded | Exception) -> None:
         chunk = job.chunk
@@ -358,9 +364,13 @@ class Publisher:
                 self._sender.fault("encoding a chunk", found)
             self._refuse(chunk.key, found)
             return
-        bad = self._sender.endpoint.rejected(chunk.key)
-        hints = Hints(chunk.parent if chunk.start else None, job.saved_s)  # no root's is stored
-        self._parcels.append(Parcel(chunk.key, found.stream_id, found.data, hints, replacing=bad))
+        # Of a stream its first levels are a byte prefix; its header and its id stay what they are.
+        data = found.data if job.levels is None else found.data[: found.level_ends[job.levels - 1]]
+        bad = self._sender.endpoint.gives_way(chunk.key, len(data))
+        cuts = tuple(dict.fromkeys(found.level_ends))  # a level may be empty
+        parent = chunk.parent if chunk.start else None  # no root's is stored
+        hints = Hints(parent, job.saved_s, cuts)
+        self._parcels.append(Parcel(chunk.key, found.stream_id, data, hints, replacing=bad))
         self._moved.set()
 
     # sending

@@ -108,14 +108,17 @@ class Refinement:
     def _is_here(self, one: Incoming) -> bool:
         """All of it that will come."""
         over = self._task is not None and self._task.done()
-        return over or one.lost or one.assembly.levels >= self._num_levels
+        return over or one.lost or one.assembly.levels >= self._wanted(one)
+
+    def _wanted(self, one: Incoming) -> int:
+        return min(self._num_levels, one.assembly.stored)
 
     async def _fetch(self) -> None:
         """From the back: what goes on from a context depends most on its end."""
         fetches = [
-            Fetch(one.number, self._num_levels)
+            Fetch(one.number, self._wanted(one))
             for one in reversed(self._chunks)
-            if one.decoded < self._num_levels
+            if one.decoded < self._wanted(one)
         ]
         changed = self._transfer.changed
         while not self._all_fetched() and self._clock() < self._until_s:

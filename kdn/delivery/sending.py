@@ -56,7 +56,7 @@ class Counts:
     known: int = 0
     """Another publisher was first: the place keeps what it has."""
     replaced: int = 0
-    """Published chunks that replaced a stream that was forged or did not decode."""
+    """Published chunks that replaced a stream that was forged, did not decode, or lacked levels."""
     refused: int = 0
     """Not encodable, not accepted by the place for good, or given up after a fault."""
     spooled: int = 0
@@ -216,7 +216,7 @@ class Sender:
 
     async def _put(self, parcel: Parcel) -> bool:
         """True if the place has these bytes, False if it keeps another's."""
-        bad = self.endpoint.rejected(parcel.key) or parcel.replacing
+        bad = self.endpoint.gives_way(parcel.key, len(parcel.data)) or parcel.replacing
         entry = await self.endpoint.store.put(
             parcel.key, parcel.data, etag=parcel.etag, checksum=xxh3_64_intdigest(parcel.data),
             hints=parcel.hints, replacing=bad,

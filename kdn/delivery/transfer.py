@@ -234,8 +234,9 @@ class Transfer:
         try:
             landing = Landing(flight, self._take, self._miss)
             await flight.endpoint.store.read_into(asks, landing)
-            if flight.left_bytes > 0:
-                self._fail(flight, "fewer bytes than asked for")
+            for part in landing.short:  # all was answered: there it was cut since the lookup
+                self._trouble(flight.endpoint, f"chunk {part.incoming.number} is shorter there")
+                self._is_gone(part.incoming, part.assembly, flight.endpoint)
         except (KdnError, OSError) as error:
             self._fail(flight, str(error))
         finally:

@@ -126,6 +126,9 @@ class Depot:
         """What is there now, and whether this made it. See `Store.put`."""
         async with self._puts.setdefault(entry.key, asyncio.Lock()):
             old = await self.check_room(tenant, entry.key, len(data), replacing)
+            if old is not None and old.is_beginning_of(entry) and replacing is None:
+                replacing = old.etag  # it was cut, here or by who put it: now it is whole
+                await self.check_quota(tenant, len(data) - old.size_bytes)
             if old is not None and is_taken(old, replacing):
                 if isinstance(self.store, SharedStore):
                     await self.wait(self.store.agree(old))

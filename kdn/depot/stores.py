@@ -24,10 +24,11 @@ SHARED_SHARE = 0.8
 
 async def open_store(settings: DepotSettings, disk_policy: Retention, owners: Owners) -> Store:
     """All tiers in one. `disk_policy` may already hold keys: opening evicts nothing of them, as far
-    as they fit."""
+    as they fit. Where it cuts no objects, memory cuts none, either."""
     tiers = []
     if settings.memory_bytes:
-        memory = MemoryStore(settings.memory_bytes, open_policy(settings.policy, owners=owners))
+        policy = open_policy(settings.policy, owners=owners, may_cut=disk_policy.may_cut)
+        memory = MemoryStore(settings.memory_bytes, policy)
         tiers.append(Tier("memory", memory, MEMORY_DEADLINE_S))
     if settings.disk_bytes:
         disk = await open_disk(
@@ -48,10 +49,11 @@ async def open_shared_store(settings: DepotSettings, owners: Owners) -> Store:
         )
     caches = []
     if settings.memory_bytes:
-        memory = MemoryStore(settings.memory_bytes, open_policy(settings.policy, owners=owners))
+        policy = open_policy(settings.policy, owners=owners, may_cut=False)
+        memory = MemoryStore(settings.memory_bytes, policy)
         caches.append(Tier("memory", memory, MEMORY_DEADLINE_S))
     if settings.disk_bytes:
-        policy = open_policy(settings.policy, owners=owners)
+        policy = open_policy(settings.policy, owners=owners, may_cut=False)
         folder = settings.data / "cache"  # not `objects`: those are a depot's own, and not to lose
         disk = await open_disk(folder, settings.disk_bytes, policy, deadline_s=DISK_DEADLINE_S)
         caches.append(Tier("disk", disk, DISK_DEADLINE_S))

@@ -88,9 +88,10 @@ class Found:
 
 
 def level_ends(entry: Entry) -> tuple[int, ...] | None:
-    """Where the levels of a chunk end; None if its header does not tell."""
+    """Where the levels of a chunk end that are here; None if its header does not tell."""
     try:
-        return Header.parse(entry.head).level_ends
+        ends = Header.parse(entry.head).level_ends
+        return tuple(end for end in ends if end <= entry.size_bytes) or None
     except (FormatError, UnsupportedError):
         return None
 

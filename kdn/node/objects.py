@@ -10,6 +10,7 @@ import asyncio
 import math
 import re
 from contextlib import aclosing
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
@@ -127,14 +128,18 @@ async def put_object(request: web.Request) -> web.StreamResponse:
         await node.depot.turns.wait(tenant.name)
         try:
             if len(data) > IN_THREAD_BYTES:
-                etag = await asyncio.to_thread(_verify, collection, key, data, told)
+                etag, cuts = await asyncio.to_thread(_verify, collection, key, data, told)
             else:
-                etag = _verify(collection, key, data, told)
+                etag, cuts = _verify(collection, key, data, told)
         except KdnError:
             node.stats.refused_puts.inc()
             raise
-        entry = Entry(store_key, etag, len(data), hints)
-        entry, created = await node.depot.put(tenant, entry, data, told[0], replacing)
+        checksum, most = told[0], tenant.settings.max_levels
+        if most and len(cuts) > most and len(data) > cuts[most - 1]:
+            data = data[: cuts[most - 1]]
+            checksum = xxhash.xxh3_64_intdigest(data)
+        entry = Entry(store_key, etag, len(data), replace(hints, cuts=cuts))
+        entry, created = await node.depot.put(tenant, entry, data, checksum, replacing)
     headers, told_back = {"ETag": quoted(entry.etag)}, _describe(node.depot, tenant, entry)
     if not node.depot.is_central(store_key):
         headers["Kdn-Central"] = "false"
@@ -266,18 +271,21 @@ def hint_headers(tenant: Tenant, entry: Entry) -> dict[str, str]:
     return headers
 
 
-def _verify(collection: str, key: bytes, data: bytes, told: tuple[int, bytes | None]) -> bytes:
-    """The etag of a body that is what it claims to be."""
+def _verify(
+    collection: str, key: bytes, data: bytes, told: tuple[int, bytes | None]
+) -> tuple[bytes, tuple[int, ...]]:
+    """The etag of a body that is what it claims to be, and where it may be cut."""
     checksum, etag = told
     found = xxhash.xxh3_64_intdigest(data)
     if found != checksum:
         raise ChecksumError(f"body: expected the checksum {checksum:016x}, found {found:016x}")
     if collection == "objects":
         assert etag is not None
-        return etag
+        return etag, ()
+    cuts: tuple[int, ...] = ()
     if collection == "chunks":
-        stream = Bitstream.parse(data)
-        stream.verify()
+        stream = Bitstream.parse_stored(data)
+        cuts = tuple(dict.fromkeys(stream.header.level_ends))  # a level may be empty
         if stream.info.chunk_key != key:
             raise MismatchError(
                 f"expected the chunk {key.hex()}, found {stream.info.chunk_key.hex()}"
@@ -289,4 +297,4 @@ def _verify(collection: str, key: bytes, data: bytes, told: tuple[int, bytes | N
             raise MismatchError(f"expected the profile {key.hex()}, found {own.hex()}")
     if etag not in (None, own):
         raise MismatchError(f"expected the etag {own.hex()}, found {etag.hex() if etag else ''}")
-    return own
+    return own, cuts

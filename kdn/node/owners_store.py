@@ -60,7 +60,7 @@ class OwnersStore(Store):
     ) -> Span | None:
         if self._reader is not None:
             span = await self._read(self._reader, key, start, end, etag)
-            if span is not None:
+            if span is not None and not span.is_short_of(end):  # its memory may have more of it
                 return span
         asked_etag = None if etag is None else etag.hex()
         answer, data = await self._link.ask(

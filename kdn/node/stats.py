@@ -144,6 +144,7 @@ class StoreCollector(Collector):
             ("misses", "Reads that did not.", stats.misses),
             ("puts", "Objects written.", stats.puts),
             ("evictions", "Objects dropped to make room.", stats.evictions),
+            ("cuts", "Times that an object lost levels to make room.", stats.cuts),
             ("corruptions", "Objects found damaged, never served.", stats.corruptions),
         ):
             yield CounterMetricFamily(f"kdn_store_{name}", help_, value)

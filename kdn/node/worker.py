@@ -97,7 +97,9 @@ def _open_store(config: Config, link: Link) -> Store:
     memory_bytes = worker_memory_bytes(config)
     if not memory_bytes:
         return owners
-    policy = open_policy(settings.policy, owners=owners_of(tenants_of(config.tenants)))
+    policy = open_policy(
+        settings.policy, owners=owners_of(tenants_of(config.tenants)), may_cut=False
+    )
     memory = Tier("memory", MemoryStore(memory_bytes, policy), 1.0)
     return TieredStore([memory, Tier("owner", owners, settings.store_timeout_s)])
 

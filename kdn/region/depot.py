@@ -123,7 +123,7 @@ async def open_region(
     except OSError as error:
         raise StoreError(f"data folder {data}: {error}") from error
     async with AsyncExitStack() as opened:
-        policy = open_policy(settings.policy, owners=owners_of(tenants))
+        policy = open_policy(settings.policy, owners=owners_of(tenants), may_cut=False)
         store = await _open_store(settings, tenants, policy)
         opened.push_async_callback(store.close)
         clients = open_clients(settings, tenants, HttpLimits())

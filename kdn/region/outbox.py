@@ -47,7 +47,7 @@ class KeepAll(Policy):
 
     def add(self, key: bytes, size_bytes: int, hints: Hints) -> None: ...
 
-    def touch(self, key: bytes) -> None: ...
+    def touch(self, key: bytes, start: int = 0, end: int | None = None) -> None: ...
 
     def remove(self, key: bytes) -> None: ...
 
@@ -216,7 +216,8 @@ class Outbox:
             return True  # withdrawn
         self._sending.add(entry.key)
         try:
-            if kept is None:
+            is_less = kept is not None and kept.etag == entry.etag  # as of a stream that was cut
+            if kept is None or (is_less and kept.size_bytes < entry.size_bytes):
                 data = await self._read(entry)
                 if data is None:
                     return True

@@ -102,7 +102,9 @@ class Puller:
     def learn(self, found: Entry) -> None:
         """What the centre has, with its first bytes."""
         partial = self._partials.get(found.key)
-        if partial is not None and partial.etag != found.etag:
+        known = partial.entry if partial else None
+        is_resized = known is not None and known.size_bytes != found.size_bytes  # it was cut
+        if partial is not None and (partial.etag != found.etag or is_resized):
             self._forget(partial)
             partial = None
         if found.size_bytes >= MAX_OBJECT_BYTES:
@@ -248,6 +250,7 @@ class Puller:
             if time.monotonic() >= self._tier.rests_until_s:
                 await self._centre.read_into(group.asks, group)
                 self._tier.failures_in_row = 0
+                error = GoneError("it was cut there")  # where something is still missing
         except KdnError as fault:
             error = fault
             self._tier.failed()

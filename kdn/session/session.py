@@ -60,6 +60,7 @@ from kdn.session.host_streams import HostStreams
 from kdn.session.keeper import Keeper, StreamKeeper
 from kdn.session.opened import Opened
 from kdn.session.profiles import codec_for, share_profile
+from kdn.session.quality import Quality, enough_kld
 from kdn.session.settings import SessionSettings
 from kdn.session.spooling import open_spool
 from kdn.store.node_client import HttpLimits
@@ -197,9 +198,9 @@ class Session(Opened):
     ) -> Known:
         """The longest beginning of these tokens that this host or some place has.
 
-        `enough_kld`: what this host holds counts if it is that good. `block_tokens`: the reader
-        uses whole blocks of so many tokens. `whole`: it cannot use layers that lack tokens. With no
-        time, places are not asked.
+        `enough_kld`: what this host holds counts if it is that good; so does what places have, of
+        which levels may be missing. `block_tokens`: the reader uses whole blocks of so many tokens.
+        `whole`: it cannot use layers that lack tokens. With no time, places are not asked.
         """
 
         async with self._asking:
@@ -210,7 +211,8 @@ class Session(Opened):
                     partial(self._takes, whole=whole), is_held,
                     reads_tails=self.device.type == "cuda",
                 )  # fmt: skip
-                return await longest_known(wish, self.question(()), self.places.endpoints, until_s)
+                question = self.question(levels=self._levels_for(enough_kld))
+                return await longest_known(wish, question, self.places.endpoints, until_s)
 
     def _takes(self, info: StreamInfo, *, whole: bool) -> bool:
         complete = not (whole and max(info.valid_from) > info.start)
@@ -238,17 +240,22 @@ class Session(Opened):
             rest = [chunk for chunk in chunks if chunk.key not in mine]
             streams: Streams = {}
             if rest and limit_s > 0:
-                streams = await look_up(self.question(rest), self.places.endpoints, until_s)
+                question = self.question(rest, levels=self._levels_for(enough_kld))
+                streams = await look_up(question, self.places.endpoints, until_s)
         found = [chunk for chunk in rest if takes(streams.get(chunk.key))]
         known = {chunk.key: streams[chunk.key] for chunk in found}
         is_late = len(found) < len(rest) and self._clock() >= until_s
         return Known((*held, *found), known, is_late)
 
-    async def know_home(self, chunks: Sequence[Chunk]) -> Known:
-        """The first of these chunks that are where new ones would go. It is asked once, and what is
-        wrong with it raised: whoever is about to publish there wants to know."""
+    async def know_home(
+        self, chunks: Sequence[Chunk], stored_quality: Quality | None = None
+    ) -> Known:
+        """The first of these chunks that are where new ones would go, with no fewer levels than
+        those would have. It is asked once, and what is wrong with it raised: whoever is about to
+        publish there wants to know."""
         place = self.places.publish_to
-        answer = await ask(self.question(chunks), place) if chunks else []
+        question = self.question(chunks, levels=self.stored_levels(stored_quality))
+        answer = await ask(question, place) if chunks else []
         others = frozenset(one for one in self.places.endpoints if one is not place)
         found = list(takewhile(lambda one: one is not None, answer))
         first = chunks[: len(found)]
@@ -265,9 +272,23 @@ class Session(Opened):
         decode_s = sum(told.decode_s(chunk.num_tokens, levels) for chunk in fetched)
         return link.latency_s + max(known.size_bytes(levels) / link.rate, decode_s)
 
-    def question(self, chunks: Sequence[Chunk] = (), codec: Coding | None = None) -> Question:
-        """For chunks, or for what is looked up beside them (`states.py`)."""
-        return Question(chunks, codec or self.codec, self._clock, self._rng)
+    def question(
+        self, chunks: Sequence[Chunk] = (), codec: Coding | None = None, levels: int = 1
+    ) -> Question:
+        """For chunks, or for what is looked up beside them (`states.py`). With fewer levels they
+        are of no use."""
+        return Question(chunks, codec or self.codec, self._clock, self._rng, levels=levels)
+
+    def _levels_for(self, enough: float) -> int:
+        """That a stream must have to be as good by itself."""
+        return (
+            self.codec.num_levels if enough <= 0 else enough_levels(self.codec.expected_kld, enough)
+        )
+
+    def stored_levels(self, stored_quality: Quality | None = None) -> int:
+        """Of a chunk that is published, at this quality or at the session's own."""
+        own = self.settings.stored_quality if stored_quality is None else stored_quality
+        return self._levels_for(enough_kld(own))
 
     # delivering
 
@@ -361,7 +382,13 @@ class Session(Opened):
         return self.places.publish_to.store.read_only
 
     def publish(
-        self, chunk: Chunk, source: Source, *, exact_until: int | None, saved_s: float = 0.0
+        self,
+        chunk: Chunk,
+        source: Source,
+        *,
+        exact_until: int | None,
+        saved_s: float = 0.0,
+        stored_quality: Quality | None = None,
     ) -> Admission:
         """Publish a chunk that the model computed, unless it rests on losses: see
         `Delivered.exact_until`. `saved_s`: how long the model took for it."""
@@ -369,7 +396,8 @@ class Session(Opened):
             return Admission.READ_ONLY
         if not may_be_published(chunk, exact_until):
             return Admission.LOSSY
-        return self.publisher.publish(chunk, source, saved_s=saved_s)
+        levels = self.stored_levels(stored_quality)
+        return self.publisher.publish(chunk, source, saved_s=saved_s, levels=levels)
 
 
 def _never(chunk: Chunk) -> bool:

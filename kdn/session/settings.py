@@ -7,8 +7,16 @@ from pathlib import Path
 
 from kdn.cache.keys import PUBLIC_SECRET
 from kdn.credentials import Credentials
-from kdn.defaults import CODEC, HOST_BYTES, QUEUE_BYTES, RESOLVE_S, SPOOL_BYTES
+from kdn.defaults import (
+    CODEC,
+    HOST_BYTES,
+    QUEUE_BYTES,
+    RESOLVE_S,
+    SPOOL_BYTES,
+    STORED_QUALITY,
+)
 from kdn.places.places import Place
+from kdn.session.quality import Quality
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,8 @@ class SessionSettings:
     codec: str = CODEC
     profile: Path | None = None
     """A profile's file, if not the one that was shipped, calibrated here or shared."""
+    stored_quality: Quality = STORED_QUALITY
+    """What is published has as many levels as this quality takes of a chunk; "exact": all."""
     queue_bytes: int = QUEUE_BYTES
     """Of chunks that wait to be encoded; what does not fit is not published."""
     spool_bytes: int = SPOOL_BYTES

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -28,6 +29,8 @@ from kdn.store.tally import Usage
 
 MAX_KEY_BYTES = 64
 """More than travels: a node puts something before the keys of its tenants."""
+MAX_CUTS = 32
+"""As many as a bitstream has levels."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,10 @@ class Hints:
     parent: bytes | None = None
     saved_s: float = 0.0
     """Seconds of prefill that reading this object saves."""
+    cuts: tuple[int, ...] = ()
+    """Sizes in bytes at which the object may be cut, rising; the last is that of the whole. Its
+    first bytes up to any of them are of use by themselves (of a chunk: its first levels). Empty:
+    nothing less than the whole is."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,19 @@ class Entry:
     hints: Hints = Hints()
     head: bytes = b""
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether only the beginning of the object is here, as far as that is known."""
+        return bool(self.hints.cuts) and self.size_bytes < self.hints.cuts[-1]
+
+    def is_beginning_of(self, other: Entry) -> bool:
+        """Whether the other is the same object with more of its bytes."""
+        return (
+            self.etag == other.etag
+            and self.size_bytes < other.size_bytes
+            and self.size_bytes in other.hints.cuts
+        )
+
 
 @dataclass(frozen=True)
 class Span:
@@ -61,6 +81,10 @@ class Span:
     entry: Entry
     start: int
     data: bytes | memoryview
+
+    def is_short_of(self, end: int | None) -> bool:
+        """Whether the object was cut before `end`, up to where it was asked for."""
+        return self.entry.is_cut and (end is None or end > self.entry.size_bytes)
 
 
 @dataclass
@@ -75,6 +99,8 @@ class Stats:
     misses: int = 0
     puts: int = 0
     evictions: int = 0
+    cuts: int = 0
+    """Times that an object was cut to make room, instead of being evicted."""
     corruptions: int = 0
     """Objects found damaged, each counted once: never served, set aside."""
     costs: Costs = field(default_factory=Costs)
@@ -111,6 +137,9 @@ class Store(ABC):
         `replacing` is the etag of an object that gives way: under another one the key is taken, and
         if there is none this is a put like any other. A reader gets the old object, the new one or
         a miss, never a mix. If this fails, there may be neither.
+
+        An object that was cut (`Hints.cuts`) keeps its etag. To put it again with more of its
+        bytes makes it whole, without `replacing`, in a store that cuts objects itself.
 
         `checksum` is the xxh3-64 of `data`, computed where the bytes came from: ChecksumError if
         it does not fit. NoSpaceError if it cannot be kept.
@@ -202,10 +231,13 @@ class Store(ABC):
         """Finish what was promised, then release everything. Nothing may be called afterwards."""
 
 
-def is_taken(entry: Entry | None, replacing: bytes | None) -> bool:
-    """Whether what is there stays: it is not what a put replaces. What has the etag of the new
-    object may well be replaced by it: somebody found that its bytes are not what they should be."""
-    return entry is not None and entry.etag != replacing
+def is_taken(entry: Entry | None, replacing: bytes | None, new: Entry | None = None) -> bool:
+    """Whether what is there stays: it is neither what a put replaces nor the beginning of `new`.
+    What has the etag of the new object may well be replaced by it: somebody found that its bytes
+    are not what they should be."""
+    if entry is None or entry.etag == replacing:
+        return False
+    return new is None or not entry.is_beginning_of(new)
 
 
 def check_put(entry: Entry, data: bytes, checksum: int) -> None:
@@ -230,6 +262,14 @@ def check_entry(entry: Entry, data: bytes) -> None:
         raise LimitError(f"expected a parent of {MAX_KEY_BYTES} bytes, found {len(hints.parent)}")
     if not 0 <= hints.saved_s < math.inf:
         raise LimitError(f"expected a number of seconds saved, found {hints.saved_s}")
+    if not may_have(hints.cuts, entry.size_bytes):
+        raise LimitError(f"expected {entry.size_bytes} bytes among rising cuts, found {hints.cuts}")
+
+
+def may_have(cuts: Sequence[int], size_bytes: int) -> bool:
+    """Whether an object of that size may have these cuts (`Hints.cuts`)."""
+    rising = all(low < high for low, high in pairwise((0, *cuts)))
+    return not cuts or (rising and len(cuts) <= MAX_CUTS and size_bytes in cuts)
 
 
 def clip(start: int, end: int | None, size_bytes: int) -> tuple[int, int]:

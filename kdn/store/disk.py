@@ -18,12 +18,12 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from kdn.errors import FormatError, NoSpaceError, StoreError
-from kdn.store.base import Entry, Hints, Span, Stats, Store, check_put, is_taken
+from kdn.errors import FormatError, KdnError, NoSpaceError, StoreError
+from kdn.store.base import Entry, Span, Stats, Store, check_put, is_taken
 from kdn.store.disk_files import Files
 from kdn.store.disk_folder import ObjectFolder, open_folder
 from kdn.store.disk_format import header_bytes
-from kdn.store.disk_index import Index, Row, entry_of, row_of
+from kdn.store.disk_index import USED, Index, Row, entry_of, row_of, used_at
 from kdn.store.disk_open import OpenFiles
 from kdn.store.disk_reading import file_name
 from kdn.store.disk_tasks import Holds, Tasks
@@ -45,8 +45,8 @@ OVERHEAD_BYTES = 512
 
 def footprint_bytes(row: Row) -> int:
     """What an object counts against the capacity: its file in whole blocks of a file system."""
-    key, etag, size_bytes, parent, _, _ = row
-    names_bytes = len(key) + len(etag) + (len(parent) if parent else 0)
+    key, etag, size_bytes, parent, _, _, cuts = row
+    names_bytes = len(key) + len(etag) + (len(parent) if parent else 0) + len(cuts)
     file_bytes = header_bytes(size_bytes, names_bytes) + size_bytes
     blocks = -(-file_bytes // FILE_SYSTEM_BLOCK_BYTES)
     return blocks * FILE_SYSTEM_BLOCK_BYTES + OVERHEAD_BYTES
@@ -72,7 +72,8 @@ class DiskStore(Store):
         self._rows: dict[bytes, Row] = {}
         self._tally = Tally()  # of the rows
         self._used: dict[bytes, int] = {}  # those used since the start, in the index at the end
-        self._holds = Holds()  # a key with a row is free, or held by one who waits for nothing
+        # A key with a row is free, or held by one who waits for nothing, or who cuts its object.
+        self._holds = Holds()
         self._policy_filled: Task[None]
         self._entering: set[bytes] = set()  # held by puts that wait for `_room`
         self._room = Lock()  # one put at a time makes room, so that no two evict for the same bytes
@@ -83,7 +84,7 @@ class DiskStore(Store):
         """Take over what `heal` found; `_fill_policy` is yet to come."""
         self._counts.size_bytes = sum(footprint_bytes(row) for row in rows)
         self._rows = {row[0]: row for row in rows}
-        self._ticks = count(rows[-1][-1] + 1 if rows else 0)
+        self._ticks = count(rows[-1][USED] + 1 if rows else 0)
         self._counts.corruptions = corruptions
 
     async def _fill_policy(self, rows: Sequence[Row]) -> None:
@@ -115,7 +116,7 @@ class DiskStore(Store):
             self._counts.misses += 1
             return None
         self._counts.hits += 1
-        self._use(key)
+        self._use(key, start, end)
         return span
 
     def peek(self, key: bytes) -> Entry | None:
@@ -129,7 +130,7 @@ class DiskStore(Store):
         span = self._open.read(key, start, end, etag)
         if span is not None:
             self._counts.hits += 1
-            self._use(key)
+            self._use(key, start, end)
         elif self._open.wants(key) and self._tasks.has_room:
             self._open.keep(key, self._tasks.in_reader(self._folder.open, entry_of(row)))
         return span
@@ -167,7 +168,7 @@ class DiskStore(Store):
     async def close(self) -> None:
         if not await self._tasks.drain():
             return
-        used = [(*self._rows[key][:-1], tick) for key, tick in self._used.items()]
+        used = [used_at(self._rows[key], tick) for key, tick in self._used.items()]
         try:
             await self._tasks.in_thread(self._folder.close, used)
         finally:
@@ -182,16 +183,26 @@ class DiskStore(Store):
     ) -> Entry:
         await self._tasks.in_thread(check_put, entry, data, checksum)
         async with self._holds.hold(entry.key):
-            known = self._rows.get(entry.key)
+            known, whole = self._rows.get(entry.key), None
             if known is not None:
                 old = entry_of(known)
-                if is_taken(old, replacing):
+                if is_taken(old, replacing, entry):
                     return old
-                # First gone for good, then the new one: never two objects of one key.
                 self._remove(known)
-                await self._tasks.in_thread(self._folder.delete, entry.key, old)
+                if old.is_beginning_of(entry):
+                    whole = known  # its file has the new one's name, and is there until then
+                else:
+                    # First gone for good, then the new one: never two objects of one key.
+                    await self._tasks.in_thread(self._folder.delete, entry.key, old)
+            if not self._policy.may_cut:
+                entry = replace(entry, hints=replace(entry.hints, cuts=()))
             row = row_of(entry, next(self._ticks))
-            await self._make_room(row)
+            try:
+                await self._make_room(row)
+            except BaseException:
+                if whole is not None:
+                    self._add(whole)
+                raise
             try:
                 await self._tasks.in_thread(self._folder.write, row, data)
             except BaseException:
@@ -229,14 +240,42 @@ class DiskStore(Store):
                 raise NoSpaceError(
                     f"no room within {self._counts.capacity_bytes} bytes: all else is to be kept"
                 )
-            self._policy.remove(victim)
-            await self._evict(victim)
+            kept_bytes = self._policy.kept_bytes(victim)
+            if not kept_bytes or not await self._cut(victim, kept_bytes):
+                self._policy.remove(victim)
+                await self._evict(victim)
 
-    async def _evict(self, key: bytes) -> None:
+    async def _cut(self, key: bytes, kept_bytes: int) -> bool:
+        """Only the beginning of an object stays; False if it is to go as a whole."""
+        if not await self._is_free(key):
+            return False
+        with self._holds.hold_free(key):
+            row = self._rows.get(key)
+            if row is None:
+                return False
+            try:
+                shorter = await self._tasks.in_thread(
+                    self._folder.cut, entry_of(row), kept_bytes, row[USED]
+                )
+            except KdnError as error:
+                logger.warning("%s is evicted: %s", file_name(entry_of(row)), error)
+                return False
+            self._swap(row, shorter)
+            self._counts.cuts += 1
+            return True
+
+    async def _is_free(self, key: bytes) -> bool:
+        """When nobody holds it. False if a put does that has nothing here yet, and waits for
+        room."""
         while self._holds.is_held(key):  # it may still be being written
             if key in self._entering:
-                return
+                return False
             await self._holds.change(key)
+        return True
+
+    async def _evict(self, key: bytes) -> None:
+        if not await self._is_free(key):
+            return
         with self._holds.hold_free(key):
             row = self._rows.get(key)
             if row is None:
@@ -283,8 +322,8 @@ class DiskStore(Store):
     async def _lose(self, row: Row, damage: FormatError | None) -> None:
         """An object's file is damaged or, without our doing, gone."""
         entry = entry_of(row)
-        if self._rows.get(entry.key) is not row:
-            return  # evicted or deleted meanwhile, or another reader was here first
+        if self._rows.get(entry.key) is not row or self._holds.is_held(entry.key):
+            return  # evicted or deleted meanwhile, or being cut, or another reader was here first
         with self._holds.hold_free(entry.key):
             self._remove(row)
             if damage is None:
@@ -297,11 +336,11 @@ class DiskStore(Store):
 
     async def _correct(self, row: Row, entry: Entry) -> None:
         """The index was wrong about an object; its file, which carries checksums, is believed."""
-        if self._rows.get(entry.key) is not row:
+        if self._rows.get(entry.key) is not row or self._holds.is_held(entry.key):
             return
         with self._holds.hold_free(entry.key):
             self._remove(row)
-            corrected = row_of(entry, row[-1])
+            corrected = row_of(entry, row[USED])
             await self._tasks.in_thread(self._folder.correct, corrected)
             self._add(corrected)
 
@@ -322,20 +361,32 @@ class DiskStore(Store):
         self._used.pop(row[0], None)
         self._discount(row)
 
+    def _swap(self, row: Row, shorter: Row) -> None:
+        """Of an object that was cut."""
+        key = row[0]
+        self._rows[key] = shorter
+        self._open.forget(key)
+        self._tally.remove(key, row[2])
+        self._tally.add(key, shorter[2])
+        self._counts.size_bytes += footprint_bytes(shorter) - footprint_bytes(row)
+        self._policy.cut(key, footprint_bytes(shorter), shorter[2])
+
     def _count(self, row: Row) -> None:
         self._counts.size_bytes += footprint_bytes(row)
         self._tell_policy(row)
 
     def _tell_policy(self, row: Row) -> None:
-        key, _, _, parent, saved_s, _ = row
-        self._policy.add(key, footprint_bytes(row), Hints(parent, saved_s))
+        entry, size_bytes = entry_of(row), footprint_bytes(row)
+        self._policy.add(entry.key, size_bytes, entry.hints)
+        if entry.is_cut:
+            self._policy.cut(entry.key, size_bytes, entry.size_bytes)
 
     def _discount(self, row: Row) -> None:
         self._counts.size_bytes -= footprint_bytes(row)
         self._policy.remove(row[0])
 
-    def _use(self, key: bytes) -> None:
-        self._policy.touch(key)
+    def _use(self, key: bytes, start: int = 0, end: int | None = None) -> None:
+        self._policy.touch(key, start, end)
         if key in self._rows:
             self._used.pop(key, None)  # so that the order is that of the last use
             self._used[key] = next(self._ticks)

@@ -15,6 +15,8 @@ of the order of file system calls alone, and no transaction spans files and inde
   is therefore always a complete object. Acknowledged means that the folder was synced.
 - evict: unlink, then the index. Not synced: what comes back after a power loss is a whole object
   again. A later put syncs the folder, so that an evicted object never survives a newer one.
+- cut: write what is left as a .part file, sync it, rename it over the object, sync the folder, then
+  the index: which may say more than is there, never less, so that the store knows its size.
 - delete: unlink, sync the folder, then the index.
 - start: a row without a file is dropped. A file without a row is adopted from its own header. The
   etag is in the name, so a row can not be taken for that of an earlier object of its key. Thus any
@@ -34,6 +36,7 @@ import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -41,7 +44,7 @@ from kdn.errors import FormatError, StoreError
 from kdn.store.base import Entry
 from kdn.store.disk_files import Files, named_errors
 from kdn.store.disk_format import Header, encode_header
-from kdn.store.disk_index import Index, Row, entry_of, row_of
+from kdn.store.disk_index import USED, Index, Row, entry_of, row_of
 from kdn.store.disk_reading import ObjectReader, file_name
 
 logger = logging.getLogger(__name__)
@@ -82,6 +85,33 @@ class ObjectFolder(ObjectReader):
         with named_errors(f"evict {file_name(entry)}"):
             self._unlink(self._objects / file_name(entry))
         self._index.change(remove=[entry.key])
+
+    def cut(self, entry: Entry, kept_bytes: int, used: int) -> Row:
+        """Keep only the beginning of an object. Readers have the old file or the new one.
+        FormatError if it may not be cut there, or is damaged: then nothing has changed."""
+        span = self.read(entry, 0, kept_bytes)
+        if span is None:
+            raise FormatError("its file is gone")
+        kept = replace(span.entry, size_bytes=min(kept_bytes, span.entry.size_bytes))
+        if kept.size_bytes not in kept.hints.cuts:
+            raise FormatError(f"expected to cut at {kept.hints.cuts}, found {kept_bytes}")
+        if kept != span.entry:  # else it was cut before, and the index had not heard of it
+            self._shorten(kept, bytes(span.data))
+        row = row_of(kept, used)
+        self._index.change(put=[row])
+        return row
+
+    def _shorten(self, kept: Entry, data: bytes) -> None:
+        part = self._objects / f"{next(self._serial)}{PART}"
+        with named_errors(f"cut {file_name(kept)}"):
+            try:
+                self._write_synced(part, [encode_header(kept, data), data])
+                self._files.rename(part, self._objects / file_name(kept))
+                self._files.sync_folder(self._objects)
+            except BaseException:
+                with suppress(OSError):
+                    self._unlink(part)
+                raise
 
     def delete(self, key: bytes, entry: Entry | None) -> bool:
         """When this returns, the bytes are gone for good; True if they were an object."""
@@ -151,7 +181,7 @@ class ObjectFolder(ObjectReader):
         here = list(expected.values())
         strangers = names - expected.keys()
         entries, damaged = self._adopt(strangers, {row[0] for row in here} if strangers else set())
-        newest = here[-1][-1] if here else 0
+        newest = here[-1][USED] if here else 0
         adopted = [row_of(entry, newest + order) for order, entry in enumerate(entries, 1)]
         if missing or adopted:
             logger.info("index: %d rows dropped, %d files adopted", len(missing), len(adopted))

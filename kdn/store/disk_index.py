@@ -21,45 +21,55 @@ from collections.abc import Iterable
 from operator import itemgetter
 from pathlib import Path
 from threading import Lock
-from typing import Self
+from typing import Final, Self
 
 from kdn.files import private_database
 from kdn.store.base import Entry, Hints
+from kdn.store.disk_format import pack_cuts, parse_cuts
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS objects (
     key BLOB PRIMARY KEY, etag BLOB NOT NULL, size_bytes INTEGER NOT NULL,
-    parent BLOB, saved_s REAL NOT NULL, used INTEGER NOT NULL
+    parent BLOB, saved_s REAL NOT NULL, used INTEGER NOT NULL, cuts BLOB NOT NULL DEFAULT x''
 ) WITHOUT ROWID
 """
-_INSERT = "INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?, ?, ?)"
+_FROM_VERSION_1 = "ALTER TABLE objects ADD COLUMN cuts BLOB NOT NULL DEFAULT x''"
+_INSERT = "INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?, ?, ?, ?)"
 _DELETE = "DELETE FROM objects WHERE key = ?"
 # SQLite has no checksums: a flipped bit may make a value another type, but never a wrong read,
 # since the files are believed and not the index.
 _SELECT = """
 SELECT * FROM objects WHERE typeof(key) = 'blob' AND typeof(etag) = 'blob'
     AND typeof(size_bytes) = 'integer' AND typeof(parent) IN ('blob', 'null')
-    AND typeof(saved_s) = 'real' AND typeof(used) = 'integer'
+    AND typeof(saved_s) = 'real' AND typeof(used) = 'integer' AND typeof(cuts) = 'blob'
 """
 
 
-Row = tuple[bytes, bytes, int, bytes | None, float, int]
-"""Key, etag, size, parent, seconds saved, and when it was used: a higher number was later. Bare, as
-SQLite gives them: to make a hundred thousand objects of a class more would be felt at start."""
+Row = tuple[bytes, bytes, int, bytes | None, float, int, bytes]
+"""Key, etag, size, parent, seconds saved, when it was used (a higher number was later), and where
+it may be cut. Bare, as SQLite gives them: to make a hundred thousand objects of a class more would
+be felt at start."""
+USED: Final = 5
 
 
 def row_of(entry: Entry, used: int) -> Row:
     hints = entry.hints
-    return entry.key, entry.etag, entry.size_bytes, hints.parent, hints.saved_s, used
+    cuts = pack_cuts(hints.cuts)
+    return entry.key, entry.etag, entry.size_bytes, hints.parent, hints.saved_s, used, cuts
 
 
 def entry_of(row: Row) -> Entry:
-    key, etag, size_bytes, parent, saved_s, _ = row
-    return Entry(key, etag, size_bytes, Hints(parent, saved_s))
+    key, etag, size_bytes, parent, saved_s, _, cuts = row
+    return Entry(key, etag, size_bytes, Hints(parent, saved_s, parse_cuts(cuts) if cuts else ()))
+
+
+def used_at(row: Row, used: int) -> Row:
+    key, etag, size_bytes, parent, saved_s, _, cuts = row
+    return key, etag, size_bytes, parent, saved_s, used, cuts
 
 
 class Index:
@@ -109,7 +119,7 @@ class Index:
 def _load(connection: sqlite3.Connection) -> list[Row]:
     try:
         # Sorted here: SQLite would carry whole rows through its sorter, at thrice the cost.
-        return sorted(connection.execute(_SELECT).fetchall(), key=itemgetter(5))
+        return sorted(connection.execute(_SELECT).fetchall(), key=itemgetter(USED))
     except sqlite3.Error:
         connection.close()
         raise
@@ -138,8 +148,10 @@ def _prepare(connection: sqlite3.Connection) -> sqlite3.Connection:
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=NORMAL")
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version not in (0, SCHEMA_VERSION):
+    if version not in (0, 1, SCHEMA_VERSION):
         raise sqlite3.DatabaseError(f"expected version {SCHEMA_VERSION}, found {version}")
+    if version == 1:
+        connection.execute(_FROM_VERSION_1)
     connection.execute(_SCHEMA)
     connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
     return connection

@@ -46,7 +46,7 @@ class MemoryStore(Store):
         check_put(entry, data, checksum)
         if key in self._held:
             known = self._held[key].entry
-            if is_taken(known, replacing):
+            if is_taken(known, replacing, entry):
                 return known
             self._drop(key)
         self._make_room(entry)
@@ -63,6 +63,8 @@ class MemoryStore(Store):
                 f"{size_bytes} bytes exceed the store's {self._counts.capacity_bytes}"
             )
         self._policy.add(entry.key, size_bytes, entry.hints)
+        if entry.is_cut:
+            self._policy.cut(entry.key, size_bytes, entry.size_bytes)
         self._counts.size_bytes += size_bytes
         while self._counts.size_bytes > self._counts.capacity_bytes:
             victim = self._policy.victim()
@@ -70,8 +72,23 @@ class MemoryStore(Store):
                 self._policy.remove(entry.key)
                 self._counts.size_bytes -= size_bytes
                 raise NoSpaceError(f"no room for {size_bytes} bytes: all else is to be kept")
-            self._drop(victim)
-            self._counts.evictions += 1
+            kept_bytes = self._policy.kept_bytes(victim)
+            if kept_bytes:
+                self._cut(victim, kept_bytes)
+                self._counts.cuts += 1
+            else:
+                self._drop(victim)
+                self._counts.evictions += 1
+
+    def _cut(self, key: bytes, kept_bytes: int) -> None:
+        """Whoever reads it at this moment has the bytes that it had."""
+        held = self._held[key]
+        entry = replace(held.entry, size_bytes=kept_bytes)
+        self._held[key] = _Held(entry, held.data[:kept_bytes])
+        self._policy.cut(key, footprint_bytes(entry), kept_bytes)
+        self._tally.remove(key, held.entry.size_bytes)
+        self._tally.add(key, kept_bytes)
+        self._counts.size_bytes -= held.entry.size_bytes - kept_bytes
 
     def _drop(self, key: bytes) -> None:
         self._policy.remove(key)
@@ -87,8 +104,8 @@ class MemoryStore(Store):
             self._counts.misses += 1
             return None
         self._counts.hits += 1
-        self._policy.touch(key)
         begin, stop = clip(start, end, held.entry.size_bytes)
+        self._policy.touch(key, begin, None if end is None else stop)
         return Span(held.entry, begin, memoryview(held.data)[begin:stop])
 
     def peek(self, key: bytes) -> Entry | None:
@@ -100,7 +117,7 @@ class MemoryStore(Store):
         if held is None or held.entry.etag != etag:
             return None
         self._counts.hits += 1
-        self._policy.touch(key)
+        self._policy.touch(key, start, end)
         return Span(held.entry, start, memoryview(held.data)[start:end])
 
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:

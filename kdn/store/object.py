@@ -70,6 +70,8 @@ class ObjectStore(Store):
             return await self._put(entry, data, replacing)
 
     async def _put(self, entry: Entry, data: bytes, replacing: bytes | None) -> Entry:
+        # Nothing is cut here, and readers of older versions know no cuts.
+        entry = replace(entry, hints=replace(entry.hints, cuts=()))
         key, header = entry.key, encode_header(entry, data)
         can = await self.bucket.abilities()
         looks_first = replacing is not None or not can.create

@@ -10,6 +10,9 @@ process; if none does, nothing of it stays in memory. (Where every tier is memor
 
 The first writer wins as far as one store can tell: a key that is taken in a tier that answers is
 not put into those above it.
+
+A tier may cut objects to make room (`Hints.cuts`). Those below it may have more of them, and are
+asked for what it lacks.
 """
 
 from __future__ import annotations
@@ -138,9 +141,11 @@ class TieredStore(Store):
             span = await self._ask(top, lambda store: store.get(key, start, end, etag=etag))
         if span is not None:
             top.hits += 1
-        elif self._below:
+        if self._below and (span is None or span.is_short_of(end)):
             read = (key, start, end, etag)
-            span = await self._reads.run(read, lambda: self._get_below(key, start, end, etag))
+            fuller = await self._reads.run(read, lambda: self._get_below(key, start, end, etag))
+            if span is None or (fuller is not None and len(fuller.data) > len(span.data)):
+                span = fuller
         self._counts.hits += span is not None
         self._counts.misses += span is None
         return span
@@ -150,11 +155,14 @@ class TieredStore(Store):
         replacement is under way."""
         if not self.is_current():
             return None
+        found: Entry | None = None
         for tier in self.tiers:
             entry = tier.store.peek(key)
-            if entry is not None:
-                return entry
-        return None
+            if entry is not None and (found is None or found.is_beginning_of(entry)):
+                found = entry
+            if found is not None and not found.is_cut:
+                break
+        return found
 
     def get_now(self, key: bytes, start: int, end: int, etag: bytes) -> Span | None:
         """Brings nothing up: what can be had at once is fast enough where it is."""
@@ -162,7 +170,7 @@ class TieredStore(Store):
             return None
         for tier in self.tiers:
             span = tier.store.get_now(key, start, end, etag)
-            if span is not None:
+            if span is not None and not span.is_short_of(end):
                 tier.hits += 1
                 self._counts.hits += 1
                 return span
@@ -209,11 +217,16 @@ class TieredStore(Store):
     async def lookup(self, keys: Sequence[bytes], *, head_bytes: int = 0) -> list[Entry | None]:
         found: dict[bytes, Entry] = {}
         for tier in self.tiers:
-            missing = [key for key in dict.fromkeys(keys) if key not in found]
+            # A tier below may have more of an object that was cut in this one.
+            missing = [k for k in dict.fromkeys(keys) if k not in found or found[k].is_cut]
             if not missing:
                 break
             entries = await self._ask(tier, _lookup(missing, head_bytes))
-            found.update((entry.key, entry) for entry in entries or () if entry)
+            found.update(
+                (entry.key, entry)
+                for entry in entries or ()
+                if entry and (entry.key not in found or found[entry.key].is_beginning_of(entry))
+            )
         return [found.get(key) for key in keys]
 
     async def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
@@ -242,6 +255,7 @@ class TieredStore(Store):
             size_bytes=max(stats.size_bytes for stats in known),
             capacity_bytes=max(stats.capacity_bytes for stats in known),
             evictions=known[-1].evictions,
+            cuts=known[-1].cuts,
             corruptions=sum(stats.corruptions for stats in known),
             costs=total(stats.costs for stats in known),
         )
@@ -288,7 +302,8 @@ class TieredStore(Store):
         not answer: the old one may still be there."""
         async with self._replacing.setdefault(entry.key, asyncio.Lock()):
             [found] = await self.lookup([entry.key])
-            if found and not is_taken(found, replacing):
+            is_less = found is not None and found.is_beginning_of(entry)
+            if found and not is_less and not is_taken(found, replacing):
                 await self.delete(entry.key)
             return await self._put_through(entry, data)
 

@@ -16,7 +16,7 @@ from kdn.bench.cache_replay import HitRatios, Replay, prefill_s
 from kdn.bench.cache_traces import RecordedRequest, RequestTrace, load_trace
 from kdn.cli.main import app, spread
 from kdn.errors import FormatError
-from kdn.store.evict import LRU, CostAware
+from kdn.store.evict import LRU, CostAware, Graded
 
 BLOCK = 512
 
@@ -187,12 +187,27 @@ def test_the_command_tells_a_table_json_and_a_plot(tmp_path: Path) -> None:
     assert "small" in result.output
     assert drawn.read_bytes().startswith(b"\x89PNG")
     document = json.loads(told.read_text())
-    assert len(document["rows"]) == 3 * 4
+    assert len(document["rows"]) == 3 * 5
     shares = document["token_hit_ratio"]["small"]
     assert list(shares) == ["0.01", "0.05", "0.2"]
     for ratios in shares.values():
-        assert list(ratios) == ["lru", "s3fifo", "cost", "optimum"]
+        assert list(ratios) == ["lru", "s3fifo", "cost", "graded", "optimum"]
+        assert ratios.pop("graded") >= ratios["cost"], "it holds more blocks, with fewer levels"
         assert all(0 <= ratio <= ratios["optimum"] for ratio in ratios.values())
+
+
+def test_hits_are_told_with_the_levels_they_come_with() -> None:
+    """Room for two whole blocks of three: `cost` drops one of them, `graded` cuts some, by a
+    request for the default quality they all hit, and none of those is exact."""
+    trace = trace_of("a", "b", "c", "a", "b", "c")
+    replay = Replay(trace)
+    whole, cut = replay.run(CostAware(), 2), replay.run(Graded(), 2)
+    assert tokens_hit(cut, trace) == 3 * BLOCK
+    assert tokens_hit(whole, trace) < 3 * BLOCK
+    assert whole.hit_kld in (0.0, 0.0003)
+    assert 0.0003 < cut.hit_kld <= 0.003
+    assert cut.exact_hit_ratio < cut.token_hit_ratio
+    assert whole.exact_hit_ratio == whole.token_hit_ratio
 
 
 def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "dtype": ("", "fp16", "int8", torch.int8, torch.float64, 5, [], b"x"),
     "codec": ("", "zip", None, 5, []),
     "quality": (*QUALITIES, None),
+    "stored_quality": (*QUALITIES, None),
     "deadline_s": DEADLINES,
     "token": ("", "a b", "a\nb", "\udcff", "x" * 1025, 5, b"x"),
     "token_file": ("", "no/such/file", ".", "a\0b", 5, []),
@@ -59,7 +60,7 @@ METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
         "what": ("", " ", "\udcff", 5, None, b"x", {}, [1.5], [-1], [128], [HUGE], [[1], [1, 2]],
                  [{"role": "user"}], [{"role": "user", "content": 5}], [{"content": "x"}, 5]),
         "head": tuple(text for text in TEXTS if text is not None),
-        "on_read": FUNCTIONS,
+        "stored_quality": QUALITIES, "on_read": FUNCTIONS,
     },
     "load": {
         "tokens": ("x", 5, None, b"x", {}, [1.5], [-1], [128], [HUGE], [[1], [1, 2]]),

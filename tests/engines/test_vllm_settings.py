@@ -182,3 +182,15 @@ def test_several_nodes_of_one_store_are_one_place() -> None:
     for wrong in ({"url": "http://a,ftp://b"}, {"url": urls, "resolve_s": 0}):
         with pytest.raises(UnsupportedError):
             Settings.parse(wrong)
+
+
+def test_what_is_stored_is_no_coarser_than_what_is_loaded() -> None:
+    assert Settings.parse({"url": "x"}).session.stored_quality == "exact"
+    own = Settings.parse({"url": "x", "quality": "default", "stored_quality": "default"})
+    assert own.session.stored_quality == own.quality == 0.0035
+    with pytest.raises(UnsupportedError, match="stored_quality"):
+        Settings.parse({"url": "x", "stored_quality": "default"})
+    with pytest.raises(UnsupportedError, match="stored_quality"):
+        Settings.parse({"url": "x", "stored_quality": "best"})
+    only_stores = Settings.parse({"url": "x", "stored_quality": "default", "load": False})
+    assert only_stores.session.stored_quality == 0.0035

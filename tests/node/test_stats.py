@@ -30,10 +30,11 @@ def values(text: str) -> dict[str, float]:
 
 
 def test_the_store_counts_are_shown() -> None:
-    stats = Stats(3, 100, 1000, hits=7, misses=2, puts=4, evictions=5, corruptions=6)
+    stats = Stats(3, 100, 1000, hits=7, misses=2, puts=4, evictions=5, cuts=8, corruptions=6)
     found = values(NodeStats().expose(stats).decode())
     assert found["kdn_store_objects{}"] == 3
     assert found["kdn_store_evictions_total{}"] == 5
+    assert found["kdn_store_cuts_total{}"] == 8
     assert found["kdn_store_corruptions_total{}"] == 6
     assert found["kdn_store_hits_total{}"] == 7
     assert "kdn_store_requests_total{kind=get}" not in found

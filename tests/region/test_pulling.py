@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from kdn.codec.header import Header
 from kdn.errors import StoreError
 from kdn.store.http import HttpStore
 from kdn.store.streaming import Ask, Collected
@@ -206,6 +207,44 @@ def test_what_the_centre_has_replaced_or_lost(tmp_path: Path) -> None:
                 # The rest of it is gone, so it is: and whoever asks anew gets the other.
                 assert await store.get(key_of(1), 20_000, etag=b"e1") is None
                 assert await read(store, 1) == other
+
+    run(work())
+
+
+def test_what_the_centre_has_cut_or_made_whole(tmp_path: Path) -> None:
+    """Of the same stream: its first levels, all of them, the first again."""
+    stream = chunk_stream(key_of(1), 60_000)
+    header = Header.parse(stream)
+    short, etag = stream[: header.level_ends[1]], header.stream_id
+
+    async def put_stream(store: HttpStore, data: bytes) -> None:
+        checksum = xxh3_64_intdigest(data)
+        kept = await store.put(key_of(1), data, etag=etag, checksum=checksum)
+        assert kept.size_bytes == len(data)
+
+    async def work() -> None:
+        async with (
+            centre_and_link(tmp_path / "centre") as (centre, link),
+            store_at(centre, "chunks") as there,
+            region(tmp_path / "r", link) as node,
+            store_at(node, "chunks") as here,
+        ):
+            await put_stream(there, stream)
+            [entry] = await here.lookup([key_of(1)], head_bytes=400)
+            assert entry is not None
+            assert entry.size_bytes == len(stream)
+            await there.delete(key_of(1))
+            await put_stream(there, short)
+            span = await here.get(key_of(1), 0, len(stream), etag=etag)
+            assert span is None, "there is less than was told"
+            [entry] = await here.lookup([key_of(1)], head_bytes=400)
+            assert entry is not None
+            assert entry.size_bytes == len(short)
+            assert await read(here, 1) == short
+            await put_stream(here, stream)
+            await sent(node)
+            assert await read(there, 1) == stream
+            assert await read(here, 1) == stream
 
     run(work())
 

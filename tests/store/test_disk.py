@@ -73,7 +73,7 @@ def test_a_use_counts_before_the_policy_knows_all(
     fill(tmp_path, KEYS)
 
     async def work() -> None:
-        size_bytes = footprint_bytes((b"0", bytes(16), 3000, b"parent", 0.5, 0))
+        size_bytes = footprint_bytes((b"0", bytes(16), 3000, b"parent", 0.5, 0, b""))
         async with closing(await opened(tmp_path, 10 * size_bytes)) as store:
             await store.get(b"0")
             await put(store, b"new", content("new", 3000), Hints(b"parent"))
@@ -197,7 +197,7 @@ def test_held_objects_stay_and_newcomers_are_refused(tmp_path: Path) -> None:
     async def work() -> None:
         policy = open_policy("lru")
         policy.retain(b"name", [b"0", b"1"])
-        size_bytes = footprint_bytes((b"0", bytes(16), 3000, None, 0, 0))
+        size_bytes = footprint_bytes((b"0", bytes(16), 3000, None, 0, 0, b""))
         async with closing(await open_disk(tmp_path, 2 * size_bytes, policy)) as store:
             for key in (b"0", b"1"):
                 await put(store, key, content(key, 3000))
@@ -226,7 +226,7 @@ def test_opens_forty_thousand_objects_quickly(tmp_path: Path) -> None:
         os.link(template, tmp_path / "objects" / f"{key.hex()}-{etag.hex()}")
     with closing_now(sqlite3.connect(tmp_path / "index.sqlite")) as index, index:
         index.executemany(
-            "INSERT INTO objects VALUES (?, ?, 65536, ?, 0.5, ?)",
+            "INSERT INTO objects VALUES (?, ?, 65536, ?, 0.5, ?, x'')",
             ((key, etag, keys[i - 1], i + 1) for i, key in enumerate(keys)),
         )
 

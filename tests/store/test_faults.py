@@ -23,6 +23,7 @@ import pytest
 from kdn.errors import NoSpaceError, StoreError
 from kdn.store.base import Store
 from kdn.store.disk import DiskStore, footprint_bytes, open_disk
+from kdn.store.evict import LRU
 from tests.store.contract import content, read
 from tests.store.faults import (
     Fuse,
@@ -37,7 +38,7 @@ from tests.store.faults import (
 from tests.store.ledger import Ledger, WatchedLRU, check_agreement, scratch_folder
 
 SIZE = 3000
-CAPACITY_BYTES = 4 * footprint_bytes((b"a", bytes(16), SIZE, None, 0.0, 0))
+CAPACITY_BYTES = 4 * footprint_bytes((b"a", bytes(16), SIZE, None, 0.0, 0, b""))
 GARBAGE: IndexState = {"index.sqlite": content("garbage", 5000)}
 
 Scenario = Callable[[Store, Ledger], Awaitable[None]]
@@ -122,19 +123,23 @@ def folder() -> Iterator[Path]:
 class Machine:
     """A store with three objects, a scenario that meets a fault, and what is left."""
 
+    capacity_bytes = CAPACITY_BYTES
+    policy: Callable[..., LRU] = WatchedLRU
+    new_ledger: Callable[[], Ledger] = Ledger
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.ledger = Ledger()
+        self.ledger = type(self).new_ledger()
         self.files = VolatileFiles()
         self.states: list[IndexState] = []
         restore_index(folder, {})
 
     async def open(self, fuse: Fuse) -> DiskStore:
         self.files.fuse = fuse
-        policy = WatchedLRU(self.ledger)
+        policy = type(self).policy(self.ledger)
         opener = traced(fuse, self.states)
         return await open_disk(
-            self.folder, CAPACITY_BYTES, policy, files=self.files, open_index=opener
+            self.folder, self.capacity_bytes, policy, files=self.files, open_index=opener
         )
 
     async def prepare(self, damage: bytes | None) -> None:
@@ -166,8 +171,8 @@ class Machine:
         evicted may be back, and something else be evicted for it.)"""
         restore_index(self.folder, state)
         ledger = deepcopy(self.ledger)
-        policy = WatchedLRU(ledger)
-        store = await open_disk(self.folder, CAPACITY_BYTES, policy, files=files, threads=1)
+        policy = type(self).policy(ledger)
+        store = await open_disk(self.folder, self.capacity_bytes, policy, files=files, threads=1)
         await ledger.check(store)
         assert (await store.stats()).corruptions <= len(ledger.damaged)
         await store.close()

@@ -102,7 +102,14 @@ class Settings:
         session = SessionSettings(
             _places(given["url"]), _credentials(given), **_checked(given, _OF_SESSION)
         )
-        return cls(session, **_checked(given, _OWN))
+        own = cls(session, **_checked(given, _OWN))
+        stored = enough_kld(session.stored_quality)
+        if own.load and own.publish and stored > own.quality:
+            raise UnsupportedError(
+                f"stored_quality: expected no coarser than the quality {own.quality:g}, found "
+                f"{stored:g}: this engine would not use what it stores"
+            )
+        return own
 
     @property
     def is_remote(self) -> bool:
@@ -190,6 +197,7 @@ _OF_SESSION: Mapping[str, Check] = {
     "client": lambda name, value: checked_client(value),
     "codec": partial(checked_choice, known=CODECS),
     "profile": _path,
+    "stored_quality": _quality,
     "queue_bytes": partial(checked_count, most=MAX_BYTES),
     "spool_bytes": _bytes,
     "spool_folder": _path,

@@ -9,22 +9,29 @@ from __future__ import annotations
 from kdn.errors import UnsupportedError
 from kdn.store.evict.base import Policy
 from kdn.store.evict.cost import CostAware
+from kdn.store.evict.graded import Graded
 from kdn.store.evict.lru import LRU
 from kdn.store.evict.owners import Owners, PerOwner
 from kdn.store.evict.retention import Retention
 from kdn.store.evict.s3fifo import S3Fifo
 
 __all__ = [
-    "LRU", "POLICIES", "CostAware", "Owners", "PerOwner", "Policy", "Retention", "S3Fifo",
+    "LRU", "POLICIES", "CostAware", "Graded", "Owners", "PerOwner", "Policy", "Retention", "S3Fifo",
     "open_policy",
 ]  # fmt: skip
 
-POLICIES: dict[str, type[Policy]] = {"lru": LRU, "s3fifo": S3Fifo, "cost": CostAware}
+POLICIES: dict[str, type[Policy]] = {
+    "lru": LRU, "s3fifo": S3Fifo, "cost": CostAware, "graded": Graded,
+}  # fmt: skip
 
 
-def open_policy(name: str, owners: Owners | None = None) -> Retention:
-    """A policy by its name, with fair shares if there are `owners`."""
+def open_policy(name: str, owners: Owners | None = None, *, may_cut: bool = True) -> Retention:
+    """A policy by its name, with fair shares if there are `owners`. Not `may_cut`: it keeps objects
+    whole, for caches of a store that has all of them."""
     if name not in POLICIES:
         raise UnsupportedError(f"expected a policy of {', '.join(POLICIES)}, found {name!r}")
-    policy = PerOwner(POLICIES[name], owners) if owners else POLICIES[name]()
+    kind = POLICIES[name]
+    if kind.may_cut and not may_cut:
+        kind = CostAware
+    policy = PerOwner(kind, owners) if owners else kind()
     return Retention(policy)

@@ -42,7 +42,9 @@ slowest machines that run them, and a token of the smallest takes some kilobytes
 
 
 @dataclass(slots=True)
-class _Object:
+class Item:
+    """What is known of one object."""
+
     parent: bytes | None
     weight: float
     uses: int = 0
@@ -51,7 +53,7 @@ class _Object:
     held: bool = False
 
 
-def _weight(size_bytes: int, saved_s: float) -> float:
+def weight_of(size_bytes: int, saved_s: float) -> float:
     """Root of the seconds saved per byte, as far as they are plausible."""
     return math.sqrt(min(max(saved_s, 0.0) / max(size_bytes, 1), MAX_SAVED_S_PER_BYTE))
 
@@ -59,8 +61,8 @@ def _weight(size_bytes: int, saved_s: float) -> float:
 class CostAware(Policy):
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random(0)
-        self._objects: dict[bytes, _Object] = {}
-        self._ghosts: OrderedDict[bytes, _Object] = OrderedDict()  # evicted, oldest first
+        self._objects: dict[bytes, Item] = {}
+        self._ghosts: OrderedDict[bytes, Item] = OrderedDict()  # evicted, oldest first
         self._children: Counter[bytes] = Counter()  # of each key, how many are here
         self._leaves = Bag()  # what may go
         self._last: dict[bytes, None] = {}  # leaves that are held, oldest first
@@ -75,7 +77,7 @@ class CostAware(Policy):
         if key in self._objects:
             self.touch(key)
             return
-        item = _Object(hints.parent, _weight(size_bytes, hints.saved_s))
+        item = self._made(size_bytes, hints)
         if item.parent is not None and self._is_ancestor(key, item.parent):
             item.parent = None
         ghost = self._ghosts.pop(key, None)
@@ -89,6 +91,9 @@ class CostAware(Policy):
             self._children[item.parent] += 1
             self._place(item.parent)
 
+    def _made(self, size_bytes: int, hints: Hints) -> Item:
+        return Item(hints.parent, weight_of(size_bytes, hints.saved_s))
+
     def _is_ancestor(self, key: bytes, of: bytes) -> bool:
         """Hints come from outside, and a ring of parents would never leave."""
         above: bytes | None = of
@@ -97,12 +102,12 @@ class CostAware(Policy):
             above = item.parent if item else None
         return above == key
 
-    def touch(self, key: bytes) -> None:
+    def touch(self, key: bytes, start: int = 0, end: int | None = None) -> None:
         item = self._objects.get(key)
         if item:
             self._use(key, item)
 
-    def _use(self, key: bytes, item: _Object) -> None:
+    def _use(self, key: bytes, item: Item) -> None:
         self._now += 1
         if item.uses:
             self._reuse.ended(item.uses, self._now - item.last_use)
@@ -125,7 +130,7 @@ class CostAware(Policy):
         if item.parent is not None:
             self._leave(item.parent, item)
 
-    def _leave(self, parent: bytes, child: _Object) -> None:
+    def _leave(self, parent: bytes, child: Item) -> None:
         self._children[parent] -= 1
         if not self._children[parent]:
             del self._children[parent]
@@ -167,7 +172,11 @@ class CostAware(Policy):
         if item.parent in self._ghosts:
             return -1.0, item.fresh, key
         index = self._reuse.index(item.uses, self._now - item.fresh)
-        return index * item.weight, item.fresh, key
+        return index * self._weight(key, item), item.fresh, key
+
+    def _weight(self, key: bytes, item: Item) -> float:
+        """What a use of the object counts for each byte that is gained without it."""
+        return item.weight
 
     def _last_use(self, key: bytes) -> int | None:
         item = self._objects.get(key) or self._ghosts.get(key)
@@ -176,7 +185,7 @@ class CostAware(Policy):
     def _place(self, key: bytes) -> None:
         """Among those that may go, or not, as things are now."""
         item = self._objects.get(key)
-        leaf = item is not None and key not in self._children
+        leaf = item is not None and self._may_give(key, item)
         held = item is not None and item.held
         if leaf and held:
             self._last.setdefault(key)
@@ -186,6 +195,10 @@ class CostAware(Policy):
             self._leaves.add(key)
         else:
             self._leaves.discard(key)
+
+    def _may_give(self, key: bytes, item: Item) -> bool:
+        """Whether it may go without leaving others worthless."""
+        return key not in self._children
 
     def hold(self, key: bytes) -> None:
         if key in self._objects:

@@ -18,7 +18,7 @@ class LRU(Policy):
             self._order[key] = None
         self.touch(key)
 
-    def touch(self, key: bytes) -> None:
+    def touch(self, key: bytes, start: int = 0, end: int | None = None) -> None:
         for keys in (self._order, self._held):
             if key in keys:
                 keys.move_to_end(key)

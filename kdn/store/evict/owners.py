@@ -54,6 +54,7 @@ _LEVEL = attrgetter("level")
 class PerOwner(Policy):
     def __init__(self, make: Callable[[], Policy], owners: Owners) -> None:
         self._make = make
+        self.may_cut = make().may_cut
         self._owners = owners
         self._parts: dict[bytes, _Part] = {}
 
@@ -68,9 +69,9 @@ class PerOwner(Policy):
             part.grow(size_bytes)
         part.policy.add(key, size_bytes, hints)
 
-    def touch(self, key: bytes) -> None:
+    def touch(self, key: bytes, start: int = 0, end: int | None = None) -> None:
         if part := self._part(key):
-            part.policy.touch(key)
+            part.policy.touch(key, start, end)
 
     def remove(self, key: bytes) -> None:
         if part := self._part(key):
@@ -89,6 +90,17 @@ class PerOwner(Policy):
             return named
         # Nobody is beyond their share, and what the first one has is held.
         return next(filter(None, (part.policy.victim(held) for part in parts)), None)
+
+    def kept_bytes(self, key: bytes) -> int:
+        part = self._part(key)
+        return part.policy.kept_bytes(key) if part else 0
+
+    def cut(self, key: bytes, size_bytes: int, kept_bytes: int) -> None:
+        part = self._part(key)
+        if part and key in part.sizes:
+            part.grow(size_bytes - part.sizes[key])
+            part.sizes[key] = size_bytes
+            part.policy.cut(key, size_bytes, kept_bytes)
 
     def _fair_level(self) -> float:
         """Where all who have something would be if they had their share."""

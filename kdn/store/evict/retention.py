@@ -16,6 +16,7 @@ from kdn.store.evict.base import Policy
 class Retention(Policy):
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self.may_cut = policy.may_cut
         self._holds: Counter[bytes] = Counter()  # names per key, here or not
         self._names: dict[bytes, frozenset[bytes]] = {}
 
@@ -24,14 +25,20 @@ class Retention(Policy):
         if key in self._holds:
             self._policy.hold(key)
 
-    def touch(self, key: bytes) -> None:
-        self._policy.touch(key)
+    def touch(self, key: bytes, start: int = 0, end: int | None = None) -> None:
+        self._policy.touch(key, start, end)
 
     def remove(self, key: bytes) -> None:
         self._policy.remove(key)
 
     def victim(self, held: bool = False) -> bytes | None:
         return self._policy.victim(held)
+
+    def kept_bytes(self, key: bytes) -> int:
+        return self._policy.kept_bytes(key)
+
+    def cut(self, key: bytes, size_bytes: int, kept_bytes: int) -> None:
+        self._policy.cut(key, size_bytes, kept_bytes)
 
     def hold(self, key: bytes) -> None:
         """One more reason to keep a key, here or not."""

@@ -58,7 +58,7 @@ class S3Fifo(Policy):
         else:
             self._small.push(key, _Object(size_bytes))
 
-    def touch(self, key: bytes) -> None:
+    def touch(self, key: bytes, start: int = 0, end: int | None = None) -> None:
         item = self._small.get(key) or self._main.get(key)
         if item:
             item.uses = min(item.uses + 1, MAX_USES)
