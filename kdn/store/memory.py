@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from kdn.errors import NoSpaceError
 from kdn.store.base import Entry, Span, Stats, Store, check_put, clip, is_taken
-from kdn.store.evict import Policy
-from kdn.store.tally import Tally, Usage
+from kdn.store.evict import Policy, why_evicted
+from kdn.store.tally import Tally, Usage, Watcher
 
 OVERHEAD_BYTES = 1024
 """Counted for every object besides its bytes, key, etag and parent: the Python objects around them
@@ -32,6 +32,7 @@ def footprint_bytes(entry: Entry) -> int:
 
 class MemoryStore(Store):
     volatile = True
+    kind = "memory"
 
     def __init__(self, capacity_bytes: int, policy: Policy) -> None:
         self._held: dict[bytes, _Held] = {}
@@ -70,8 +71,8 @@ class MemoryStore(Store):
                 self._policy.remove(entry.key)
                 self._counts.size_bytes -= size_bytes
                 raise NoSpaceError(f"no room for {size_bytes} bytes: all else is to be kept")
+            self._counts.count_eviction(victim, why_evicted(self._policy, victim))
             self._drop(victim)
-            self._counts.evictions += 1
 
     def _drop(self, key: bytes) -> None:
         self._policy.remove(key)
@@ -128,8 +129,12 @@ class MemoryStore(Store):
         sizes = ((key, held.entry.size_bytes) for key, held in self._held.items())
         return self._tally.of(prefix, sizes)
 
+    def watch(self, watcher: Watcher) -> None:
+        self._tally.watcher = watcher
+
     async def stats(self) -> Stats:
-        return replace(self._counts, objects=len(self._held))
+        evicted = self._counts.evicted.copy()
+        return replace(self._counts, objects=len(self._held), evicted=evicted)
 
     async def close(self) -> None:
         self._held.clear()

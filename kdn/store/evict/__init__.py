@@ -16,7 +16,7 @@ from kdn.store.evict.s3fifo import S3Fifo
 
 __all__ = [
     "LRU", "POLICIES", "CostAware", "Owners", "PerOwner", "Policy", "Retention", "S3Fifo",
-    "open_policy",
+    "open_policy", "why_evicted",
 ]  # fmt: skip
 
 POLICIES: dict[str, type[Policy]] = {"lru": LRU, "s3fifo": S3Fifo, "cost": CostAware}
@@ -28,3 +28,8 @@ def open_policy(name: str, owners: Owners | None = None) -> Retention:
         raise UnsupportedError(f"expected a policy of {', '.join(POLICIES)}, found {name!r}")
     policy = PerOwner(POLICIES[name], owners) if owners else POLICIES[name]()
     return Retention(policy)
+
+
+def why_evicted(policy: Policy, victim: bytes) -> str:
+    """Of an object that a full store drops (`base.EVICTED`)."""
+    return "share" if policy.is_held(victim) else "room"
