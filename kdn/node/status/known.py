@@ -53,7 +53,9 @@ class Known:
 
     async def _ask(self, tenant: str) -> Names:
         """Versions are counted anew only if something changed."""
-        totals, before = await self._depot.names.known(tenant), self._names.get(tenant, NONE)
-        if totals == before.totals or totals.names > MAX_COUNTED:
-            return Names(totals, before.versions)
+        totals, before = await self._depot.names.known(tenant), self._names.get(tenant)
+        if before is not None and totals == before.totals:
+            return before
+        if totals.names > MAX_COUNTED:
+            return Names(totals, None)
         return Names(totals, await self._depot.names.num_versions(tenant))

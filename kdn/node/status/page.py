@@ -14,15 +14,20 @@ from importlib.resources import files
 
 from aiohttp import web
 
+from kdn.node.state import NODE
+
+UNKNOWN = 'data-tokens="unknown"'
+
 
 async def get_dashboard(request: web.Request) -> web.StreamResponse:
-    body, headers = _page()
+    body, headers = _page(needs_token=not request.app[NODE].tenants.open)
     return web.Response(body=body, content_type="text/html", charset="utf-8", headers=headers)
 
 
 @cache
-def _page() -> tuple[bytes, dict[str, str]]:
+def _page(needs_token: bool) -> tuple[bytes, dict[str, str]]:
     text = files("kdn.node.status").joinpath("dashboard.html").read_text("utf-8")
+    text = text.replace(UNKNOWN, f'data-tokens="{"needed" if needs_token else "none"}"')
     return text.encode(), {
         "Content-Security-Policy": policy_of(text),
         "Cache-Control": "no-cache",
