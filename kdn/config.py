@@ -179,7 +179,7 @@ class TenantSettings:
     read_tokens: tuple[str, ...] = ()
     """May only read."""
     operate_tokens: tuple[str, ...] = ()
-    """May do all of that, and read /metrics."""
+    """May do all of that, and see /metrics and the status of all tenants."""
     weight: float = 1.0
     quota_bytes: int = 0
     requests_per_s: float = 0.0

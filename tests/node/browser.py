@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,16 @@ class Tab:
     async def picture(self, name: str, whole: bool = True) -> None:
         if SCREENSHOTS:
             Path(SCREENSHOTS).mkdir(parents=True, exist_ok=True)
-            path = Path(SCREENSHOTS) / f"dashboard-{name}.png"
-            await self.page.screenshot(path=path, full_page=whole)
+            data = await self.page.screenshot(full_page=whole)
+            _save_small(data, Path(SCREENSHOTS) / f"dashboard-{name}.png")
+
+
+def _save_small(data: bytes, path: Path) -> None:
+    """With few colours, which is all that a dashboard has."""
+    from PIL import Image
+
+    picture = Image.open(BytesIO(data)).convert("RGB")
+    picture.quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 @asynccontextmanager

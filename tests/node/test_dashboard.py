@@ -245,7 +245,8 @@ def test_a_busy_node_on_a_desk_on_a_phone_and_in_the_dark(tmp_path: Path) -> Non
                     await seen.page.select_option("#whose", "research")
                     await seen.page.click("text=handbook")
                     await seen.until("#detail", "levels 1 to 3")
-                    await seen.picture(f"{name}-name", whole=False)
+                    if name == "busy":
+                        await seen.picture("name", whole=False)
         finally:
             for task in reading:
                 task.cancel()
