@@ -42,18 +42,20 @@ $(STAMP): $(BASE_STAMP)
 	$(PIP) --editable '.[dev]'
 	touch $@
 
-# Debian's packages. What is still missing is no error: the tests that need it are skipped, with a
+# Debian's packages (chromium: for the tests of the dashboard). What is still missing is no error: the tests that need it are skipped, with a
 # reason. (Valkey and the S3 servers are Python packages of the extra `dev`.)
 servers:
-	@missing=; for name in redis-server nginx; do \
+	@missing=; for name in redis-server nginx chromium; do \
 		PATH="$$PATH:/usr/sbin:/usr/local/sbin" command -v $$name >/dev/null || \
 			missing="$$missing $$name"; \
 	done; \
 	if [ -z "$$missing" ]; then echo "servers: all are here"; \
 	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
-		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
-			apt-get install -y -qq --no-install-recommends $$missing; } || \
-			echo "servers: could not install$$missing; tests that need them are skipped"; \
+		apt-get update -qq; for name in $$missing; do \
+			DEBIAN_FRONTEND=noninteractive \
+				apt-get install -y -qq --no-install-recommends $$name || \
+				echo "servers: could not install $$name; tests that need it are skipped"; \
+		done; \
 	else \
 		echo "servers: missing$$missing (apt-get install$$missing); their tests are skipped"; \
 	fi

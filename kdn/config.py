@@ -203,7 +203,7 @@ class TenantSettings:
     read_tokens: tuple[str, ...] = ()
     """May only read."""
     operate_tokens: tuple[str, ...] = ()
-    """May do all of that, and read /metrics."""
+    """May do all of that, and see /metrics and the status of all tenants."""
     weight: float = 1.0
     """Its part of egress, RAM and disk, beside those of the other tenants."""
     quota_bytes: int = 0

@@ -358,6 +358,23 @@ def node(
     run(load_config(config, {f"node.{name}": value for name, value in flags.items()}))
 
 
+@app.command()
+def top(
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one snapshot and end, as without a terminal.")
+    ] = False,
+    config: ConfigOption = None,
+    url: UrlOption = None,
+    token_file: TokenOption = None,
+    tls_ca: TlsOption = None,
+) -> None:
+    """Watch a node: health, traffic, tenants, deliveries. Takes a token that may operate."""
+    from kdn.cli.remote import Whom
+    from kdn.cli.top import run
+
+    run(Whom(config, url, token_file, tls_ca), once)
+
+
 @app.command(name="ls")
 def list_command(
     prefix: Annotated[str, typer.Argument(help="Only what begins so.")] = "",

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kdn.checked import checked_name, checked_text, shown
-from kdn.config import load_config
+from kdn.config import ClientSettings, load_config
 from kdn.errors import StoreError, UnsupportedError
 from kdn.places.places import Places, is_folder, open_places
 from kdn.store.node_client import HttpLimits
@@ -34,10 +34,14 @@ class Whom:
     tls_ca: Path | None = None
 
 
-def _ask(whom: Whom, question: Callable[[Places], Awaitable[None]]) -> None:
+def client_settings(whom: Whom) -> ClientSettings:
     flags = {"url": whom.url, "token_file": whom.token_file, "tls_ca": whom.tls_ca}
     given = {f"client.{name}": value for name, value in flags.items()}
-    settings = load_config(whom.config, given).client
+    return load_config(whom.config, given).client
+
+
+def _ask(whom: Whom, question: Callable[[Places], Awaitable[None]]) -> None:
+    settings = client_settings(whom)
     if is_folder(settings.url) and not os.path.isfile(names_file(settings.url)):
         raise UnsupportedError(
             "expected the URL of a node, or a folder that something was learned into, found "

@@ -76,6 +76,11 @@ _ABSENCES, _PARTS = 1, 2
 Buffer = bytes | bytearray | memoryview
 
 
+MODEL_AT = slice(28, 28 + FINGERPRINT_BYTES)
+"""Where a header has the model's fingerprint. For counting, not for reading a stream: nothing is
+verified there."""
+
+
 class CodecId(IntEnum):
     EXACT = 1
     CACHEGEN = 2

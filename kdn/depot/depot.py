@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from kdn.config import DepotSettings, TenantSettings
 from kdn.depot.counts import SharedCounts
 from kdn.depot.following import Follower
 from kdn.depot.manifests import chunks_of
-from kdn.depot.names import Must, NameStore, SharedNames, Totals, Version
+from kdn.depot.names import FeedReport, Must, NameStore, SharedNames, Totals, Version
 from kdn.depot.shared_names import open_shared_names
 from kdn.depot.sqlite_names import SqliteNames
 from kdn.depot.stores import open_shared_store, open_store
@@ -45,6 +45,26 @@ IN_THREAD_BYTES = 256 * 2**10
 Result = TypeVar("Result")
 Report = dict[str, list[str]]
 """Of a deleted name: keys of chunks that are `deleted`, `kept` (others use them), `missing`."""
+
+
+@dataclass(frozen=True)
+class RegionReport:
+    """How far a region is behind its centre, and what it sent and fetched since it started."""
+
+    waiting_objects: int
+    waiting_bytes: int
+    """Put here, and not yet at the centre."""
+    outbox_bytes: int
+    outbox_capacity_bytes: int
+    sent_objects: int
+    send_failures: int
+    refused_objects: int
+    lost_objects: int
+    pulled_bytes: int
+    is_reachable: bool
+    """Whether the centre answered when it was last asked."""
+    feeds: Mapping[str, FeedReport]
+    """By tenant."""
 
 
 @dataclass
@@ -89,6 +109,10 @@ class Depot:
     def gauges(self) -> list[tuple[str, str, float]]:
         """For `/metrics`: names, what they mean, and values."""
         return []
+
+    async def region_report(self) -> RegionReport | None:
+        """None: there is no centre."""
+        return None
 
     async def held(self, tenant: Tenant) -> Usage:
         """A tenant's objects, and what they and its manifests take of its quota."""

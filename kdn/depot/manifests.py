@@ -9,10 +9,16 @@ from kdn.protocol.strict import parse_hex, parse_object
 
 def chunks_of(manifest: bytes) -> set[bytes]:
     """The chunk keys a manifest names, the one thing that is read of it."""
+    return {chunk for chunks in models_of(manifest).values() for chunk in chunks}
+
+
+def models_of(manifest: bytes) -> dict[str, list[bytes]]:
+    """The same in order, by the fingerprint of the model they are for."""
     models = parse_object(manifest).get("models", {})
     if not isinstance(models, dict):
         raise MalformedError("models: expected an object")
-    chunks: list[bytes] = []
+    found: dict[str, list[bytes]] = {}
+    num_chunks = 0
     for fingerprint, model in models.items():
         parse_hex("models: a fingerprint", fingerprint)
         if not isinstance(model, dict) or not isinstance(model.get("chunks", []), list):
@@ -20,7 +26,8 @@ def chunks_of(manifest: bytes) -> set[bytes]:
         if "profile" in model:
             parse_hex(f"models.{fingerprint}.profile", model["profile"])
         keys = model.get("chunks", [])
-        if len(chunks) + len(keys) > MAX_MANIFEST_KEYS:
+        num_chunks += len(keys)
+        if num_chunks > MAX_MANIFEST_KEYS:
             raise MalformedError(f"expected at most {MAX_MANIFEST_KEYS} chunks in a manifest")
-        chunks += (parse_hex("a chunk key", key) for key in keys)
-    return set(chunks)
+        found[fingerprint] = [parse_hex("a chunk key", key) for key in keys]
+    return found

@@ -88,6 +88,16 @@ class Told:
     """None: it is as new as was asked for. A number: it may be older, by so many seconds."""
 
 
+@dataclass(frozen=True)
+class FeedReport:
+    """How far a copy of a tenant's names has followed them."""
+
+    position: int
+    """The sequence of the last change it heard of."""
+    age_s: float
+    """How long ago all that it knows was all there was; infinite while nobody can tell."""
+
+
 class NameStore(ABC):
     """All tenants' names. Methods may be called from many tasks of one event loop."""
 
@@ -152,6 +162,14 @@ class NameStore(ABC):
     @abstractmethod
     async def totals(self, tenant: str) -> Totals:
         """What the tenant has."""
+
+    async def known(self, tenant: str) -> Totals:
+        """What the tenant has, as far as this store knows: for people, not for limits."""
+        return await self.totals(tenant)
+
+    async def num_versions(self, tenant: str) -> int | None:
+        """Versions of all names of a tenant; None where counting them would take too long."""
+        return None
 
     @abstractmethod
     async def sequence(self) -> int:

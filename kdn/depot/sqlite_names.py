@@ -183,6 +183,11 @@ class SqliteNames(NameStore):
     async def totals(self, tenant: str) -> Totals:
         return await self._run(tenant, lambda db: _totals(db, tenant))
 
+    async def num_versions(self, tenant: str) -> int | None:
+        query = "SELECT count(*) FROM versions WHERE tenant = ?"
+        [(number,)] = await self._rows(tenant, query, tenant)
+        return int(number)
+
     async def sequence(self) -> int:
         return await self._run(_FEED, lambda db: _known(db)[1])
 

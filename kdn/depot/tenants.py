@@ -14,12 +14,12 @@ from hashlib import blake2b
 from kdn.config import TenantSettings
 from kdn.errors import QuotaError
 from kdn.store.evict import Owners
+from kdn.store.tally import OWNER_BYTES
 
 PUBLIC = TenantSettings("public")
 """Everybody, where there are no tenants."""
 
 COLLECTIONS = {"chunks": b"c", "profiles": b"p", "objects": b"o"}
-_PREFIX_BYTES = 8
 
 
 class Quota:
@@ -58,7 +58,7 @@ class Tenant:
     def __init__(self, settings: TenantSettings):
         self.settings = settings
         self.name = settings.name
-        self.prefix = blake2b(settings.name.encode(), digest_size=_PREFIX_BYTES).digest()
+        self.prefix = blake2b(settings.name.encode(), digest_size=OWNER_BYTES).digest()
         self.quota = Quota(settings.quota_bytes)
         self.changes = asyncio.Lock()
         """Guards deleting a name together with its chunks against every other change of names."""
@@ -69,7 +69,7 @@ class Tenant:
     def public_key(self, store_key: bytes) -> bytes:
         """The key as its tenant knows it."""
         assert store_key.startswith(self.prefix)
-        return store_key[_PREFIX_BYTES + 1 :]
+        return store_key[OWNER_BYTES + 1 :]
 
 
 def tenants_of(settings: Sequence[TenantSettings]) -> tuple[Tenant, ...]:
@@ -80,4 +80,4 @@ def tenants_of(settings: Sequence[TenantSettings]) -> tuple[Tenant, ...]:
 def owners_of(tenants: Iterable[Tenant]) -> Owners:
     """Whose a store's object is, and what part of the store each tenant may fill."""
     weights = {tenant.prefix: tenant.settings.weight for tenant in tenants}
-    return Owners(lambda key: key[:_PREFIX_BYTES], weights)
+    return Owners(lambda key: key[:OWNER_BYTES], weights)

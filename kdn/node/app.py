@@ -8,6 +8,7 @@ from kdn.node import batch, estimate, names_api, objects, service
 from kdn.node.bodies import expect_later
 from kdn.node.guard import RIGHTS, Handler, guard
 from kdn.node.state import NODE, Node
+from kdn.node.status import api, page
 from kdn.node.tenants import Right
 
 _COLLECTION = "/v1/{collection:chunks|profiles|objects}"
@@ -27,6 +28,13 @@ ROUTES: tuple[tuple[str, str, Handler, Right | None], ...] = (
     ("DELETE", "/v1/names/{name}", names_api.delete_name, Right.PUBLISH),
     ("GET", "/v1/names/{name}/history", names_api.get_history, Right.READ),
     ("GET", "/v1/stats", objects.get_stats, Right.READ),
+    ("GET", "/v1/status", api.get_status, Right.OPERATE),
+    ("GET", "/v1/status/events", api.get_events, Right.OPERATE),
+    ("GET", "/v1/status/tenants", api.list_tenants, Right.OPERATE),
+    ("GET", "/v1/status/tenants/{tenant}", api.get_tenant, Right.OPERATE),
+    ("GET", "/v1/status/names", api.list_names, Right.OPERATE),
+    ("GET", "/v1/status/names/{tenant}/{name}", api.get_name, Right.OPERATE),
+    ("GET", "/", page.get_dashboard, None),
     ("GET", "/v1/openapi.json", service.get_openapi, None),
     ("GET", "/healthz", service.get_health, None),
     ("GET", "/metrics", service.get_metrics, Right.OPERATE),
@@ -36,7 +44,7 @@ ROUTES: tuple[tuple[str, str, Handler, Right | None], ...] = (
 
 _WORKERS = {
     objects.get_object, batch.lookup, batch.read, estimate.estimate, service.get_openapi,
-    service.get_health,
+    service.get_health, page.get_dashboard,
 }  # fmt: skip
 """Handlers that a worker has itself; all other requests are its owner's. (Estimates: the owner
 sends nothing to clients, so it has not seen how fast they are.)"""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -99,7 +99,8 @@ async def lookup(request: web.Request) -> web.StreamResponse:
             entries = await look_up(node, tenant, work, store_keys, wanted)
             whole_header = head_bytes is None and collection == "chunks"
             answers = await _heads(tenant, work, keys, entries, whole_header)
-            return await _send(node, request, work, answers)
+            counting = node.traffic.of(tenant.name).looked_up
+            return await _send(node, request, work, answers, counting)
 
 
 async def parse_body(work: Work, data: bytes) -> dict[str, Any]:
@@ -184,7 +185,12 @@ async def read(request: web.Request) -> web.StreamResponse:
             entries = await look_up(node, tenant, work, list(dict.fromkeys(store_keys)))
             found = {entry.key: entry for entry in entries if entry}
             answers = await _spans(tenant, work, spans, [found.get(key) for key in store_keys])
-            return await _send(node, request, work, answers)
+            traffic = node.traffic.of(tenant.name)
+            # One of the spans stands for all: readers ask for the same levels of most chunks.
+            middle = answers[len(answers) // 2]
+            if middle.status == frames.OK and collection == "chunks":
+                traffic.asked(store_keys[len(answers) // 2], middle.end, len(answers))
+            return await _send(node, request, work, answers, traffic.read)
 
 
 async def _spans(
@@ -205,8 +211,13 @@ async def _spans(
 
 
 async def _send(
-    node: Node, request: web.Request, work: Work, answers: list[Found]
+    node: Node,
+    request: web.Request,
+    work: Work,
+    answers: list[Found],
+    count: Callable[[int, int], None],
 ) -> web.StreamResponse:
+    """`count` is told how many were found, and how many were not."""
     tenant = request[TENANT]
     hits = num_bytes = 0
     for number, answer in enumerate(answers):
@@ -216,6 +227,7 @@ async def _send(
             await work.rest()
     node.stats.hits.inc(hits)
     node.stats.misses.inc(len(answers) - hits)
+    count(hits, len(answers) - hits)
     response = web.StreamResponse(headers={"Content-Type": frames.CONTENT_TYPE})
     response.content_length = num_bytes
     await response.prepare(request)
@@ -226,7 +238,7 @@ async def _send(
     )
     with (
         node.depot.store.expecting(asks),
-        Sender(node, request, (tenant.name, request[CLIENT])) as sender,
+        Sender(node, request, (tenant.name, request[CLIENT]), num_bytes) as sender,
     ):
         for index, answer in enumerate(answers):
             if index % SENT == SENT - 1 and work.is_over:

@@ -52,6 +52,10 @@ class BodyReader:
         self._uploads = Budget(Shares(settings.max_bodies_bytes, caps), wait_s)
         self._questions = Budget(Shares(settings.max_questions_bytes, caps), wait_s)
 
+    def held_bytes(self) -> tuple[int, int]:
+        """Of uploads, and of questions."""
+        return self._uploads.held_bytes, self._questions.held_bytes
+
     def upload(
         self, request: web.Request, tenant: str, max_bytes: int
     ) -> AbstractAsyncContextManager[bytes]:

@@ -33,6 +33,11 @@ class Budget:
         """What one request of this tenant can hold at all."""
         return self._shares.most(tenant)
 
+    @property
+    def held_bytes(self) -> int:
+        """By the requests of all tenants."""
+        return self._shares.held_by_all()
+
     def share(self, tenant: str, size_bytes: int) -> _Share:
         """Hold `size_bytes` of it while in its context. Refusals: 503 if they do not come free in
         time, 413 if they never can."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from aiohttp import web
 
@@ -27,22 +26,12 @@ async def follow(request: web.Request) -> web.StreamResponse:
     arrived_s = asyncio.get_running_loop().time()
     times_back = node.feed.times_back
     position = await _position(node, tenant.name, after)
-    with node.feed.follower(tenant.name), _waiting(node):
+    with node.feed.follower(tenant.name), node.waiting():
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         response.enable_chunked_encoding()
         await response.prepare(request)
         await _follow(node, request, response, (after, position), arrived_s, times_back)
     return response
-
-
-@contextmanager
-def _waiting(node: Node) -> Iterator[None]:
-    """A follower waits most of the time: it is no reason for others to hold back."""
-    node.num_requests -= 1
-    try:
-        yield
-    finally:
-        node.num_requests += 1
 
 
 async def _position(node: Node, tenant: str, after: int) -> int:

@@ -228,6 +228,7 @@ class Connection(web.RequestHandler):
             raise ConnectionResetError("a response has begun already")
         code = "bad_request" if status < 500 else "internal"
         said = "this is not HTTP/1.1 as this node understands it" if status < 500 else "a fault"
+        self._node.traffic.refused(None, code)
         response = answer(Refusal(status, code, said))
         response.force_close()
         return response

@@ -35,6 +35,10 @@ class Feed:
         """That the store had fewer changes than before: a failover may lose some that nobody was
         told had happened. Whoever heard of them has to find out."""
 
+    @property
+    def num_followers(self) -> int:
+        return self._followers.total()
+
     @contextmanager
     def follower(self, tenant: str) -> Iterator[None]:
         if self._followers[tenant] >= MAX_FOLLOWERS:

@@ -120,6 +120,8 @@ async def _pass_egress(node: Node, request: web.Request, response: web.Response)
 
 def _refuse(request: web.Request, refusal: Refusal) -> web.StreamResponse:
     """The error answer; if a response has begun already, only cutting it is honest."""
+    tenant = request[TENANT].name if TENANT in request else None
+    request.app[NODE].traffic.refused(tenant, refusal.code)
     if request.writer.output_size > 0:
         raise ConnectionResetError(str(refusal))
     response = answer(refusal)

@@ -61,7 +61,8 @@ async def _send_manifest(
     response.content_type = "application/json"
     response.content_length = len(manifest)
     await response.prepare(request)
-    with Sender(request.app[NODE], request, (request[TENANT].name, request[CLIENT])) as sender:
+    flow = (request[TENANT].name, request[CLIENT])
+    with Sender(request.app[NODE], request, flow, len(manifest)) as sender:
         await sender.add(manifest)
         await sender.flush()
     return response

@@ -46,6 +46,7 @@ async def get_object(request: web.Request) -> web.StreamResponse:
     _, store_key = _keys(request)
     (entry,) = await node.depot.wait(node.depot.store.lookup([store_key]))
     (node.stats.misses if entry is None else node.stats.hits).inc()
+    node.traffic.of(tenant.name).read(int(entry is not None), int(entry is None))
     if entry is None:
         raise not_found()
     headers = {"ETag": quoted(entry.etag), "Accept-Ranges": "bytes", **hint_headers(tenant, entry)}
@@ -62,6 +63,8 @@ async def get_object(request: web.Request) -> web.StreamResponse:
     response.content_type = "application/octet-stream"
     response.content_length = end - start
     if request.method != "HEAD":
+        if request.match_info["collection"] == "chunks":
+            node.traffic.of(tenant.name).asked(store_key, end, 1)
         await _send_span(node, request, response, entry, (start, end))
     return response
 
@@ -102,7 +105,8 @@ async def _send_expected(
     if first_end == end:
         response.headers["Kdn-Checksum"] = f"{xxhash.xxh3_64_intdigest(data):016x}"
     await response.prepare(request)
-    with Sender(node, request, (request[TENANT].name, request[CLIENT])) as sender:
+    flow = (request[TENANT].name, request[CLIENT])
+    with Sender(node, request, flow, end - start) as sender:
         await sender.add(data)
         for start in range(first_end, end, MAX_DATA_BYTES):
             data = await sender.read(entry, start, min(end, start + MAX_DATA_BYTES))

@@ -21,13 +21,14 @@ from kdn.errors import KdnError, StoreError
 from kdn.node.link import Answer, Fields, Handler, Link
 from kdn.node.owners_store import pack
 from kdn.node.state import Node
-from kdn.store.base import Entry, Span, Stats, Store
-from kdn.store.tally import Usage
+from kdn.store.base import Entry, Span, Stats, Store, TierReport
+from kdn.store.tally import Usage, Watcher
 
 log = logging.getLogger(__name__)
 
 DROP_S = 10.0
 METRICS_S = 5.0
+COUNTS_S = 3.0
 AGAIN_S = 60.0
 """Longer than a disk takes that is merely slow."""
 
@@ -40,6 +41,7 @@ class Workers:
         self._pids: dict[Link, int] = {}
         node.depot.store = AnnouncingStore(node.depot.store, self.drop)
         node.others = self.metrics
+        node.workers_counts = self.counts
 
     def new_link(self) -> Link:
         """A factory for the event loop's server."""
@@ -79,6 +81,12 @@ class Workers:
         asked = [link.ask("metrics", METRICS_S) for link in list(self._pids)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer[1] for answer in answers if isinstance(answer, tuple)]
+
+    async def counts(self) -> list[Fields]:
+        """What every worker counted for the status, as far as it answers."""
+        asked = [link.ask("counts", COUNTS_S) for link in list(self._pids)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return [answer[0] for answer in answers if isinstance(answer, tuple)]
 
     # what workers ask
 
@@ -172,6 +180,16 @@ class AnnouncingStore(Store):
 
     def usage(self, prefix: bytes) -> Usage:
         return self._store.usage(prefix)
+
+    @property
+    def own(self) -> Store:
+        return self._store.own
+
+    def watch(self, watcher: Watcher) -> None:
+        self._store.watch(watcher)
+
+    async def tier_reports(self) -> Sequence[TierReport]:
+        return await self._store.tier_reports()
 
     async def stats(self) -> Stats:
         return await self._store.stats()

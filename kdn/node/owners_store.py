@@ -36,6 +36,7 @@ class OwnersStore(Store):
 
     def __init__(self, link: Link, folder: Path | None):
         self._link = link
+        self.kind = "memory" if folder is None else "disk"  # where the owner has its objects
         files = Files()
         self._reader = None if folder is None else ObjectReader(folder, files)
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="kdn-worker-read")

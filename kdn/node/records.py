@@ -9,6 +9,8 @@ from kdn.node.state import Node
 log = logging.getLogger(__name__)
 
 MAX_PATH = 256
+STATUS = "/v1/status"
+"""Looking at a node is no traffic."""
 
 
 def record(
@@ -21,6 +23,8 @@ def record(
 ) -> None:
     """`labels`: method, route, status. Status 0: the answer was cut."""
     node.stats.answered(labels, seconds)
+    if tenant is not None and not labels[1].startswith(STATUS):
+        node.traffic.answered(tenant, labels[2], seconds)
     if log.isEnabledFor(logging.INFO):
         method, _, status = labels
         fields = {

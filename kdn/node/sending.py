@@ -15,6 +15,7 @@ from aiohttp.http import StreamWriter
 
 from kdn.node.rates import LEAST_BYTES, delivery_rate
 from kdn.node.state import Node
+from kdn.node.status.traffic import Delivery
 from kdn.store.base import Entry
 
 Data = bytes | memoryview
@@ -28,7 +29,8 @@ sends at once."""
 class Sender:
     """Writes one response's body. Use as a context manager after the response is prepared."""
 
-    def __init__(self, node: Node, request: web.Request, flow: tuple[str, str]):
+    def __init__(self, node: Node, request: web.Request, flow: tuple[str, str], asked_bytes: int):
+        """`asked_bytes`: of the whole body."""
         self._node = node
         self._request = request
         self._tenant, self._client = flow
@@ -40,13 +42,14 @@ class Sender:
         self._draining_since_s: float | None = None
         self._reading_since_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._sent_bytes = 0
+        self._delivery = Delivery(*flow, asked_bytes)
 
     def __enter__(self) -> Sender:
         writer = self._request.writer
         assert isinstance(writer, StreamWriter)
         writer.send_headers()
         self._node.rates.sending += 1
+        self._node.traffic.begin(self._delivery)
         self._watch()
         return self
 
@@ -55,9 +58,10 @@ class Sender:
         self._timer.cancel()
         rates = self._node.rates
         rates.sending -= 1
-        if self._sent_bytes >= LEAST_BYTES:
+        self._node.traffic.end(self._delivery)
+        if self._delivery.sent_bytes >= LEAST_BYTES:
             rate = delivery_rate(self._request.transport)
-            rates.note((self._tenant, self._client), self._sent_bytes, rate)
+            rates.note((self._tenant, self._client), self._delivery.sent_bytes, rate)
 
     async def read(self, entry: Entry, start: int, end: int) -> Data | None:
         """Exactly these bytes of exactly this object, or None. A store that takes too long cuts
@@ -99,7 +103,7 @@ class Sender:
             if transport is None or transport.is_closing():
                 raise ConnectionResetError("the reader has gone")
             transport.writelines(parts)
-        self._sent_bytes += num_bytes
+        self._delivery.sent_bytes += num_bytes
         self._node.stats.sent(self._tenant, num_bytes, turn.waited_s)
         if self._request.protocol.writing_paused:
             self._draining_since_s = self._loop.time()

@@ -33,6 +33,7 @@ from kdn.node.logs import log_to
 from kdn.node.scheduler import FairQueue, Queue
 from kdn.node.shares import Shares
 from kdn.node.state import Node
+from kdn.node.status.live import telling_status
 from kdn.node.tenants import Tenants
 from kdn.node.traces import TraceRate
 from kdn.region.depot import open_region
@@ -167,7 +168,8 @@ async def listen(
     acceptor = Acceptor(sockets, connections, context)
     reaper = asyncio.create_task(supervise("reaping connections", lambda: _reap(connections)))
     try:
-        yield Listening(node, connections, host, port, context is not None)
+        async with telling_status(node):
+            yield Listening(node, connections, host, port, context is not None)
     finally:
         node.stopping = True
         acceptor.close()

@@ -24,6 +24,9 @@ class Shares:
     def held(self, tenant: str) -> int:
         return self._held[tenant]
 
+    def held_by_all(self) -> int:
+        return sum(self.held(tenant) for tenant in self._caps)
+
     def held_here(self, tenant: str) -> int:
         """Of that, what this process has given it."""
         return self._held[tenant]

@@ -114,6 +114,10 @@ def _send(node: Node, connection: Connection, asked: Plain, tenant: Tenant, clie
     node.egress.pass_by(tenant.name, client, num_bytes)
     connection.send(_head(node, tenant, span, status), span.data)
     node.stats.hits.inc()
+    traffic = node.traffic.of(tenant.name)
+    traffic.read(1)
+    if asked.collection == "chunks":
+        traffic.asked(entry.key, end, 1)
     node.stats.sent(tenant.name, num_bytes, 0.0)
     return status
 

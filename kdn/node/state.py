@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -23,7 +25,11 @@ from kdn.node.ledger import Ledger
 from kdn.node.rates import Rates
 from kdn.node.shares import Shares
 from kdn.node.stats import NodeStats
+from kdn.node.status.traffic import Traffic
 from kdn.node.tenants import Tenants
+
+if TYPE_CHECKING:
+    from kdn.node.status.live import Status
 
 _CLIENT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -44,6 +50,7 @@ class Node:
     never the other way round, so nobody waits in a circle."""
     frame_bytes: int
     stats: NodeStats = field(default_factory=NodeStats)
+    traffic: Traffic = field(default_factory=Traffic)
     checksums: Checksums = field(default_factory=Checksums)
     rates: Rates = field(default_factory=Rates)
     lookups: defaultdict[str, asyncio.Lock] = field(
@@ -63,10 +70,23 @@ class Node:
     """Of a worker: what tenants hold of all of them."""
     others: Callable[[], Awaitable[list[bytes]]] | None = None
     """Of the owner: the metrics of all workers."""
+    workers_counts: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None
+    """Of the owner: what all workers counted for the status."""
+    status: Status | None = None
+    """Of the process that tells it: none of a worker."""
 
     def __post_init__(self) -> None:
         self.depot.changed = self.checksums.forget
         self.feed = Feed(self.depot.names)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While a request waits most of the time: it is no reason for others to hold back."""
+        self.num_requests -= 1
+        try:
+            yield
+        finally:
+            self.num_requests += 1
 
     def is_alone(self, tenant: Tenant) -> bool:
         """Whether nobody else has a request in progress."""

@@ -73,10 +73,29 @@ class NodeStats:
         flow[0].inc(num_bytes)
         flow[1].observe(waited_s)
 
+    def bytes_by_tenant(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Sent, and received."""
+        return _by_tenant(self._sent_bytes), _by_tenant(self.received_bytes)
+
     def expose(self, store: Stats, more: Sequence[tuple[str, str, float]] = ()) -> bytes:
         """Everything, as Prometheus reads it. `more`: names, meanings and values."""
         self._store.stats, self._store.more = store, more
         return generate_latest(self._registry)
+
+
+def value_of(metric: Counter | Gauge) -> int:
+    """Of a metric without labels."""
+    [family] = metric.collect()
+    return int(family.samples[0].value)
+
+
+def _by_tenant(counter: Counter) -> dict[str, int]:
+    [family] = counter.collect()
+    return {
+        sample.labels["tenant"]: int(sample.value)
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }
 
 
 def summed(shown: Sequence[bytes]) -> bytes:

@@ -23,13 +23,14 @@ from kdn.node.bodies import BodyReader
 from kdn.node.budget import Budget
 from kdn.node.egress import BusyError
 from kdn.node.ledger import OPEN, Ledger, LedgerShares, column
-from kdn.node.link import Answer, Fields, Link
+from kdn.node.link import Answer, Fields, Handler, Link
 from kdn.node.owners_limits import OwnersEgress, OwnersRate
 from kdn.node.owners_store import OwnersStore
 from kdn.node.relay import Relay
 from kdn.node.server import frame_bytes_of, make_egress
 from kdn.node.shares import Shares
 from kdn.node.state import Node
+from kdn.node.status.counts import process_counts
 from kdn.node.tenants import Tenants
 from kdn.store.base import Stats, Store
 from kdn.store.evict import open_policy
@@ -65,7 +66,11 @@ async def open_worker(
     place.ledger.begin_row(place.number)
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as opened:
-        handlers = {"drop": lambda fields: drop(fields), "metrics": lambda fields: metrics(fields)}
+        handlers: dict[str, Handler] = {
+            "drop": lambda fields: drop(fields),
+            "metrics": lambda fields: metrics(fields),
+            "counts": lambda fields: counts(fields),
+        }
         _, link = await loop.create_unix_connection(
             lambda: Link(handlers, errors=(BusyError,), lost=lambda _: owner_gone.set()),
             str(place.folder / LINK),
@@ -87,6 +92,9 @@ async def open_worker(
             counted = await store.stats()
             return {}, node.stats.expose(Stats(hits=counted.hits, misses=counted.misses))
 
+        async def counts(fields: Fields) -> Answer:
+            return await process_counts(node), b""
+
         await link.ask("hello", pid=os.getpid())
         yield node
 
@@ -101,7 +109,7 @@ def _open_store(config: Config, link: Link) -> Store:
         settings.policy, owners=owners_of(tenants_of(config.tenants)), may_cut=False
     )
     memory = Tier("memory", MemoryStore(memory_bytes, policy), 1.0)
-    return TieredStore([memory, Tier("owner", owners, settings.store_timeout_s)])
+    return TieredStore([memory, Tier(owners.kind, owners, settings.store_timeout_s)])
 
 
 def _make_node(config: Config, place: Place, link: Link, store: Store) -> Node:

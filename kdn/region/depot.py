@@ -11,7 +11,7 @@ from functools import partial
 
 from kdn.background import supervise
 from kdn.config import DepotSettings, TenantSettings
-from kdn.depot.depot import DATA, Depot, Report
+from kdn.depot.depot import DATA, Depot, RegionReport, Report
 from kdn.depot.manifests import chunks_of
 from kdn.depot.names import Must, Version
 from kdn.depot.stores import DISK_DEADLINE_S, open_store
@@ -25,7 +25,7 @@ from kdn.region.names import RegionNames
 from kdn.region.names_copy import NamesCopy
 from kdn.region.outbox import KeepAll
 from kdn.region.store import RegionStore
-from kdn.store.base import Entry, Store, is_taken
+from kdn.store.base import Entry, Stats, Store, is_taken
 from kdn.store.disk import open_disk
 from kdn.store.evict import Retention, open_policy
 from kdn.store.http_answers import unhex
@@ -74,6 +74,25 @@ class RegionDepot(Depot):
                 ("lost_objects", "Damaged before they were sent.", outbox.lost),
             ]
         return [(f"kdn_region_{name}", help_, value) for name, help_, value in told]
+
+    async def region_report(self) -> RegionReport:
+        assert isinstance(self.names, RegionNames)
+        outbox = self.region.outbox
+        waiting = [self.waiting(tenant) for tenant in self.tenants]
+        stats = await self.wait(outbox.store.stats()) if outbox else Stats()
+        return RegionReport(
+            waiting_objects=sum(one.objects for one in waiting),
+            waiting_bytes=sum(one.size_bytes for one in waiting),
+            outbox_bytes=stats.size_bytes,
+            outbox_capacity_bytes=stats.capacity_bytes,
+            sent_objects=outbox.sent if outbox else 0,
+            send_failures=outbox.failures if outbox else 0,
+            refused_objects=outbox.refused if outbox else 0,
+            lost_objects=outbox.lost if outbox else 0,
+            pulled_bytes=self.region.puller.fetched_bytes,
+            is_reachable=not (self.region.centre_rests or (outbox and outbox.is_failing)),
+            feeds=self.names.feeds,
+        )
 
     async def held(self, tenant: Tenant) -> Usage:
         """What counts here: the centre counts the rest."""

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
 from kdn.depot.manifests import chunks_of
-from kdn.depot.names import Asked, Change, Must, NameStore, Told, Totals, Version
+from kdn.depot.names import Asked, Change, FeedReport, Must, NameStore, Told, Totals, Version
 from kdn.errors import CentreAwayError, ConditionError, StoreError, UnsupportedError
 from kdn.region.centre_names import Answer, CentreNames
 from kdn.region.following import Following
@@ -58,6 +58,13 @@ class RegionNames(NameStore):
     def age_s(self) -> float:
         """Of the oldest copy."""
         return max(feed.age_s for feed in self._following.values())
+
+    @property
+    def feeds(self) -> dict[str, FeedReport]:
+        return {
+            tenant: FeedReport(self._copy.view(tenant).position, feed.age_s)
+            for tenant, feed in self._following.items()
+        }
 
     # reads
 
@@ -212,6 +219,9 @@ class RegionNames(NameStore):
     async def totals(self, tenant: str) -> Totals:
         """Nothing counts here: the centre knows what a tenant has."""
         return Totals(0, 0, 0)
+
+    async def known(self, tenant: str) -> Totals:
+        return Totals(len(self._copy.view(tenant).names), 0, 0)
 
     async def sequence(self) -> int:
         return max([await self.last_change(tenant) for tenant in self._centres])

@@ -96,6 +96,11 @@ class Outbox:
         self._added.set()
         self._task = asyncio.create_task(supervise("the outbox", self._run))
 
+    @property
+    def is_failing(self) -> bool:
+        """The last attempt to send something did not reach the centre."""
+        return self._is_failing
+
     def __contains__(self, key: bytes) -> bool:
         return key in self._waiting
 

@@ -8,6 +8,7 @@ arrives, this region drops its own and serves the centre's from then on.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import replace
@@ -16,9 +17,9 @@ from kdn.errors import KdnError, NoSpaceError, StoreError
 from kdn.region.centre import CentreStore
 from kdn.region.outbox import Outbox
 from kdn.region.pulling import Puller
-from kdn.store.base import Entry, Span, Stats, Store, check_put, is_taken
+from kdn.store.base import Entry, Span, Stats, Store, TierReport, check_put, is_taken
 from kdn.store.streaming import Ask
-from kdn.store.tally import Usage
+from kdn.store.tally import Usage, Watcher
 from kdn.store.tiered import Tier, merged
 
 LOCAL_S = 30.0
@@ -170,6 +171,22 @@ class RegionStore(Store):
 
     def usage(self, prefix: bytes) -> Usage:
         return self._local.usage(prefix)
+
+    @property
+    def own(self) -> Store:
+        return self._local.own
+
+    def watch(self, watcher: Watcher) -> None:
+        self._local.watch(watcher)
+
+    async def tier_reports(self) -> Sequence[TierReport]:
+        """Of what is here. Bytes that come from the centre are counted by the puller."""
+        return await self._local.tier_reports()
+
+    @property
+    def centre_rests(self) -> bool:
+        """The centre failed again and again, and is left alone for a while."""
+        return time.monotonic() < self._tier.rests_until_s
 
     async def stats(self) -> Stats:
         return await self._local.stats()

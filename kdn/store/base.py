@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -25,7 +26,7 @@ from kdn.errors import ChecksumError, LimitError
 from kdn.protocol.frames import MAX_ETAG_BYTES
 from kdn.store.costs import Costs
 from kdn.store.streaming import Ask, Piece, Receiver, hand_over
-from kdn.store.tally import Usage
+from kdn.store.tally import OWNER_BYTES, Usage, Watcher
 
 MAX_KEY_BYTES = 64
 """More than travels: a node puts something before the keys of its tenants."""
@@ -105,6 +106,35 @@ class Stats:
     """Objects found damaged, each counted once: never served, set aside."""
     costs: Costs = field(default_factory=Costs)
     """Of a store elsewhere: requests and bytes."""
+    evicted: Counter[tuple[bytes, str]] = field(default_factory=Counter)
+    """The evictions by whose object went (how its key begins) and why: one of `EVICTED`."""
+
+    def count_eviction(self, key: bytes, why: str) -> None:
+        self.evictions += 1
+        self.evicted[key[:OWNER_BYTES], why] += 1
+
+
+EVICTED = {
+    "room": "to make room for newer objects",
+    "share": "named, but beyond its tenant's share of a full store",
+    "smaller": "the store was given less room than it had",
+}
+"""Why objects are evicted."""
+
+
+@dataclass(frozen=True)
+class TierReport:
+    """One tier of a store, as the people who run it want to see it."""
+
+    name: str
+    stats: Stats | None
+    """None: it does not answer."""
+    hits: int
+    owners: Mapping[bytes, int]
+    """The hits by how keys begin; empty if the whole store is this one tier."""
+    errors: int = 0
+    rests: bool = False
+    """It failed again and again, and is left alone for a while."""
 
 
 class NodeAt(NamedTuple):
@@ -121,6 +151,8 @@ class Store(ABC):
     """Nothing here survives the end of the process."""
     read_only = False
     """Puts and deletes raise ReadOnlyError."""
+    kind = "store"
+    """What people call it."""
 
     async def put(
         self,
@@ -221,6 +253,20 @@ class Store(ABC):
         """What objects whose key begins so take here, at once; nothing in a store elsewhere. The
         prefixes that are asked for should have one length: each new length costs a count of all."""
         return Usage()
+
+    @property
+    def own(self) -> Store:
+        """The part of it that holds all that is in this machine: of several tiers, the largest."""
+        return self
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell it from now on what comes and goes; a store elsewhere tells nothing."""
+        return
+
+    async def tier_reports(self) -> Sequence[TierReport]:
+        """Its tiers, the fastest first."""
+        stats = await self.stats()
+        return [TierReport(self.kind, stats, stats.hits, {})]
 
     @abstractmethod
     async def stats(self) -> Stats:

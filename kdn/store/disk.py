@@ -27,8 +27,8 @@ from kdn.store.disk_index import USED, Index, Row, entry_of, row_of, used_at
 from kdn.store.disk_open import OpenFiles
 from kdn.store.disk_reading import file_name
 from kdn.store.disk_tasks import Holds, Tasks
-from kdn.store.evict import Policy
-from kdn.store.tally import Tally, Usage
+from kdn.store.evict import Policy, why_evicted
+from kdn.store.tally import Tally, Usage, Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,8 @@ def footprint_bytes(row: Row) -> int:
 
 class DiskStore(Store):
     """Opened by `open_disk`."""
+
+    kind = "disk"
 
     def __init__(
         self,
@@ -162,8 +164,12 @@ class DiskStore(Store):
     def usage(self, prefix: bytes) -> Usage:
         return self._tally.of(prefix, ((row[0], row[2]) for row in self._rows.values()))
 
+    def watch(self, watcher: Watcher) -> None:
+        self._tally.watcher = watcher
+
     async def stats(self) -> Stats:
-        return replace(self._counts, objects=len(self._rows))
+        evicted = self._counts.evicted.copy()
+        return replace(self._counts, objects=len(self._rows), evicted=evicted)
 
     async def close(self) -> None:
         if not await self._tasks.drain():
@@ -242,8 +248,9 @@ class DiskStore(Store):
                 )
             kept_bytes = self._policy.kept_bytes(victim)
             if not kept_bytes or not await self._cut(victim, kept_bytes):
+                why = "smaller" if newcomer is None else why_evicted(self._policy, victim)
                 self._policy.remove(victim)
-                await self._evict(victim)
+                await self._evict(victim, why)
 
     async def _cut(self, key: bytes, kept_bytes: int) -> bool:
         """Only the beginning of an object stays; False if it is to go as a whole."""
@@ -273,7 +280,7 @@ class DiskStore(Store):
             await self._holds.change(key)
         return True
 
-    async def _evict(self, key: bytes) -> None:
+    async def _evict(self, key: bytes, why: str) -> None:
         if not await self._is_free(key):
             return
         with self._holds.hold_free(key):
@@ -286,7 +293,7 @@ class DiskStore(Store):
             except BaseException:
                 self._add(row)
                 raise
-            self._counts.evictions += 1
+            self._counts.count_eviction(key, why)
 
     async def _delete(self, key: bytes) -> bool:
         async with self._holds.hold(key):

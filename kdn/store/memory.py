@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from kdn.errors import NoSpaceError
 from kdn.store.base import Entry, Span, Stats, Store, check_put, clip, is_taken
-from kdn.store.evict import Policy
-from kdn.store.tally import Tally, Usage
+from kdn.store.evict import Policy, why_evicted
+from kdn.store.tally import Tally, Usage, Watcher
 
 OVERHEAD_BYTES = 1024
 """Counted for every object besides its bytes, key, etag and parent: the Python objects around them
@@ -32,6 +32,7 @@ def footprint_bytes(entry: Entry) -> int:
 
 class MemoryStore(Store):
     volatile = True
+    kind = "memory"
 
     def __init__(self, capacity_bytes: int, policy: Policy) -> None:
         self._held: dict[bytes, _Held] = {}
@@ -77,8 +78,8 @@ class MemoryStore(Store):
                 self._cut(victim, kept_bytes)
                 self._counts.cuts += 1
             else:
+                self._counts.count_eviction(victim, why_evicted(self._policy, victim))
                 self._drop(victim)
-                self._counts.evictions += 1
 
     def _cut(self, key: bytes, kept_bytes: int) -> None:
         """Whoever reads it at this moment has the bytes that it had."""
@@ -145,8 +146,12 @@ class MemoryStore(Store):
         sizes = ((key, held.entry.size_bytes) for key, held in self._held.items())
         return self._tally.of(prefix, sizes)
 
+    def watch(self, watcher: Watcher) -> None:
+        self._tally.watcher = watcher
+
     async def stats(self) -> Stats:
-        return replace(self._counts, objects=len(self._held))
+        evicted = self._counts.evicted.copy()
+        return replace(self._counts, objects=len(self._held), evicted=evicted)
 
     async def close(self) -> None:
         self._held.clear()

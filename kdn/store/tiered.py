@@ -21,18 +21,18 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from xxhash import xxh3_64_intdigest
 
 from kdn.errors import KdnError, LimitError, NoSpaceError, StoreError
-from kdn.store.base import Entry, Span, Stats, Store, check_put, is_taken
+from kdn.store.base import Entry, Span, Stats, Store, TierReport, check_put, is_taken
 from kdn.store.costs import total
 from kdn.store.memory import MemoryStore
 from kdn.store.single_flight import SingleFlight
-from kdn.store.tally import Usage
+from kdn.store.tally import OWNER_BYTES, Usage, Watcher
 
 FAILURES = 3
 REST_S = 2.0
@@ -55,6 +55,8 @@ class Tier:
     deadline_s: float
     """Of one operation; of a list: of each step."""
     hits: int = 0
+    owners: dict[bytes, int] = field(default_factory=dict)
+    """The hits by how keys begin."""
     errors: int = 0
     """Operations that failed or took too long."""
     failures_in_row: int = 0
@@ -79,6 +81,12 @@ class Tier:
             return None
         self.failures_in_row = 0
         return answer
+
+    def hit(self, key: bytes) -> None:
+        """It had what was asked for."""
+        self.hits += 1
+        owner = key[:OWNER_BYTES]
+        self.owners[owner] = self.owners.get(owner, 0) + 1
 
     def failed(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Count it, and leave the tier alone if it fails again and again."""
@@ -140,7 +148,7 @@ class TieredStore(Store):
         else:
             span = await self._ask(top, lambda store: store.get(key, start, end, etag=etag))
         if span is not None:
-            top.hits += 1
+            top.hit(key)
         if self._below and (span is None or span.is_short_of(end)):
             read = (key, start, end, etag)
             fuller = await self._reads.run(read, lambda: self._get_below(key, start, end, etag))
@@ -171,7 +179,7 @@ class TieredStore(Store):
         for tier in self.tiers:
             span = tier.store.get_now(key, start, end, etag)
             if span is not None and not span.is_short_of(end):
-                tier.hits += 1
+                tier.hit(key)
                 self._counts.hits += 1
                 return span
         return None
@@ -183,7 +191,7 @@ class TieredStore(Store):
         for level, tier in enumerate(self._below, 1):
             span = await self._ask(tier, lambda store: store.get(key, start, end, etag=etag))
             if span is not None:
-                tier.hits += 1
+                tier.hit(key)
                 if deletions == self._deletions and key not in self._deletes:
                     self._start_promotion(span, level)
                 return span
@@ -243,6 +251,22 @@ class TieredStore(Store):
         """Of the tier that holds the most of it."""
         each = [tier.store.usage(prefix) for tier in self.tiers]
         return max(each, key=lambda usage: usage.size_bytes)
+
+    @property
+    def own(self) -> Store:
+        return self.tiers[-1].store.own
+
+    def watch(self, watcher: Watcher) -> None:
+        self.own.watch(watcher)
+
+    async def tier_reports(self) -> Sequence[TierReport]:
+        return [
+            TierReport(
+                tier.name, await self._ask(tier, lambda store: store.stats()), tier.hits,
+                dict(tier.owners), tier.errors, self._clock() < tier.rests_until_s,
+            )
+            for tier in self.tiers
+        ]  # fmt: skip
 
     async def stats(self) -> Stats:
         """Hits, misses and puts of the whole; sizes of the fullest tier, which holds what the

@@ -17,7 +17,7 @@ from kdn.store.evict.s3fifo import S3Fifo
 
 __all__ = [
     "LRU", "POLICIES", "CostAware", "Graded", "Owners", "PerOwner", "Policy", "Retention", "S3Fifo",
-    "open_policy",
+    "open_policy", "why_evicted",
 ]  # fmt: skip
 
 POLICIES: dict[str, type[Policy]] = {
@@ -35,3 +35,8 @@ def open_policy(name: str, owners: Owners | None = None, *, may_cut: bool = True
         kind = CostAware
     policy = PerOwner(kind, owners) if owners else kind()
     return Retention(policy)
+
+
+def why_evicted(policy: Policy, victim: bytes) -> str:
+    """Of an object that a full store drops (`base.EVICTED`)."""
+    return "share" if policy.is_held(victim) else "room"

@@ -51,6 +51,10 @@ class Policy(ABC):
     def hold(self, key: bytes) -> None:
         """Name this key only where it is asked for what is held, until `release`."""
 
+    def is_held(self, key: bytes) -> bool:
+        """Whether a name retains it."""
+        return False
+
     @abstractmethod
     def release(self, key: bytes) -> None:
         """A held key is ordinary again, as if just used."""

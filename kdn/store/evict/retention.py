@@ -46,6 +46,9 @@ class Retention(Policy):
         if self._holds[key] == 1:
             self._policy.hold(key)
 
+    def is_held(self, key: bytes) -> bool:
+        return key in self._holds
+
     def release(self, key: bytes) -> None:
         if not self._holds[key]:
             return
