@@ -33,7 +33,7 @@ def task(name: str, records: Sequence[Record], writer: Writer, most: int) -> Tas
         name, "topics", "topics right",
         f"{NUM_TOPICS} consecutive conversations of a record; the file's first question, and how "
         "the answer begins",
-        spread(problems, most), names_topic, ANSWER_TOKENS,
+        spread(problems, most), names_topic, ANSWER_TOKENS, 1 / NUM_TOPICS,
     )  # fmt: skip
 
 

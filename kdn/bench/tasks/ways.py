@@ -60,7 +60,8 @@ class Ways:
         """The cache of these tokens by every way but `exact`, one at a time."""
         chunks, data = self.klt.encode(tokens, cache)
         plans = {f"klt {level + 1}": [level] * len(chunks) for level in self._klt_levels}
-        plans[DEFAULT] = [count - 1 for count in planned(chunks, data, self.klt, self.enough_kld)]
+        kld = self.klt.codec.expected_kld
+        plans[DEFAULT] = [count - 1 for count in planned(chunks, data, kld, self.enough_kld)]
         for way, levels in plans.items():
             yield _arrived(way, self.klt, chunks, data, levels, cache)
         if self.cachegen is not None:
@@ -80,14 +81,14 @@ def enough_for(quality: float, codec: Codec) -> float:
 
 
 def planned(
-    chunks: Sequence[Chunk], data: Sequence[bytes], rival: Layered, enough_kld: float
+    chunks: Sequence[Chunk], data: Sequence[bytes], kld: Sequence[float], enough_kld: float
 ) -> list[int]:
-    """How many levels of each chunk a client fetches that has no deadline."""
-    kld, num_levels = rival.codec.expected_kld, rival.codec.num_levels
+    """How many levels of each chunk a client fetches that has no deadline. `kld` is what the codec
+    expects of one level, of two, and so on."""
     headers = [Bitstream.parse(part).header for part in data]
-    ends = [tuple(one.level_end(level) for level in range(num_levels)) for one in headers]
+    ends = [tuple(one.level_end(level) for level in range(len(kld))) for one in headers]
     offers = tuple(
-        Offer(chunk.num_tokens, own, kld, weight)
+        Offer(chunk.num_tokens, own, tuple(kld), weight)
         for chunk, own, weight in zip(chunks, ends, token_weights(chunks), strict=True)
     )
     situation = Situation(
