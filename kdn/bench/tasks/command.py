@@ -9,7 +9,8 @@ Not measured: speed (`kdn bench codec`, `kdn bench ttft`), joined pieces (`kdn b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ from kdn.bench.rivals import open_rivals
 from kdn.bench.rivals.ours import Layered
 from kdn.bench.tasks.found import Found
 from kdn.bench.tasks.measure import Bench
-from kdn.bench.tasks.problems import Task, Writer
+from kdn.bench.tasks.problems import Problem, Task, Writer
 from kdn.bench.tasks.report import plot, print_report, told
 from kdn.bench.tasks.sources import KINDS, open_sources
 from kdn.bench.tasks.summary import Row, as_json, rows_of, verdicts
@@ -134,7 +135,7 @@ def _measured(
 ) -> tuple[list[Row], dict[str, Any]]:
     """All contexts that are not in the file yet. Every one is saved when it is done."""
     labels, facts = bench.ways.labels, hardware(device)
-    todo = [(t, p) for t in tasks for p in t.problems if found.of(t, p) is None]
+    todo = [(task, one) for task, one in in_turns(tasks) if found.of(task, one) is None]
     total, done = sum(len(p.tokens) for _, p in todo), 0.0
     for task, problem in todo:
 
@@ -153,6 +154,14 @@ def _measured(
     }  # fmt: skip
     found.save(extra)
     return rows, extra
+
+
+def in_turns(tasks: Sequence[Task]) -> Iterator[tuple[Task, Problem]]:
+    """The first context of each task, then the second: a run that is stopped has some of each."""
+    for problems in zip_longest(*(task.problems for task in tasks)):
+        for task, problem in zip(tasks, problems, strict=True):
+            if problem is not None:
+                yield task, problem
 
 
 def _rows(task: Task, found: Found, labels: Sequence[str]) -> list[Row]:

@@ -20,13 +20,21 @@ from kdn.errors import FormatError
 if TYPE_CHECKING:
     from kdn.bench.tasks.sources import Record
 
-PART_CHARS = 1600
+PART_CHARS = 800
 NEAR_CHARS = 250
 """On each side of an answer, where words of the question are looked for."""
 ANSWER_CHARS = 60
 ANSWER_TOKENS = 12
-BEGUN = "The answer is"
-ASKED = "{question} Answer in a few words."
+ASKED = (
+    "Question: who wrote the play hamlet?\nAnswer: William Shakespeare\n\n"
+    "Question: when did the second world war end?\nAnswer: 1945\n\n"
+    "Question: where is the eiffel tower?\nAnswer: Paris\n\n"
+    "Question: {question}?\nAnswer:"
+)
+"""Asked in a chat, a model of 135M parameters talks about the question. Shown how it is done, it
+answers in a word or two."""
+INSTRUCTION = "Answer with a number. "
+"""What some files put before a question."""
 _TAG = re.compile(r"<[^<>]{1,200}>")
 _SPACE = re.compile(r"\s+")
 _WORD = re.compile(r"\w{3,}")
@@ -47,7 +55,7 @@ def task(name: str, records: Sequence[Record], writer: Writer, most: int) -> Tas
         name, "documents", "F1",
         f"{PART_CHARS} characters of the document around the answer, tags removed; answers of at "
         f"most {ANSWER_CHARS} characters that stand in the text",
-        spread(problems, most), first_sentence_f1, ANSWER_TOKENS,
+        spread(problems, most), first_line_f1, ANSWER_TOKENS,
     )  # fmt: skip
 
 
@@ -58,14 +66,14 @@ def over_passages(name: str, items: Sequence[Item], writer: Writer, most: int) -
     ]
     return Task(
         name, "passages", "F1", "the passages that hold the answer, up to four in all",
-        spread(problems, most), first_sentence_f1, ANSWER_TOKENS,
+        spread(problems, most), first_line_f1, ANSWER_TOKENS,
     )  # fmt: skip
 
 
 def _problem(
     name: str, text: str, question: str, answers: Sequence[str], writer: Writer
 ) -> Problem:
-    row = writer.asked(ASKED.format(question=question), BEGUN)
+    row = writer.ids(ASKED.format(question=question.removeprefix(INSTRUCTION).rstrip("? ")))
     return Problem(name, writer.context(text), (Ask(row, tuple(answers)),))
 
 
@@ -90,5 +98,6 @@ def part_around(text: str, question: str, answers: Sequence[str]) -> str | None:
     return text[first : first + PART_CHARS]
 
 
-def first_sentence_f1(answer: str, expected: Sequence[str]) -> float:
-    return f1(re.split(r"\n|\. ", answer, maxsplit=1)[0], expected)
+def first_line_f1(answer: str, expected: Sequence[str]) -> float:
+    """What follows is the next question, which the model makes up."""
+    return f1(answer.partition("\n")[0], expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -72,7 +72,7 @@ def plot(path: Path, tasks: Sequence[Task], rows: Sequence[Row]) -> None:
     with drawing(path) as pyplot:
         columns = min(3, len(tasks))
         lines = -(-len(tasks) // columns)
-        _, panels = pyplot.subplots(
+        figure, panels = pyplot.subplots(
             lines, columns, figsize=(4.4 * columns, 3.4 * lines), squeeze=False,
             layout="constrained",
         )  # fmt: skip
@@ -80,7 +80,12 @@ def plot(path: Path, tasks: Sequence[Task], rows: Sequence[Row]) -> None:
             _panel(panel, task, [row for row in rows if row.task == task.name])
         for panel in list(panels.flat)[len(tasks) :]:
             panel.set_visible(False)
-        panels[0][0].legend(frameon=False, fontsize=8)
+        shown = {name: line for panel in panels.flat for line, name in _legend(panel)}
+        figure.legend(shown.values(), shown, loc="outside lower center", ncols=3, frameon=False)
+
+
+def _legend(panel: Any) -> Iterable[tuple[Any, str]]:
+    return zip(*panel.get_legend_handles_labels(), strict=True)
 
 
 def _panel(panel: Any, task: Task, rows: Sequence[Row]) -> None:

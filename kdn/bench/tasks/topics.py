@@ -1,7 +1,8 @@
 """LongChat's topics: a record of conversations, and what the first of them was about.
 
 The file has up to 25 conversations in a record. A context is NUM_TOPICS consecutive ones of them,
-with the file's own words around them and its own question.
+with the file's own words around them and its own question. The answer is begun as a list: a model
+of 135M parameters then names the topics in their order, while by itself it often names the last.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 NUM_TOPICS = 2
 ANSWER_TOKENS = 16
-BEGUN = 'The first topic we discussed is "'
+BEGUN = "The topics we discussed, in order:\n\n1."
 _START, _END = "Now the record start. ", " Now the record ends."
 _CONVERSATION = re.compile(r"(?=USER: I would like to discuss the topic of )")
 _COUNT = re.compile(r"on \d+ different topics")

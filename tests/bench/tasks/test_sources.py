@@ -87,7 +87,9 @@ def test_a_record_of_topics_is_cut_into_shorter_ones(tmp_path: Path) -> None:
 
 
 def test_a_topic_may_be_named_in_other_letters() -> None:
-    assert topics.names_topic('the Role of Family in society" and', ["The role of family in society"])
+    assert topics.names_topic(
+        'the Role of Family in society" and', ["The role of family in society"]
+    )
     assert not topics.names_topic("role of family", ["The role of family in society"])
 
 
@@ -119,12 +121,17 @@ def test_of_a_document_the_part_around_the_answer_is_kept(tmp_path: Path) -> Non
         {"question": "when was the tower built", "answers": ["1887"]},
         {"question": "who paid", "answers": ["a man who is not in the text"]},
     ]
-    task = made(write(tmp_path / "some.jsonl", {"id": "d", "context": PAGE, "questions": questions}))
+    task = made(
+        write(tmp_path / "some.jsonl", {"id": "d", "context": PAGE, "questions": questions})
+    )
     assert (task.kind, [one.name for one in task.problems]) == ("documents", ["d.0"])
     kept = text(task.problems[0])
     assert "built in 1887" in kept
     assert "<P>" not in kept
     assert len(kept) < documents.PART_CHARS + 100
+    [question] = task.problems[0].questions
+    assert isinstance(question, Ask)
+    assert shown(question.row).endswith("Question: when was the tower built?\nAnswer:")
 
 
 def test_of_many_places_the_one_near_the_question_is_kept() -> None:
@@ -143,9 +150,9 @@ def test_passages_become_one_context(tmp_path: Path) -> None:
     assert "text 5" not in text(task.problems[0])
 
 
-def test_f1_looks_at_the_first_sentence() -> None:
-    assert documents.first_sentence_f1("the tower. It is tall", ["tower"]) == 1
-    assert 0 < documents.first_sentence_f1("a tall tower", ["tower"]) < 1
+def test_f1_looks_at_the_first_line() -> None:
+    assert documents.first_line_f1("the tower\n\nQuestion: why?", ["tower"]) == 1
+    assert 0 < documents.first_line_f1("a tall tower", ["tower"]) < 1
 
 
 def test_a_text_is_followed(tmp_path: Path) -> None:
