@@ -20,8 +20,8 @@ from kdn.bench import options
 from kdn.bench.calibration import Calibration
 from kdn.bench.options import JsonFile, PlotFile
 from kdn.bench.report import hardware, report_console
-from kdn.bench.rivals import open_rivals
-from kdn.bench.rivals.ours import Layered
+from kdn.bench.rivals.cachegen import CacheGenCodec
+from kdn.bench.rivals.ours import Layered, cachegen
 from kdn.bench.tasks.found import Found
 from kdn.bench.tasks.measure import Bench
 from kdn.bench.tasks.problems import Problem, Task, Writer
@@ -29,9 +29,12 @@ from kdn.bench.tasks.report import plot, print_report, told
 from kdn.bench.tasks.sources import KINDS, open_sources
 from kdn.bench.tasks.summary import Row, as_json, rows_of, verdicts
 from kdn.bench.tasks.ways import Ways, enough_for
+from kdn.cache.keys import TokenIds
 from kdn.cache.spec import ModelSpec
-from kdn.calibrate.corpus import default_calibration, load_text, prompt_head
+from kdn.calibrate.corpus import Text, default_calibration, load_text, prompt_head
 from kdn.calibrate.progress import bar
+from kdn.calibrate.steps import Progress
+from kdn.codec import open_codec
 from kdn.defaults import QUALITY
 from kdn.engines.models import load_model
 from kdn.engines.transformers import spec_of
@@ -69,18 +72,15 @@ def run(
     kinds = options.words("tasks", tasks, KINDS)
     enough = enough_kld(quality)
     sources = open_sources(data or [], kinds)
-    texts = [load_text(path) for path in calibration or ()] or default_calibration()
+    texts = [load_text(path) for path in calibration or ()]
     loaded, tokenizer, spec = _loaded(model, device)
     most = min(items, QUICK_ITEMS) if quick else items
     made = [one.make(Writer(tokenizer), most) for one in sources]
     _check_lengths(made, spec)
     with bar() as report:
-        fit = Calibration.of(
-            loaded, spec, [(text, text.tokens(tokenizer)) for text in texts],
-            window_tokens=FITTED_WINDOW, num_tokens=FITTED_TOKENS, seed=0,
-            track=lambda windows: _tracked(windows, report), head=prompt_head(tokenizer),
-        )  # fmt: skip
-        ways = _ways(spec, fit, enough, without_cachegen)
+        klt = Layered(open_codec("klt", spec))
+        rival = None if without_cachegen else _cachegen(loaded, tokenizer, spec, texts, report)
+        ways = Ways(klt, rival, enough_for(enough, klt.codec))
         found = Found.opened(json_file, _settings(model, spec, ways, device))
         rows, extra = _measured(Bench(loaded, tokenizer, ways), made, found, report, device)
     if plot_file:
@@ -105,13 +105,16 @@ def _check_lengths(tasks: Sequence[Task], spec: ModelSpec) -> None:
         raise UnsupportedError(f"model: it reads {spec.max_tokens} tokens, a context has {longest}")
 
 
-def _ways(spec: ModelSpec, fit: Calibration, enough: float, without_cachegen: bool) -> Ways:
-    names = ["klt"] if without_cachegen else ["klt", "cachegen"]
-    rivals = {one.name: one for one in open_rivals(names, spec, fit)}
-    klt, cachegen = rivals["klt"], rivals.get("cachegen")
-    assert isinstance(klt, Layered)
-    assert cachegen is None or isinstance(cachegen, Layered)
-    return Ways(klt, cachegen, enough_for(enough, klt.codec))
+def _cachegen(
+    model: Any, tokenizer: Any, spec: ModelSpec, texts: Sequence[Text], report: Progress
+) -> Layered:
+    """Fitted as `kdn bench codec` fits it; what was fitted once is kept."""
+    learnt = [(text, text.tokens(tokenizer)) for text in texts or default_calibration()]
+    fit = Calibration.of(
+        model, spec, learnt, window_tokens=FITTED_WINDOW, num_tokens=FITTED_TOKENS, seed=0,
+        track=lambda windows: _tracked(windows, report), head=prompt_head(tokenizer),
+    )  # fmt: skip
+    return cachegen(CacheGenCodec(spec, fit.cachegen()))
 
 
 def _settings(model: str, spec: ModelSpec, ways: Ways, device: str) -> dict[str, Any]:
@@ -123,7 +126,7 @@ def _settings(model: str, spec: ModelSpec, ways: Ways, device: str) -> dict[str,
     }  # fmt: skip
 
 
-def _tracked(windows: Sequence[Any], report: Any) -> Any:
+def _tracked(windows: Sequence[TokenIds], report: Progress) -> Iterator[TokenIds]:
     for number, window in enumerate(windows):
         report("fitting cachegen", number, len(windows))
         yield window
@@ -131,7 +134,7 @@ def _tracked(windows: Sequence[Any], report: Any) -> Any:
 
 
 def _measured(
-    bench: Bench, tasks: Sequence[Task], found: Found, report: Any, device: str
+    bench: Bench, tasks: Sequence[Task], found: Found, report: Progress, device: str
 ) -> tuple[list[Row], dict[str, Any]]:
     """All contexts that are not in the file yet. Every one is saved when it is done."""
     labels, facts = bench.ways.labels, hardware(device)

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from kdn.bench.rivals.ours import Layered
 from kdn.bench.tasks import command, documents, following, lines
 from kdn.bench.tasks.measure import Bench, _batches
-from kdn.bench.tasks.ways import Ways
 from kdn.cli.main import spread
 from kdn.codec.klt import KltCodec
 from kdn.errors import FormatError, UnsupportedError
@@ -43,7 +41,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def bench(tiny_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the command with klt alone and returns its JSON."""
+    """Runs the command, with klt alone unless told otherwise, and returns its JSON."""
     monkeypatch.setenv("KDN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
     model = tiny_model("llama")
@@ -51,10 +49,9 @@ def bench(tiny_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(command, "FITTED_WINDOW", 256)
     monkeypatch.setattr(KltCodec, "expected_kld", KLD)
 
-    def ways(spec: Any, fit: Any, enough: float, without_cachegen: bool) -> Ways:
-        return Ways(Layered(KltCodec(spec, make_profile(spec))), None, enough)
-
-    monkeypatch.setattr(command, "_ways", ways)
+    monkeypatch.setattr(
+        command, "open_codec", lambda name, spec: KltCodec(spec, make_profile(spec))
+    )
     for module, name, value in (
         (lines, "NUM_LINES", 12), (lines, "QUESTIONS", 4), (documents, "PART_CHARS", 300),
         (following, "CONTEXT_TOKENS", 320), (following, "FOLLOWING_TOKENS", 40),
@@ -63,7 +60,8 @@ def bench(tiny_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.Mo
 
     def run(data: list[Path], **options: Any) -> dict[str, Any]:
         out = options.pop("json_file", tmp_path / "out.json")
-        command.run(data=data, calibration=[data[-1]], json_file=out, **options)
+        given = {"calibration": [data[-1]], "without_cachegen": True, **options}
+        command.run(data=data, json_file=out, **given)
         loaded: dict[str, Any] = json.loads(out.read_text())
         return loaded
 
@@ -143,8 +141,9 @@ def test_a_file_of_something_else_is_refused(
 
 
 def test_quick_and_chosen_tasks(bench: Run, files: list[Path]) -> None:
-    found = bench(files, quick=True, tasks="choices")
+    found = bench(files, quick=True, tasks="choices", without_cachegen=False)
     assert {row["task"] for row in found["rows"]} == {"choices"}
+    assert [row["way"] for row in found["rows"]][-2:] == ["cachegen 3", "cachegen 4"]
 
 
 def test_without_data_it_says_what_it_needs(bench: Run, files: list[Path]) -> None:
