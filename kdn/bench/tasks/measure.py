@@ -89,11 +89,13 @@ class _Desk:
     def _answered(
         self, cache: KVCache, asked: Sequence[Ask | Choose | Follow], drafts: Sequence[Any]
     ) -> list[Reply]:
-        if isinstance(asked[0], Ask):
-            return self._in_words(cache, asked, drafts)  # type: ignore[arg-type]
-        rows = [row for one in asked for row in self._rows(one)]
-        likely = log_likelihoods(self.bench.model, cache, rows)
-        return [_likeliest(one, [likely.pop(0) for _ in self._rows(one)]) for one in asked]
+        in_words = [one for one in asked if isinstance(one, Ask)]
+        if in_words:
+            assert len(in_words) == len(asked), "questions about a context are of one kind"
+            return self._in_words(cache, in_words, drafts)
+        scored = [(one, self._rows(one)) for one in asked if not isinstance(one, Ask)]
+        rows = iter(log_likelihoods(self.bench.model, cache, [r for _, own in scored for r in own]))
+        return [_likeliest(one, [next(rows) for _ in own]) for one, own in scored]
 
     def _in_words(
         self, cache: KVCache, asked: Sequence[Ask], drafts: Sequence[Sequence[int]]
@@ -130,7 +132,7 @@ def _batches(sizes: Sequence[int]) -> Iterator[slice]:
     yield slice(start, len(sizes))
 
 
-def _likeliest(one: Ask | Choose | Follow, rows: Sequence[Any]) -> Reply:
+def _likeliest(one: Choose | Follow, rows: Sequence[Any]) -> Reply:
     """Of options the one whose tokens are likeliest in the mean: long ones are not worse."""
     if isinstance(one, Choose):
         chosen = int(np.argmax([float(likely.mean()) for likely, _ in rows]))

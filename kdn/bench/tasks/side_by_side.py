@@ -7,7 +7,7 @@ read by itself, and no key is copied for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ class SideBySide:
         self._owner = torch.full((self._held,), _CONTEXT, device=model.device)
         self._lengths: dict[int, int] = {}
 
-    def read(self, rows: dict[int, Row]) -> dict[int, torch.Tensor]:
+    def read(self, rows: Mapping[int, Row]) -> dict[int, torch.Tensor]:
         """Append tokens to some rows, by number: logits [tokens, vocabulary] after each of them."""
         assert all(rows.values()), "expected at least one token in each row"
         device, sizes = self._model.device, [len(row) for row in rows.values()]
@@ -50,7 +50,7 @@ class SideBySide:
         )  # fmt: skip
         for number, row in rows.items():
             self._lengths[number] = self._lengths.get(number, 0) + len(row)
-        return dict(zip(rows, logits.split(sizes), strict=True))
+        return dict(zip(rows, torch.split(logits, sizes), strict=True))
 
     def take_back(self, number: int, count: int) -> None:
         """The last `count` tokens of a row: nobody sees them any more."""

@@ -100,7 +100,8 @@ def test_options_are_scored_after_the_question_alone(tmp_path: Path) -> None:
         "questions": [{"question": asked, "answers": ["(C) Nobody at all"]}],
     }
     task = made(write(tmp_path / "some.jsonl", record))
-    assert (task.kind, task.chance) == ("choices", pytest.approx(1 / 3))
+    assert task.kind == "choices"
+    assert task.chance == pytest.approx(1 / 3)
     [problem] = task.problems
     assert "nobody else" in text(problem)
     [question] = problem.questions

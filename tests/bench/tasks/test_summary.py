@@ -38,8 +38,8 @@ def rows(kind: str, exact: list[list[float]], default: list[list[float]]) -> lis
 
 def test_scores_are_compared_in_pairs() -> None:
     first, second = rows("lines", [[1, 1], [1, 0], [0, 1]], [[1, 0], [1, 0], [1, 1]])
-    assert (first.score, first.kept, first.agreement) == (pytest.approx(4 / 6), 1.0, 1.0)
-    assert (second.score, second.kept) == (pytest.approx(4 / 6), 1.0)
+    assert first.score == second.score == pytest.approx(4 / 6)
+    assert first.kept == second.kept == first.agreement == 1
     assert second.agreement == pytest.approx(4 / 6)
     assert (second.items, second.contexts, second.ratio) == (6, 3, 16)
     assert second.kept_interval is not None

@@ -41,7 +41,8 @@ def test_every_way_gives_the_context_and_finer_ones_more_bytes(
 ) -> None:
     monkeypatch.setattr(type(world.codec), "expected_kld", world.expected_kld)
     whole = KVCache(
-        *(torch.cat([getattr(p, n) for p in world.caches], 1) for n in ("keys", "values"))
+        torch.cat([one.keys for one in world.caches], 1),
+        torch.cat([one.values for one in world.caches], 1),
     )
     ways = Ways(Layered(world.codec), cachegen(make_world(2, "cachegen").codec), 0.01)
     tokens = torch.cat([torch.as_tensor(one.tokens.astype("int64")) for one in world.chunks])
