@@ -27,6 +27,10 @@ app = typer.Typer(
 bench = lazy_group(
     {
         "codec": ("kdn.bench.codec:run", "Rate, quality and speed of every codec on a real model."),
+        "tasks": (
+            "kdn.bench.tasks.command:run",
+            "Answers after every codec beside the exact cache's: accuracy, F1, perplexity.",
+        ),
         "blend": (
             "kdn.bench.blend.command:run",
             "Joined pieces beside one reading of everything, and others' ways.",

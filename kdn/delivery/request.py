@@ -58,18 +58,22 @@ class Request:
         assert self.enough_kld >= 0
 
     def weights(self) -> list[float]:
-        """How much a token of each chunk counts: those of the end as much as all before them."""
-        ends = list(accumulate(one.num_tokens for one in self.chunks))
-        border = max(0, ends[-1] - TAIL_TOKENS)
-        tail = max(1.0, border / (ends[-1] - border))
-        both = zip(self.chunks, ends, strict=True)
-        shares = [min(1.0, max(0, end - border) / one.num_tokens) for one, end in both]
-        return [1 + share * (tail - 1) for share in shares]
+        return token_weights(self.chunks)
 
     @property
     def num_tokens(self) -> int:
         """Not where the last chunk ends: those of a join are not consecutive."""
         return sum(one.num_tokens for one in self.chunks)
+
+
+def token_weights(chunks: Sequence[Chunk]) -> list[float]:
+    """How much a token of each chunk counts: those of the end as much as all before them."""
+    ends = list(accumulate(one.num_tokens for one in chunks))
+    border = max(0, ends[-1] - TAIL_TOKENS)
+    tail = max(1.0, border / (ends[-1] - border))
+    both = zip(chunks, ends, strict=True)
+    shares = [min(1.0, max(0, end - border) / one.num_tokens) for one, end in both]
+    return [1 + share * (tail - 1) for share in shares]
 
 
 def enough_levels(expected_kld: Sequence[float], enough_kld: float) -> int:

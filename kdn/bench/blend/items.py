@@ -56,7 +56,7 @@ def set_name(path: Path) -> str:
 def load_items(path: Path, num_items: int, num_pieces: int) -> list[Item]:
     """The first `num_items` questions, each with at most `num_pieces` pieces: those marked as gold
     are kept, the others as far as they fit, all in their order."""
-    return _load(path, num_items, lambda line, name: _item(line, name, num_pieces))
+    return load_each(path, num_items, lambda line, name: _item(line, name, num_pieces))
 
 
 def apart(items: Sequence[Item], others: Sequence[Item]) -> list[Item]:
@@ -73,12 +73,12 @@ def apart(items: Sequence[Item], others: Sequence[Item]) -> list[Item]:
 
 def load_stories(path: Path, num_stories: int) -> list[Story]:
     """Lines with a `context` and `questions`, each of these a `question` with its options."""
-    return _load(path, num_stories, _story)
+    return load_each(path, num_stories, _story)
 
 
-def _load(path: Path, most: int, parse: Callable[[Mapping[str, Any], str], T]) -> list[T]:
+def load_each(path: Path, most: int, parse: Callable[[Mapping[str, Any], str], T]) -> list[T]:
     found: list[T] = []
-    for number, line in enumerate(_unpacked(path).split("\n"), 1):
+    for number, line in enumerate(unpacked(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -95,7 +95,7 @@ def _load(path: Path, most: int, parse: Callable[[Mapping[str, Any], str], T]) -
     return found
 
 
-def _unpacked(path: Path) -> str:
+def unpacked(path: Path) -> str:
     """No more of it than MAX_FILE_BYTES is ever in memory."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -111,21 +111,21 @@ def _unpacked(path: Path) -> str:
 
 
 def _item(line: Mapping[str, Any], name: str, num_pieces: int) -> Item:
-    answers = tuple(_text(one, "an answer") for one in _list(line, "answers"))
-    chunks = _list(line, "chunks")
+    answers = tuple(text_of(one, "an answer") for one in list_of(line, "answers"))
+    chunks = list_of(line, "chunks")
     if not chunks or not answers:
         raise FormatError("expected at least one chunk and one answer")
     pieces = [_piece(chunk) for chunk in chunks]
     gold = [bool(chunk.get("gold")) for chunk in chunks]
     kept = sorted(sorted(range(len(pieces)), key=lambda i: (not gold[i], i))[:num_pieces])
-    question = _text(line.get("question"), "'question'")
+    question = text_of(line.get("question"), "'question'")
     return Item(name, question, answers, tuple(pieces[i] for i in kept))
 
 
 def _piece(chunk: object) -> str:
     if not isinstance(chunk, dict):
         raise FormatError(f"expected chunks of a 'title' and a 'text', found {shown(chunk)}")
-    text = _text(chunk.get("text"), "a chunk's 'text'")
+    text = text_of(chunk.get("text"), "a chunk's 'text'")
     title = chunk.get("title", "")
     if not isinstance(title, str):
         raise FormatError(f"expected a chunk's 'title' to be text, found {shown(title)}")
@@ -133,20 +133,20 @@ def _piece(chunk: object) -> str:
 
 
 def _story(line: Mapping[str, Any], name: str) -> Story:
-    text, questions = _text(line.get("context"), "'context'"), tuple(_questions(line))
+    text, questions = text_of(line.get("context"), "'context'"), tuple(_questions(line))
     if not questions:
         raise FormatError("expected at least one question")
     return Story(name, text, questions)
 
 
 def _questions(line: Mapping[str, Any]) -> Iterator[str]:
-    for one in _list(line, "questions"):
+    for one in list_of(line, "questions"):
         if not isinstance(one, dict):
             raise FormatError(f"expected questions to be objects, found {shown(one)}")
-        yield _text(one.get("question"), "'question'")
+        yield text_of(one.get("question"), "'question'")
 
 
-def _text(value: object, what: str) -> str:
+def text_of(value: object, what: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise FormatError(f"expected {what} to be text, found {shown(value)}")
     try:
@@ -156,7 +156,7 @@ def _text(value: object, what: str) -> str:
     return value
 
 
-def _list(line: Mapping[str, Any], field: str) -> list[Any]:
+def list_of(line: Mapping[str, Any], field: str) -> list[Any]:
     value = line.get(field)
     if not isinstance(value, list) or len(value) > MAX_PIECES:
         raise FormatError(f"expected {field!r} to be a list of at most {MAX_PIECES}")

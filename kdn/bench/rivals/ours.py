@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from kdn.bench.rivals.base import CodedLevel, ExactContext, Rival, timed
-from kdn.cache.keys import Chunk, Namespace, cut
+from kdn.cache.keys import Chunk, Namespace, TokenIds, cut
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.exact import ExactCodec
@@ -63,25 +63,37 @@ class Layered(Rival):
         self.dtype = dtype
 
     def run(self, context: ExactContext) -> Iterator[CodedLevel]:
-        namespace = Namespace(self.codec.spec.fingerprint, self.codec.profile_id)
-        chunks = cut(context.tokens, namespace)
+        chunks = self.chunks(context.tokens)
         cache = _as_dtype(context.cache, self.dtype)
         data, encode_s = timed(partial(self.codec.encode_all, chunks, cache))
         for level in range(self.codec.num_levels):
             levels = [self._level_of(chunk, chunks[-1].end, level) for chunk in chunks]
-            fetched = [self.fetch(part, at) for part, at in zip(data, levels, strict=True)]
-            streams, sizes = zip(*fetched, strict=True)
-            decoded, decode_s = timed(partial(self._decode, chunks, streams, cache))
-            yield CodedLevel(level, sum(sizes), decoded, encode_s, decode_s)
+            streams, size_bytes = self.fetched(data, levels)
+            decoded, decode_s = timed(partial(self.decode, chunks, streams, cache))
+            yield CodedLevel(level, size_bytes, decoded, encode_s, decode_s)
+
+    def chunks(self, tokens: TokenIds) -> list[Chunk]:
+        return cut(tokens, Namespace(self.codec.spec.fingerprint, self.codec.profile_id))
+
+    def encode(self, tokens: TokenIds, cache: KVCache) -> tuple[list[Chunk], list[bytes]]:
+        """A context's chunks, and the whole stream of each."""
+        chunks = self.chunks(tokens)
+        return chunks, self.codec.encode_all(chunks, _as_dtype(cache, self.dtype))
+
+    def fetched(self, data: Sequence[bytes], levels: Sequence[int]) -> tuple[list[Bitstream], int]:
+        """Of whole streams, what a client fetches to decode each at its level, and the bytes."""
+        found = [self.fetch(part, level) for part, level in zip(data, levels, strict=True)]
+        return [stream for stream, _ in found], sum(size for _, size in found)
 
     def _level_of(self, chunk: Chunk, end: int, level: int) -> int:
         if end - chunk.end >= TAIL_TOKENS:
             return level
         return min(level + self.tail_levels, self.codec.num_levels - 1)
 
-    def _decode(
+    def decode(
         self, chunks: Sequence[Chunk], streams: Sequence[Bitstream], like: KVCache
     ) -> KVCache:
+        """A cache of the same shape and place as `like`."""
         keys = torch.empty_like(like.keys)
         out = KVCache(keys, torch.empty_like(keys), like.start, like.valid_from)
         self.codec.decode_all(streams, chunks, out)
