@@ -165,9 +165,7 @@ def _in_two_stages(shape: Shape, memory_bytes: int, operations: int) -> Sizes:
     leading = min(width, ((1 + 4 * grows * spent) ** 0.5 - 1) / (2 * grows))
     leading = max(LEADING_STEP, int(leading) // LEADING_STEP * LEADING_STEP)
     coarse = min((spent - leading) * width // leading, layers * leading)
-    sizes = Sizes(
-        layers, Sizes.fine_components + coarse, leading=leading, run_rows=ROWS_OF_RUNS
-    )
+    sizes = Sizes(layers, Sizes.fine_components + coarse, leading=leading, run_rows=ROWS_OF_RUNS)
     return _shrunk(
         shape, replace(sizes, embedding_dims=min(sizes.embedding_dims, shape.hidden_size))
     )

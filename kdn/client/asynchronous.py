@@ -13,10 +13,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
+from kdn import tracing
 from kdn.blend.seams import Seams
 from kdn.cache.keys import Tokens
 from kdn.cache.tensors import KVCache
@@ -32,7 +34,7 @@ from kdn.checked import (
     checked_texts,
 )
 from kdn.client import by_hand
-from kdn.client.answers import Answer, Joined, Learned, Loaded, Metrics, Stats
+from kdn.client.answers import Answer, Joined, Learned, Loaded, Stats
 from kdn.client.audit import Audit
 from kdn.client.contexts import Contexts, Options
 from kdn.client.conversation import Conversation
@@ -40,10 +42,11 @@ from kdn.client.engine import Context, Engine, ModelSource, check_source, load_p
 from kdn.client.fitting import Asked, fit_and_share
 from kdn.client.joining import Joins, Names, checked_names, checked_pieces
 from kdn.client.learning import FLUSH_S, Learning, OnRead
+from kdn.client.metrics import Metrics
 from kdn.client.naming import Named, find_name
 from kdn.client.resuming import Resuming
 from kdn.codec import CODECS
-from kdn.config import find_credentials
+from kdn.config import client_of_environment, find_credentials
 from kdn.defaults import (
     CODEC,
     DEVICE,
@@ -112,6 +115,8 @@ class AsyncClient(Opened):
         spool_bytes: int = SPOOL_BYTES,
         seams: str | None = "",
         state_spacing: int = STATE_SPACING,
+        request_log_bytes: int | None = None,
+        tracing: bool | None = None,
         rng: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -125,6 +130,14 @@ class AsyncClient(Opened):
         checked_client(client)
         checked_number("audit_share", audit_share, 0, 1)
         checked_count("spool_bytes", spool_bytes, 0, MAX_BYTES)
+        told = client_of_environment()
+        if request_log_bytes is not None:
+            told = replace(
+                told,
+                request_log_bytes=checked_count(
+                    "request_log_bytes", request_log_bytes, 0, MAX_BYTES
+                ),
+            )
         self._state_spacing = checked_count("state_spacing", state_spacing, 1, MAX_SPACING)
         self._seams_tag = None if seams is None else checked_tag(seams)
         self.metrics = Metrics()
@@ -135,8 +148,10 @@ class AsyncClient(Opened):
         )  # fmt: skip
         # No shared memory of the host: it outlives its engines, and clients come and go.
         self._settings = SessionSettings(
-            tuple(places), credentials, client, codec, spool_bytes=spool_bytes, host_bytes=0
-        )
+            tuple(places), credentials, client, codec, spool_bytes=spool_bytes, host_bytes=0,
+            request_log_bytes=told.request_log_bytes,
+            tracing=told.tracing if tracing is None else bool(tracing),
+        )  # fmt: skip
         self._source, self._device, self._dtype = model, device, dtype
         self._quality, self._deadline_s = quality, deadline_s
         self._recompute = recompute
@@ -183,7 +198,9 @@ class AsyncClient(Opened):
         it a name. Returns when it is stored. A text is read behind `head`, a system prompt, or
         behind what the chat template begins with: only texts behind one head can be joined.
         `on_read` is told how many of how many tokens the model has read."""
-        return await self._learning.learn(name, what, head, on_read)
+        with tracing.request("kdn.learn") as request:
+            learned = await self._learning.learn(name, what, head, on_read)
+        return replace(learned, request_id=request.id)
 
     async def load(
         self,
@@ -195,7 +212,9 @@ class AsyncClient(Opened):
     ) -> Loaded:
         """The cache of the longest beginning of these tokens that is known."""
         options = Options(quality, deadline_s, on_progress=on_progress)
-        return await by_hand.load(self.contexts, tokens, options)
+        with tracing.request("kdn.load") as request:
+            loaded = await by_hand.load(self.contexts, tokens, options)
+        return replace(loaded, request_id=request.id)
 
     async def join(
         self,
@@ -214,12 +233,14 @@ class AsyncClient(Opened):
         options = Options(
             quality, deadline_s, Sampling(), on_progress, force_latest, stale_ok, float(is_read)
         )
-        stats = Stats()
-        join, _ = await self.joins.named(checked_pieces(names), options, stats)
-        context = await self.joins.load(join, options, stats)
+        pieces = checked_pieces(names)
+        with tracing.request("kdn.join") as request:
+            stats = Stats(request_id=request.id)
+            join, _ = await self.joins.named(pieces, options, stats)
+            context = await self.joins.load(join, options, stats)
         cache, count = self.engine.values_of(context), join.num_tokens
         tokens, got = join.tokens.tolist(), context.delivered
-        return Joined(cache, count, got, self.engine.config, tokens, stats)
+        return Joined(cache, count, got, self.engine.config, tokens, stats, request_id=request.id)
 
     def ask(
         self,
@@ -244,7 +265,7 @@ class AsyncClient(Opened):
         checked_names(name)
         checked_text("question", question)
         sampling = Sampling(max_new_tokens, temperature, seed)
-        stats = Stats()
+        stats = Stats(request_id=tracing.new_id())
         options = Options(
             quality, deadline_s, sampling, on_progress, force_latest, stale_ok, recompute_share
         )
@@ -254,17 +275,19 @@ class AsyncClient(Opened):
         self, name: Names, question: str, options: Options, stats: Stats
     ) -> AsyncGenerator[str, None]:
         began_s = self.now_s()
-        context, tokens, style = await self.begin(name, options, stats)
-        prompt = [*tokens, *self.engine.prompts.ask(question, style)]
-        is_audited = False
-        try:
-            async with aclosing(self.turn(context, prompt, options, stats, began_s)) as said:
-                async for piece in said:
-                    yield piece
-            is_audited = self._audit.maybe(self.engine, context, stats.new_tokens)
-        finally:
-            if not is_audited:
-                self.engine.leave(context)
+        with tracing.Request.begin("kdn.ask", stats.request_id) as request:
+            with request.resumed():
+                context, tokens, style = await self.begin(name, options, stats)
+            prompt = [*tokens, *self.engine.prompts.ask(question, style)]
+            is_audited = False
+            try:
+                async with aclosing(self.turn(context, prompt, options, stats, began_s)) as said:
+                    async for piece in said:
+                        yield piece
+                is_audited = self._audit.maybe(self.engine, context, stats.new_tokens)
+            finally:
+                if not is_audited:
+                    self.engine.leave(context)
 
     async def ask_all(
         self,
@@ -280,7 +303,7 @@ class AsyncClient(Opened):
     ) -> list[str]:
         """Answers to several questions about one thing, or about several joined: delivered once,
         answered as a batch."""
-        stats = Stats()
+        stats = Stats(request_id=tracing.new_id())
         options = Options(
             quality, deadline_s, force_latest=force_latest, stale_ok=stale_ok,
             recompute_share=recompute_share,
@@ -288,7 +311,8 @@ class AsyncClient(Opened):
         sampling = Sampling(max_new_tokens)
         questions = checked_texts("questions", questions)
         checked_names(name)
-        context, tokens, style = await self.begin(name, options, stats)
+        with tracing.request("kdn.ask_all", stats.request_id):
+            context, tokens, style = await self.begin(name, options, stats)
         rest = tokens[context.num_tokens :]
         rows = [[*rest, *self.engine.prompts.ask(question, style)] for question in questions]
         self.engine.check_length(context.num_tokens + max(map(len, rows)))
@@ -351,7 +375,8 @@ class AsyncClient(Opened):
         `after` is what it went on from, if that was loaded: what was computed on top of losses is
         not published. Returns how many chunks are on their way; `flush` waits for them.
         """
-        return await by_hand.publish(self.contexts, tokens, cache, after)
+        with tracing.request("kdn.publish_cache", "" if after is None else after.request_id):
+            return await by_hand.publish(self.contexts, tokens, cache, after)
 
     async def flush(self, deadline_s: float = FLUSH_S) -> bool:
         """Wait until every published chunk is at its place, or safe in the spool on disk, from
@@ -396,21 +421,26 @@ class AsyncClient(Opened):
         options: Options,
         stats: Stats,
         began_s: float,
-        publish: bool = False,
+        publish_for: tracing.Request | None = None,
     ) -> AsyncGenerator[str, None]:
-        """Read what is left of the prompt, and answer."""
+        """Read what is left of the prompt, and answer. `publish_for`: the request for which what is
+        new is published; None: nothing is."""
+
+        async def publish_end(tail: bool = False) -> None:
+            if publish_for is not None:
+                with publish_for.resumed():
+                    await self.contexts.publish_end(context, tail=tail)
+
         if context.joined is not None:
             await self.joins.look(context, prompt, options, stats)
         self.engine.check_length(len(prompt))
         held = context.num_tokens
         stats.prompt_tokens = len(prompt)
         stats.computed_tokens += len(prompt) - held
-        if publish:  # a turn before this one may have been stopped just there
-            await self.contexts.publish_end(context)
+        await publish_end()  # a turn before this one may have been stopped just there
         for start, end in self.contexts.turn_pieces(held, len(prompt)):
             await self.engine.read(context, prompt[start:end])
-            if publish:
-                await self.contexts.publish_end(context)
+            await publish_end()
         text = TextPieces(self.engine.tokenizer)
         async with AsyncExitStack() as stack:
             better = self.contexts.refinement(context, options)
@@ -420,8 +450,7 @@ class AsyncClient(Opened):
                     if better is not None:
                         await stack.enter_async_context(better)
                 stats.new_tokens += 1
-                if publish:
-                    await self.contexts.publish_end(context)
+                await publish_end()
                 if piece := text.add(token):
                     yield piece
                 if better is not None:
@@ -429,5 +458,4 @@ class AsyncClient(Opened):
         if piece := text.rest():
             yield piece
         self.metrics.count(stats)
-        if publish:
-            await self.contexts.publish_end(context, tail=True)
+        await publish_end(tail=True)

@@ -1,22 +1,25 @@
-"""What a node counts, and what each count means. `/metrics` shows it to Prometheus."""
+"""What a node counts, as `/metrics` shows it to Prometheus. `kdn/metrics.py` says what it means."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from kdn.background import faults
+from kdn.metrics import NODE, STORE
 from kdn.store.base import Stats
-from kdn.store.costs import Costs
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-QUEUE_BUCKETS_S = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-REQUEST_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 class NodeStats:
@@ -24,33 +27,15 @@ class NodeStats:
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
-        self.hits = Counter(
-            "kdn_hits", "Objects or spans asked for that were here.", registry=registry
-        )
-        self.misses = Counter(
-            "kdn_misses", "Objects or spans asked for that were not here.", registry=registry
-        )
-        self.refused_puts = Counter(
-            "kdn_refused_puts", "Bodies that failed verification.", registry=registry
-        )
-        self.cut_readers = Counter(
-            "kdn_cut_readers", "Readers cut because they did not drain.", registry=registry
-        )
-        self.connections = Gauge("kdn_connections", "Open connections.", registry=registry)
-        self.requests_s = Histogram(
-            "kdn_request_seconds", "From the head of a request to the end of its answer.",
-            ["method", "route", "status"], buckets=REQUEST_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self.received_bytes = Counter(
-            "kdn_received_bytes", "Bytes of request bodies.", ["tenant"], registry=registry
-        )
-        self._sent_bytes = Counter(
-            "kdn_sent_bytes", "Bytes of response bodies.", ["tenant"], registry=registry
-        )
-        self._queue_s = Histogram(
-            "kdn_queue_seconds", "A frame's wait for its turn to be sent.",
-            ["tenant"], buckets=QUEUE_BUCKETS_S, registry=registry,
-        )  # fmt: skip
+        self.hits: Counter = NODE["kdn_hits_total"].counted(registry)
+        self.misses: Counter = NODE["kdn_misses_total"].counted(registry)
+        self.refused_puts: Counter = NODE["kdn_refused_puts_total"].counted(registry)
+        self.cut_readers: Counter = NODE["kdn_cut_readers_total"].counted(registry)
+        self.connections: Gauge = NODE["kdn_connections"].counted(registry)
+        self.requests_s: Histogram = NODE["kdn_request_seconds"].counted(registry)
+        self.received_bytes: Counter = NODE["kdn_received_bytes_total"].counted(registry)
+        self._sent_bytes: Counter = NODE["kdn_sent_bytes_total"].counted(registry)
+        self._queue_s: Histogram = NODE["kdn_queue_seconds"].counted(registry)
         self._store = StoreCollector()
         registry.register(self._store)
         registry.register(FaultCollector())
@@ -73,8 +58,8 @@ class NodeStats:
         flow[0].inc(num_bytes)
         flow[1].observe(waited_s)
 
-    def expose(self, store: Stats, more: Sequence[tuple[str, str, float]] = ()) -> bytes:
-        """Everything, as Prometheus reads it. `more`: names, meanings and values."""
+    def expose(self, store: Stats, more: Iterable[Metric] = ()) -> bytes:
+        """Everything, as Prometheus reads it. `more`: what the node knows beside it."""
         self._store.stats, self._store.more = store, more
         return generate_latest(self._registry)
 
@@ -114,12 +99,7 @@ class FaultCollector(Collector):
     """Of this process: work in the background that failed, and went on."""
 
     def collect(self) -> Iterable[Metric]:
-        counts = CounterMetricFamily(
-            "kdn_faults", "Failures nobody expected, which the log shows.", labels=["work"]
-        )
-        for work, number in faults.items():
-            counts.add_metric([work], number)
-        yield counts
+        yield NODE["kdn_faults_total"].shown({(work,): n for work, n in list(faults.items())})
 
 
 class StoreCollector(Collector):
@@ -127,39 +107,44 @@ class StoreCollector(Collector):
 
     def __init__(self) -> None:
         self.stats = Stats()
-        self.more: Sequence[tuple[str, str, float]] = ()
+        self.more: Iterable[Metric] = ()
 
     def collect(self) -> Iterable[Metric]:
-        stats = self.stats
-        for name, help_, value in self.more:
-            yield GaugeMetricFamily(name, help_, value)
-        for name, help_, value in (
-            ("objects", "Objects held now.", stats.objects),
-            ("size_bytes", "Bytes held now.", stats.size_bytes),
-            ("capacity_bytes", "Bytes it may hold.", stats.capacity_bytes),
-        ):
-            yield GaugeMetricFamily(f"kdn_store_{name}", help_, value)
-        for name, help_, value in (
-            ("hits", "Reads that found their object.", stats.hits),
-            ("misses", "Reads that did not.", stats.misses),
-            ("puts", "Objects written.", stats.puts),
-            ("evictions", "Objects dropped to make room.", stats.evictions),
-            ("corruptions", "Objects found damaged, never served.", stats.corruptions),
-        ):
-            yield CounterMetricFamily(f"kdn_store_{name}", help_, value)
-        yield from _costs(stats.costs)
+        stats, costs = self.stats, self.stats.costs
+        yield from self.more
+        for name, value in {
+            "objects": stats.objects,
+            "size_bytes": stats.size_bytes,
+            "capacity_bytes": stats.capacity_bytes,
+            "hits_total": stats.hits,
+            "misses_total": stats.misses,
+            "tier_hits_total": {(tier,): n for tier, n in stats.tiers.items()},
+            "puts_total": stats.puts,
+            "evictions_total": stats.evictions,
+            "corruptions_total": stats.corruptions,
+            # What a bill is made of, where the store is a bucket.
+            "requests_total": {(kind,): n for kind, n in sorted(costs.requests.items())},
+            "sent_bytes_total": costs.sent_bytes,
+            "received_bytes_total": costs.received_bytes,
+        }.items():
+            yield STORE[f"kdn_store_{name}"].shown(value)
 
 
-def _costs(costs: Costs) -> Iterable[Metric]:
-    """What a bill is made of, where the store is a bucket."""
-    requests = CounterMetricFamily(
-        "kdn_store_requests", "Requests to a store elsewhere, by kind.", labels=["kind"]
-    )
-    for kind, number in sorted(costs.requests.items()):
-        requests.add_metric([kind], number)
-    yield requests
-    for name, help_, value in (
-        ("sent_bytes", "Bytes of objects sent to a store elsewhere.", costs.sent_bytes),
-        ("received_bytes", "Bytes of objects received from it.", costs.received_bytes),
-    ):
-        yield CounterMetricFamily(f"kdn_store_{name}", help_, value)
+def about_node(data: Path) -> list[Metric]:
+    """Which kdn this is, and how full the disk below its data is."""
+    told = [NODE["kdn_build_info"].shown({(_version(),): 1})]
+    with suppress(OSError):
+        disk = os.statvfs(data)
+        told += [
+            NODE["kdn_disk_size_bytes"].shown(disk.f_blocks * disk.f_frsize),
+            NODE["kdn_disk_free_bytes"].shown(disk.f_bavail * disk.f_frsize),
+        ]
+    return told
+
+
+@cache
+def _version() -> str:
+    try:
+        return version("kdn")
+    except PackageNotFoundError:  # run from a checkout
+        return "unknown"

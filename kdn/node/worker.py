@@ -85,7 +85,9 @@ async def open_worker(
 
         async def metrics(fields: Fields) -> Answer:
             counted = await store.stats()
-            return {}, node.stats.expose(Stats(hits=counted.hits, misses=counted.misses))
+            return {}, node.stats.expose(
+                Stats(hits=counted.hits, misses=counted.misses, tiers=counted.tiers)
+            )
 
         await link.ask("hello", pid=os.getpid())
         yield node

@@ -76,6 +76,8 @@ class Stats:
     evictions: int = 0
     corruptions: int = 0
     """Objects found damaged, each counted once: never served, set aside."""
+    tiers: dict[str, int] = field(default_factory=dict)
+    """Of a store with tiers: the hits of each, by its name."""
     costs: Costs = field(default_factory=Costs)
     """Of a store elsewhere: requests and bytes."""
 

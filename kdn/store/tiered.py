@@ -243,6 +243,7 @@ class TieredStore(Store):
             capacity_bytes=max(stats.capacity_bytes for stats in known),
             evictions=known[-1].evictions,
             corruptions=sum(stats.corruptions for stats in known),
+            tiers={tier.name: tier.hits for tier in self.tiers},
             costs=total(stats.costs for stats in known),
         )
 

@@ -23,7 +23,7 @@ from kdn.checked import (
     shown,
 )
 from kdn.codec import CODECS
-from kdn.config import find_credentials
+from kdn.config import client_of_environment, find_credentials
 from kdn.credentials import Credentials
 from kdn.defaults import ENGINE_QUALITY
 from kdn.engines.vllm.event_publisher import checked_endpoint
@@ -98,9 +98,10 @@ class Settings:
                 raise UnsupportedError(f'{name}: expected more than 0; "load": false loads nothing')
         if given.get("blend") == "separator" and not given.get("separator"):
             raise UnsupportedError('"blend": "separator" needs a "separator": tokens or a text')
-        session = SessionSettings(
-            _places(given["url"]), _credentials(given), **_checked(given, _OF_SESSION)
-        )
+        told = client_of_environment()
+        own = {"request_log_bytes": told.request_log_bytes, "tracing": told.tracing}
+        own |= _checked(given, _OF_SESSION)
+        session = SessionSettings(_places(given["url"]), _credentials(given), **own)
         return cls(session, **_checked(given, _OWN))
 
     @property
@@ -194,6 +195,9 @@ _OF_SESSION: Mapping[str, Check] = {
     "spool_folder": _path,
     "host_bytes": _bytes,
     "host_folder": _path,
+    "request_log_bytes": _bytes,
+    "request_log": _path,
+    "tracing": _flag,
     "resolve_s": partial(checked_number, least=MIN_RESOLVE_S, most=MAX_WAIT_S),
 }
 _OF_REQUEST: Mapping[str, Check] = {
