@@ -32,6 +32,7 @@ from kdn.checked import (
     checked_number,
     checked_text,
     checked_texts,
+    shown,
 )
 from kdn.client import by_hand
 from kdn.client.answers import Answer, Joined, Learned, Loaded, Stats
@@ -71,6 +72,7 @@ from kdn.engines.seam_fitting import OnProgress as OnFitting
 from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import spec_of
 from kdn.engines.unchanged import Unchanged
+from kdn.errors import UnsupportedError
 from kdn.places.places import Where, checked_places
 from kdn.session.opened import Opened
 from kdn.session.quality import Quality, enough_join_kld, enough_kld
@@ -131,13 +133,11 @@ class AsyncClient(Opened):
         checked_number("audit_share", audit_share, 0, 1)
         checked_count("spool_bytes", spool_bytes, 0, MAX_BYTES)
         told = client_of_environment()
-        if request_log_bytes is not None:
-            told = replace(
-                told,
-                request_log_bytes=checked_count(
-                    "request_log_bytes", request_log_bytes, 0, MAX_BYTES
-                ),
-            )
+        if request_log_bytes is None:
+            request_log_bytes = told.request_log_bytes
+        checked_count("request_log_bytes", request_log_bytes, 0, MAX_BYTES)
+        if tracing is not None and not isinstance(tracing, bool):
+            raise UnsupportedError(f"tracing: expected true or false, found {shown(tracing)}")
         self._state_spacing = checked_count("state_spacing", state_spacing, 1, MAX_SPACING)
         self._seams_tag = None if seams is None else checked_tag(seams)
         self.metrics = Metrics()
@@ -149,8 +149,8 @@ class AsyncClient(Opened):
         # No shared memory of the host: it outlives its engines, and clients come and go.
         self._settings = SessionSettings(
             tuple(places), credentials, client, codec, spool_bytes=spool_bytes, host_bytes=0,
-            request_log_bytes=told.request_log_bytes,
-            tracing=told.tracing if tracing is None else bool(tracing),
+            request_log_bytes=request_log_bytes,
+            tracing=told.tracing if tracing is None else tracing,
         )  # fmt: skip
         self._source, self._device, self._dtype = model, device, dtype
         self._quality, self._deadline_s = quality, deadline_s

@@ -81,7 +81,7 @@ class Metrics(Collector):
         tiers = {(tier,): float(count) for tier, count in list(self.tier_tokens.items())}
         levels = {(str(level),): float(size) for level, size in list(self.level_bytes.items())}
         audits = {("done",): float(self.audits), ("failed",): float(self.failed_audits)}
-        for name, value in {
+        told: dict[str, float | dict[tuple[str, ...], float]] = {
             "answers_total": self.answers,
             "prompt_tokens_total": self.prompt_tokens,
             "hit_tokens_total": tiers,
@@ -96,5 +96,6 @@ class Metrics(Collector):
             "audited_tokens_total": self.audited_tokens,
             "audit_kld_nats_total": self.audit_kld_sum,
             "audit_kld_nats_max": self.audit_kld_max,
-        }.items():
+        }
+        for name, value in told.items():
             yield CLIENT[f"kdn_client_{name}"].shown(value)

@@ -97,7 +97,7 @@ class Ending:
             return None
         if one.undecodable:
             return Why.UNDECODABLE
-        if one.lost:
+        if one.lost or all(endpoint in one.lacking for endpoint in self.endpoints):
             return Why.DAMAGED if one.assembly.damages else Why.GONE
         if self.is_late or self.is_silent:
             return Why.DEADLINE if self.is_late else Why.SILENT

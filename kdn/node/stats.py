@@ -112,7 +112,7 @@ class StoreCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         stats, costs = self.stats, self.stats.costs
         yield from self.more
-        for name, value in {
+        told: dict[str, float | dict[tuple[str, ...], float]] = {
             "objects": stats.objects,
             "size_bytes": stats.size_bytes,
             "capacity_bytes": stats.capacity_bytes,
@@ -126,7 +126,8 @@ class StoreCollector(Collector):
             "requests_total": {(kind,): n for kind, n in sorted(costs.requests.items())},
             "sent_bytes_total": costs.sent_bytes,
             "received_bytes_total": costs.received_bytes,
-        }.items():
+        }
+        for name, value in told.items():
             yield STORE[f"kdn_store_{name}"].shown(value)
 
 
