@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: help install servers demo test test-vllm test-gpu models check format clean
+.PHONY: help install servers demo test test-vllm test-gpu models metrics check format clean
 
 help:
 	@echo "make demo    feel the speedup: one process reads, another one answers"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-gpu    the Triton kernels, with the system's Python and its PyTorch"
 	@echo "make test-vllm   the vLLM connector, in a real vLLM on the CPU"
 	@echo "make models  try every family of transformers, and rewrite the table of docs/models.md"
+	@echo "make metrics rewrite docs/metrics.md"
 	@echo "make check   ruff and mypy"
 	@echo "make format  let ruff format the code"
 
@@ -34,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 # Debian's packages. What is still missing is no error: the tests that need it are skipped, with a
 # reason. (Valkey and the S3 servers are Python packages of the extra `dev`.)
 servers:
-	@missing=; for name in redis-server nginx; do \
+	@missing=; for name in redis-server nginx prometheus; do \
 		PATH="$$PATH:/usr/sbin:/usr/local/sbin" command -v $$name >/dev/null || \
 			missing="$$missing $$name"; \
 	done; \
@@ -84,6 +85,9 @@ test-vllm: $(VLLM_STAMP)
 
 models: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) tests.engines.family_table
+
+metrics: $(STAMP)
+	$(RUN) tests.metrics_page
 
 check: $(STAMP)
 	$(RUN) ruff check

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
@@ -29,17 +28,6 @@ class Family:
     meaning: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
-
-    def counted(self, registry: CollectorRegistry) -> Any:
-        """To be counted with; the registry shows it."""
-        import prometheus_client as prometheus
-
-        if self.kind == HISTOGRAM:
-            return prometheus.Histogram(
-                self.name, self.meaning, self.labels, buckets=self.buckets, registry=registry
-            )
-        made = prometheus.Counter if self.kind == COUNTER else prometheus.Gauge
-        return made(self.name, self.meaning, self.labels, registry=registry)
 
     def shown(self, values: float | Mapping[tuple[str, ...], float]) -> Metric:
         """What somebody else has counted: one value, or one for each of some labels."""

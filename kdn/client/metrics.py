@@ -17,6 +17,8 @@ from prometheus_client.registry import Collector
 from kdn.client.answers import Stats
 from kdn.metrics import CLIENT
 
+Labelled = dict[tuple[str, ...], float]
+
 
 @dataclass(eq=False)
 class Metrics(Collector):
@@ -78,10 +80,10 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """For Prometheus."""
-        tiers = {(tier,): float(count) for tier, count in list(self.tier_tokens.items())}
-        levels = {(str(level),): float(size) for level, size in list(self.level_bytes.items())}
-        audits = {("done",): float(self.audits), ("failed",): float(self.failed_audits)}
-        told: dict[str, float | dict[tuple[str, ...], float]] = {
+        tiers: Labelled = {(tier,): float(count) for tier, count in list(self.tier_tokens.items())}
+        levels: Labelled = {(str(level),): float(size) for level, size in list(self.level_bytes.items())}
+        audits: Labelled = {("done",): float(self.audits), ("failed",): float(self.failed_audits)}
+        told: dict[str, float | Labelled] = {
             "answers_total": self.answers,
             "prompt_tokens_total": self.prompt_tokens,
             "hit_tokens_total": tiers,

@@ -10,37 +10,34 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from kdn.background import faults
 from kdn.metrics import NODE, STORE
+from kdn.node.tallies import Count, Counts, Spread, Spreads
 from kdn.store.base import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class NodeStats:
-    """Counters of one node since it started, in a registry of its own."""
+class NodeStats(Collector):
+    """Counters of one node since it started. They belong to its event loop."""
 
     def __init__(self) -> None:
-        registry = self._registry = CollectorRegistry()
-        self.hits: Counter = NODE["kdn_hits_total"].counted(registry)
-        self.misses: Counter = NODE["kdn_misses_total"].counted(registry)
-        self.refused_puts: Counter = NODE["kdn_refused_puts_total"].counted(registry)
-        self.cut_readers: Counter = NODE["kdn_cut_readers_total"].counted(registry)
-        self.connections: Gauge = NODE["kdn_connections"].counted(registry)
-        self.requests_s: Histogram = NODE["kdn_request_seconds"].counted(registry)
-        self.received_bytes: Counter = NODE["kdn_received_bytes_total"].counted(registry)
-        self._sent_bytes: Counter = NODE["kdn_sent_bytes_total"].counted(registry)
-        self._queue_s: Histogram = NODE["kdn_queue_seconds"].counted(registry)
-        self._store = StoreCollector()
-        registry.register(self._store)
-        registry.register(FaultCollector())
-        self._flows: dict[str, tuple[Counter, Histogram]] = {}
-        self._answered: dict[tuple[str, str, int], Histogram] = {}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self.hits, self.misses, self.refused_puts = Count(), Count(), Count()
+        self.cut_readers, self.connections = Count(), Count()
+        self.requests_s = Spreads(NODE["kdn_request_seconds"])
+        self.received_bytes = Counts(NODE["kdn_received_bytes_total"])
+        self._sent_bytes = Counts(NODE["kdn_sent_bytes_total"])
+        self._queue_s = Spreads(NODE["kdn_queue_seconds"])
+        self._flows: dict[str, tuple[Count, Spread]] = {}
+        self._answered: dict[tuple[str, str, int], Spread] = {}
+        self._store, self._more = Stats(), list[Metric]()
 
     def answered(self, labels: tuple[str, str, int], seconds: float) -> None:
         """A request ended. `labels`: method, route, status."""
@@ -60,8 +57,23 @@ class NodeStats:
 
     def expose(self, store: Stats, more: Iterable[Metric] = ()) -> bytes:
         """Everything, as Prometheus reads it. `more`: what the node knows beside it."""
-        self._store.stats, self._store.more = store, more
+        self._store, self._more = store, list(more)
         return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        for name, one in {
+            "hits_total": self.hits,
+            "misses_total": self.misses,
+            "refused_puts_total": self.refused_puts,
+            "cut_readers_total": self.cut_readers,
+            "connections": self.connections,
+        }.items():
+            yield NODE[f"kdn_{name}"].shown(one.value)
+        for family in (self.requests_s, self.received_bytes, self._sent_bytes, self._queue_s):
+            yield from family.collect()
+        yield NODE["kdn_faults_total"].shown({(work,): n for work, n in list(faults.items())})
+        yield from self._more
+        yield from of_store(self._store)
 
 
 def summed(shown: Sequence[bytes]) -> bytes:
@@ -95,40 +107,26 @@ class _Sums(Collector):
             yield family
 
 
-class FaultCollector(Collector):
-    """Of this process: work in the background that failed, and went on."""
-
-    def collect(self) -> Iterable[Metric]:
-        yield NODE["kdn_faults_total"].shown({(work,): n for work, n in list(faults.items())})
-
-
-class StoreCollector(Collector):
+def of_store(stats: Stats) -> Iterable[Metric]:
     """The store counts for itself; this hands its counts on."""
-
-    def __init__(self) -> None:
-        self.stats = Stats()
-        self.more: Iterable[Metric] = ()
-
-    def collect(self) -> Iterable[Metric]:
-        stats, costs = self.stats, self.stats.costs
-        yield from self.more
-        told: dict[str, float | dict[tuple[str, ...], float]] = {
-            "objects": stats.objects,
-            "size_bytes": stats.size_bytes,
-            "capacity_bytes": stats.capacity_bytes,
-            "hits_total": stats.hits,
-            "misses_total": stats.misses,
-            "tier_hits_total": {(tier,): n for tier, n in stats.tiers.items()},
-            "puts_total": stats.puts,
-            "evictions_total": stats.evictions,
-            "corruptions_total": stats.corruptions,
-            # What a bill is made of, where the store is a bucket.
-            "requests_total": {(kind,): n for kind, n in sorted(costs.requests.items())},
-            "sent_bytes_total": costs.sent_bytes,
-            "received_bytes_total": costs.received_bytes,
-        }
-        for name, value in told.items():
-            yield STORE[f"kdn_store_{name}"].shown(value)
+    costs = stats.costs
+    told: dict[str, float | dict[tuple[str, ...], float]] = {
+        "objects": stats.objects,
+        "size_bytes": stats.size_bytes,
+        "capacity_bytes": stats.capacity_bytes,
+        "hits_total": stats.hits,
+        "misses_total": stats.misses,
+        "tier_hits_total": {(tier,): n for tier, n in stats.tiers.items()},
+        "puts_total": stats.puts,
+        "evictions_total": stats.evictions,
+        "corruptions_total": stats.corruptions,
+        # What a bill is made of, where the store is a bucket.
+        "requests_total": {(kind,): n for kind, n in sorted(costs.requests.items())},
+        "sent_bytes_total": costs.sent_bytes,
+        "received_bytes_total": costs.received_bytes,
+    }
+    for name, value in told.items():
+        yield STORE[f"kdn_store_{name}"].shown(value)
 
 
 def about_node(data: Path) -> list[Metric]:
