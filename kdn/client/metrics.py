@@ -80,9 +80,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """For Prometheus."""
-        tiers: Labelled = {(tier,): float(count) for tier, count in list(self.tier_tokens.items())}
-        levels: Labelled = {(str(level),): float(size) for level, size in list(self.level_bytes.items())}
-        audits: Labelled = {("done",): float(self.audits), ("failed",): float(self.failed_audits)}
+        tiers: Labelled = {(tier,): count for tier, count in list(self.tier_tokens.items())}
+        levels: Labelled = {(str(level),): size for level, size in list(self.level_bytes.items())}
+        audits: Labelled = {("done",): self.audits, ("failed",): self.failed_audits}
         told: dict[str, float | Labelled] = {
             "answers_total": self.answers,
             "prompt_tokens_total": self.prompt_tokens,
