@@ -10,7 +10,7 @@ VLLM_STAMP := $(VLLM)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DELETE_ON_ERROR:
-.PHONY: help install servers demo test test-vllm test-gpu test-wheel models wheel docs pictures check format clean
+.PHONY: help install servers demo test test-vllm test-gpu test-wheel models metrics wheel docs pictures check format clean
 
 help:
 	@echo "make demo    feel the speedup: one process reads, another one answers"
@@ -23,6 +23,7 @@ help:
 	@echo "make docs    build the documentation as a web site, in site/"
 	@echo "make pictures  run the demo, and draw the pictures of the README anew"
 	@echo "make models  try every family of transformers, and rewrite the table of docs/models.md"
+	@echo "make metrics rewrite docs/metrics.md"
 	@echo "make check   ruff and mypy"
 	@echo "make format  let ruff format the code"
 
@@ -45,7 +46,7 @@ $(STAMP): $(BASE_STAMP)
 # Debian's packages (chromium: for the tests of the dashboard). What is still missing is no error: the tests that need it are skipped, with a
 # reason. (Valkey and the S3 servers are Python packages of the extra `dev`.)
 servers:
-	@missing=; for name in redis-server nginx chromium; do \
+	@missing=; for name in redis-server nginx chromium prometheus; do \
 		PATH="$$PATH:/usr/sbin:/usr/local/sbin" command -v $$name >/dev/null || \
 			missing="$$missing $$name"; \
 	done; \
@@ -117,6 +118,9 @@ docs: $(DOCS_STAMP)
 
 models: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) tests.engines.family_table
+
+metrics: $(STAMP)
+	$(RUN) tests.metrics_page
 
 check: $(STAMP)
 	$(RUN) ruff check

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from kdn.cache.folder import cache_folder
 from kdn.checked import shown
 from kdn.credentials import Credentials, secret_from, token_from, warn_if_shared
-from kdn.defaults import STORED_QUALITY
+from kdn.defaults import REQUEST_LOG_BYTES, STORED_QUALITY
 from kdn.errors import UnsupportedError
 from kdn.protocol.limits import MAX_CHUNK_BYTES, MAX_PROFILE_BYTES
 
@@ -158,6 +158,8 @@ class NodeSettings(DepotSettings):
     """For responses in flight to finish when the node is told to stop."""
     log_level: str = "info"
     """debug, info, warning or error."""
+    tracing: bool = False
+    """Record traces with OpenTelemetry, and send them where its OTEL_* variables say."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,10 @@ class ClientSettings:
     """For one request."""
     stored_quality: str = STORED_QUALITY
     """`kdn learn` stores no more levels than this quality needs; `exact`: all of them."""
+    request_log_bytes: int = REQUEST_LOG_BYTES
+    """For what was decided for each request, which `kdn explain --request` shows; 0: no log."""
+    tracing: bool = False
+    """Record traces with OpenTelemetry, and send them where its OTEL_* variables say."""
 
     @property
     def credentials(self) -> Credentials:
@@ -279,10 +285,7 @@ def find_credentials(
     environ: Mapping[str, str] | None = None,
 ) -> Credentials:
     """What was given; what was not, as the environment has it (KDN_CLIENT_TOKEN, ...)."""
-    environ = os.environ if environ is None else environ
-    settings, _ = _section(
-        "client", ClientSettings, [_from_environment("client", ClientSettings, environ)]
-    )
+    settings = client_of_environment(environ)
     own = Credentials(token_from(token, token_file), secret_from(secret, secret_file))
     if own.token is not None:  # files that are not needed need not be there
         settings = replace(settings, token="", token_file="")
@@ -291,6 +294,15 @@ def find_credentials(
     other = settings.credentials
     ca = other.tls_ca if tls_ca is None else _convert("tls_ca", tls_ca, "str")
     return Credentials(own.token or other.token, own.secret or other.secret, ca)
+
+
+def client_of_environment(environ: Mapping[str, str] | None = None) -> ClientSettings:
+    """What the environment alone says (KDN_CLIENT_TRACING, ...): for those who read no file."""
+    environ = os.environ if environ is None else environ
+    settings, _ = _section(
+        "client", ClientSettings, [_from_environment("client", ClientSettings, environ)]
+    )
+    return settings
 
 
 _Layer = Mapping[str, tuple[Any, str]]

@@ -17,6 +17,8 @@ QUEUE_BYTES = 1 << 30
 """Of chunks that wait to be encoded."""
 SPOOL_BYTES = 1 << 30
 """Of encoded chunks that wait on disk for a node that is away."""
+REQUEST_LOG_BYTES = 16 << 20
+"""Of what was decided for each request, on disk: some ten thousand requests."""
 HOST_BYTES = 2 << 30
 """Of chunks, in memory that all engines of a host share."""
 STATE_SPACING = 16

@@ -17,10 +17,10 @@ import kdn
 
 ROOT = Path(kdn.__file__).parent
 ORDER = (
-    "defaults", "errors", "files", "background", "checked", "protocol", "cache", "credentials",
-    "codec", "blend", "config", "store", "depot", "region", "node", "delivery", "places",
-    "session", "engines", "client", "__init__", "doctor", "migrate", "calibrate", "bench", "cli",
-    "__main__",
+    "defaults", "errors", "files", "background", "tracing", "metrics", "checked", "protocol",
+    "cache", "request_log", "credentials", "codec", "blend", "config", "store", "depot", "region",
+    "node", "delivery", "places", "session", "engines", "client", "__init__", "doctor", "migrate",
+    "calibrate", "bench", "cli", "__main__",
 )  # fmt: skip
 """Nobody imports what is to the right; so only the command line knows the benchmarks."""
 

@@ -76,6 +76,8 @@ def run_with(door: Door, work: Callable[[AsyncClient], Awaitable[None]]) -> None
             token=credentials.token,
             secret=credentials.secret,
             tls_ca=credentials.tls_ca,
+            request_log_bytes=settings.request_log_bytes,
+            tracing=settings.tracing,
         ) as client:
             await work(client)
 
@@ -155,6 +157,7 @@ def ask(
             console.print(piece, end="", markup=False, soft_wrap=True)
         console.print()
         notes.print(describe(answer.stats), style="dim", markup=False)
+        notes.print(f"request {answer.stats.request_id}", style="dim", markup=False)
 
     run_with(door, work)
 

@@ -201,6 +201,13 @@ def explain(
     raw: Annotated[
         bool, typer.Option("--raw", help="It is a whole prompt, not a text as `learn` reads it.")
     ] = False,
+    request: Annotated[
+        str | None,
+        typer.Option(help="Instead: what was decided for the request of this id, and why."),
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="With --request: the log, if not that of the cache folder.")
+    ] = None,
     where: WhereOption = None,
     model: ModelOption = MODEL,
     device: DeviceOption = DEVICE,
@@ -212,7 +219,16 @@ def explain(
     config: ConfigOption = None,
 ) -> None:
     """Which chunks of a prompt, or of several things joined, are known, and why the others are
-    not."""
+    not. With --request ID: what was done for a request, and why."""
+    if request is not None:
+        from kdn.cli import requests
+
+        if prompt_file is not None or pieces:
+            raise UnsupportedError("expected a text, --with or --request, found several of them")
+        requests.explain(request, log)
+        return
+    if log is not None:
+        raise UnsupportedError("--log goes with --request")
     from kdn.cli import client
 
     own = client.Own(token_file, secret_file, tls_ca)

@@ -6,11 +6,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 from kdn.cache.states import State
 from kdn.cache.tensors import KVCache
+from kdn.delivery.plan import Speeds
 from kdn.session.delivered import Delivered
 
 if TYPE_CHECKING:
@@ -30,6 +28,8 @@ class Learned:
     computed_tokens: int
     """Tokens that the model read for this."""
     seconds: float
+    request_id: str = ""
+    """For `kdn explain --request`."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Loaded:
     _config: PreTrainedConfig = field(repr=False)
     state: State | None = field(default=None, repr=False, kw_only=True)
     """For a model with recurrent layers: their state after the last of these tokens."""
+    request_id: str = field(default="", kw_only=True)
+    """For `kdn explain --request`."""
 
     @property
     def exact_until(self) -> int | None:
@@ -107,6 +109,25 @@ class Stats:
     """Seconds for finding and computing them, and for reading the question with them."""
     troubles: tuple[str, ...] = ()
     """What went wrong on the way."""
+    request_id: str = ""
+    """By which `kdn explain --request`, traces and the logs of nodes know it."""
+    tier_tokens: dict[str, int] = field(default_factory=dict)
+    """Loaded tokens, by where they came from: host, folder or remote."""
+    level_bytes: tuple[int, ...] = ()
+    """Bytes that were fetched and verified, by level."""
+    avoided_s: float = 0.0
+    """Seconds that the model would have taken to read the loaded tokens; 0: not known."""
+
+    def note(self, got: Delivered, speeds: Speeds | None) -> None:
+        """What a delivery did. `speeds`: the model's, if they are known."""
+        self.fetched_bytes, self.delivery_s = got.fetched_bytes, got.done_s
+        self.levels = got.levels
+        self.troubles += got.troubles
+        self.tier_tokens, self.level_bytes = got.tokens_by_tier, got.level_bytes
+        both = zip(got.chunks, got.levels, strict=True)
+        loaded = [chunk for chunk, levels in both if levels]
+        if speeds is not None:
+            self.avoided_s = sum(speeds.prefill_s(one.start, one.end) for one in loaded)
 
 
 class Answer:
@@ -134,45 +155,3 @@ class Answer:
     async def close(self) -> None:
         """Stop here."""
         await self._pieces.aclose()
-
-
-@dataclass
-class Metrics:
-    """Counters of a client since it was opened."""
-
-    answers: int = 0
-    known_tokens: int = 0
-    computed_tokens: int = 0
-    fetched_bytes: int = 0
-    joins: int = 0
-    """Answers from pieces that were learned apart."""
-    moved_tokens: int = 0
-    repaired_tokens: int = 0
-    recomputed_tokens: int = 0
-    audits: int = 0
-    failed_audits: int = 0
-    audited_tokens: int = 0
-    audit_kld_sum: float = 0.0
-    audit_kld_max: float = 0.0
-    """Largest mean KLD of any audited answer."""
-
-    @property
-    def audit_kld(self) -> float:
-        """Mean over all audited tokens."""
-        return self.audit_kld_sum / max(1, self.audited_tokens)
-
-    def count(self, stats: Stats) -> None:
-        self.answers += 1
-        self.known_tokens += stats.known_tokens
-        self.computed_tokens += stats.computed_tokens
-        self.fetched_bytes += stats.fetched_bytes
-        self.joins += stats.joined_pieces > 0
-        self.moved_tokens += stats.moved_tokens
-        self.repaired_tokens += stats.repaired_tokens
-        self.recomputed_tokens += stats.recomputed_tokens
-
-    def audited(self, klds: npt.NDArray[np.float64]) -> None:
-        self.audits += 1
-        self.audited_tokens += len(klds)
-        self.audit_kld_sum += float(klds.sum())
-        self.audit_kld_max = max(self.audit_kld_max, float(klds.mean()))

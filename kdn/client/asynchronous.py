@@ -13,10 +13,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
+from kdn import tracing
 from kdn.blend.seams import Seams
 from kdn.cache.keys import Tokens
 from kdn.cache.tensors import KVCache
@@ -30,9 +32,10 @@ from kdn.checked import (
     checked_number,
     checked_text,
     checked_texts,
+    shown,
 )
 from kdn.client import by_hand
-from kdn.client.answers import Answer, Joined, Learned, Loaded, Metrics, Stats
+from kdn.client.answers import Answer, Joined, Learned, Loaded, Stats
 from kdn.client.audit import Audit
 from kdn.client.contexts import Contexts, Options
 from kdn.client.conversation import Conversation
@@ -40,10 +43,11 @@ from kdn.client.engine import Context, Engine, ModelSource, check_source, load_p
 from kdn.client.fitting import Asked, fit_and_share
 from kdn.client.joining import Joins, Names, checked_names, checked_pieces
 from kdn.client.learning import FLUSH_S, Learning, OnRead
+from kdn.client.metrics import Metrics
 from kdn.client.naming import Named, find_name
 from kdn.client.resuming import Resuming
 from kdn.codec import CODECS
-from kdn.config import find_credentials
+from kdn.config import client_of_environment, find_credentials
 from kdn.defaults import (
     CODEC,
     DEVICE,
@@ -69,6 +73,7 @@ from kdn.engines.seam_fitting import OnProgress as OnFitting
 from kdn.engines.speeds import measured_speeds
 from kdn.engines.transformers import spec_of
 from kdn.engines.unchanged import Unchanged
+from kdn.errors import UnsupportedError
 from kdn.places.places import Where, checked_places
 from kdn.session.opened import Opened
 from kdn.session.quality import Quality, enough_join_kld, enough_kld
@@ -115,6 +120,8 @@ class AsyncClient(Opened):
         spool_bytes: int = SPOOL_BYTES,
         seams: str | None = "",
         state_spacing: int = STATE_SPACING,
+        request_log_bytes: int | None = None,
+        tracing: bool | None = None,
         rng: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -129,6 +136,12 @@ class AsyncClient(Opened):
         checked_client(client)
         checked_number("audit_share", audit_share, 0, 1)
         checked_count("spool_bytes", spool_bytes, 0, MAX_BYTES)
+        told = client_of_environment()
+        if request_log_bytes is None:
+            request_log_bytes = told.request_log_bytes
+        checked_count("request_log_bytes", request_log_bytes, 0, MAX_BYTES)
+        if tracing is not None and not isinstance(tracing, bool):
+            raise UnsupportedError(f"tracing: expected true or false, found {shown(tracing)}")
         self._state_spacing = checked_count("state_spacing", state_spacing, 1, MAX_SPACING)
         self._seams_tag = None if seams is None else checked_tag(seams)
         self.metrics = Metrics()
@@ -140,7 +153,8 @@ class AsyncClient(Opened):
         # No shared memory of the host: it outlives its engines, and clients come and go.
         self._settings = SessionSettings(
             tuple(places), credentials, client, codec, stored_quality=stored_quality,
-            spool_bytes=spool_bytes, host_bytes=0,
+            spool_bytes=spool_bytes, host_bytes=0, request_log_bytes=request_log_bytes,
+            tracing=told.tracing if tracing is None else tracing,
         )  # fmt: skip
         self._source, self._device, self._dtype = model, device, dtype
         self._quality, self._deadline_s = quality, deadline_s
@@ -190,7 +204,9 @@ class AsyncClient(Opened):
         prompt, or else behind the beginning of the chat template. Only texts with the same head can
         be joined. `stored_quality` is as for `connect`, for this text alone. `on_read` is called
         with the tokens that the model has read so far, and all."""
-        return await self._learning.learn(name, what, head, on_read, stored_quality)
+        with tracing.request("kdn.learn") as request:
+            learned = await self._learning.learn(name, what, head, on_read, stored_quality)
+        return replace(learned, request_id=request.id)
 
     async def load(
         self,
@@ -202,7 +218,9 @@ class AsyncClient(Opened):
     ) -> Loaded:
         """The cache of the longest known prefix of these tokens."""
         options = Options(quality, deadline_s, on_progress=on_progress)
-        return await by_hand.load(self.contexts, tokens, options)
+        with tracing.request("kdn.load") as request:
+            loaded = await by_hand.load(self.contexts, tokens, options)
+        return replace(loaded, request_id=request.id)
 
     async def join(
         self,
@@ -221,12 +239,14 @@ class AsyncClient(Opened):
         options = Options(
             quality, deadline_s, Sampling(), on_progress, force_latest, stale_ok, float(is_read)
         )
-        stats = Stats()
-        join, _ = await self.joins.named(checked_pieces(names), options, stats)
-        context = await self.joins.load(join, options, stats)
+        pieces = checked_pieces(names)
+        with tracing.request("kdn.join") as request:
+            stats = Stats(request_id=request.id)
+            join, _ = await self.joins.named(pieces, options, stats)
+            context = await self.joins.load(join, options, stats)
         cache, count = self.engine.values_of(context), join.num_tokens
         tokens, got = join.tokens.tolist(), context.delivered
-        return Joined(cache, count, got, self.engine.config, tokens, stats)
+        return Joined(cache, count, got, self.engine.config, tokens, stats, request_id=request.id)
 
     def ask(
         self,
@@ -251,7 +271,7 @@ class AsyncClient(Opened):
         checked_names(name)
         checked_text("question", question)
         sampling = Sampling(max_new_tokens, temperature, seed)
-        stats = Stats()
+        stats = Stats(request_id=tracing.new_id())
         options = Options(
             quality, deadline_s, sampling, on_progress, force_latest, stale_ok, recompute_share
         )
@@ -261,17 +281,19 @@ class AsyncClient(Opened):
         self, name: Names, question: str, options: Options, stats: Stats
     ) -> AsyncGenerator[str, None]:
         began_s = self.now_s()
-        context, tokens, style = await self.begin(name, options, stats)
-        prompt = [*tokens, *self.engine.prompts.ask(question, style)]
-        is_audited = False
-        try:
-            async with aclosing(self.turn(context, prompt, options, stats, began_s)) as said:
-                async for piece in said:
-                    yield piece
-            is_audited = self._audit.maybe(self.engine, context, stats.new_tokens)
-        finally:
-            if not is_audited:
-                self.engine.leave(context)
+        with tracing.Request.begin("kdn.ask", stats.request_id) as request:
+            with request.resumed():
+                context, tokens, style = await self.begin(name, options, stats)
+            prompt = [*tokens, *self.engine.prompts.ask(question, style)]
+            is_audited = False
+            try:
+                async with aclosing(self.turn(context, prompt, options, stats, began_s)) as said:
+                    async for piece in said:
+                        yield piece
+                is_audited = self._audit.maybe(self.engine, context, stats.new_tokens)
+            finally:
+                if not is_audited:
+                    self.engine.leave(context)
 
     async def ask_all(
         self,
@@ -287,7 +309,7 @@ class AsyncClient(Opened):
     ) -> list[str]:
         """Answer several questions about one thing, or about several things joined, as a batch from
         one delivery."""
-        stats = Stats()
+        stats = Stats(request_id=tracing.new_id())
         options = Options(
             quality, deadline_s, force_latest=force_latest, stale_ok=stale_ok,
             recompute_share=recompute_share,
@@ -295,7 +317,8 @@ class AsyncClient(Opened):
         sampling = Sampling(max_new_tokens)
         questions = checked_texts("questions", questions)
         checked_names(name)
-        context, tokens, style = await self.begin(name, options, stats)
+        with tracing.request("kdn.ask_all", stats.request_id):
+            context, tokens, style = await self.begin(name, options, stats)
         rest = tokens[context.num_tokens :]
         rows = [[*rest, *self.engine.prompts.ask(question, style)] for question in questions]
         self.engine.check_length(context.num_tokens + max(map(len, rows)))
@@ -358,7 +381,8 @@ class AsyncClient(Opened):
         `after` is what it went on from, if that was loaded: what was computed on top of losses is
         not published. Returns how many chunks are on their way; `flush` waits for them.
         """
-        return await by_hand.publish(self.contexts, tokens, cache, after)
+        with tracing.request("kdn.publish_cache", "" if after is None else after.request_id):
+            return await by_hand.publish(self.contexts, tokens, cache, after)
 
     async def flush(self, deadline_s: float = FLUSH_S) -> bool:
         """Wait until every published chunk is at its place, or safe in the spool on disk, from
@@ -403,21 +427,26 @@ class AsyncClient(Opened):
         options: Options,
         stats: Stats,
         began_s: float,
-        publish: bool = False,
+        publish_for: tracing.Request | None = None,
     ) -> AsyncGenerator[str, None]:
-        """Read what is left of the prompt, and answer."""
+        """Read what is left of the prompt, and answer. `publish_for`: the request for which what is
+        new is published; None: nothing is."""
+
+        async def publish_end(tail: bool = False) -> None:
+            if publish_for is not None:
+                with publish_for.resumed():
+                    await self.contexts.publish_end(context, tail=tail)
+
         if context.joined is not None:
             await self.joins.look(context, prompt, options, stats)
         self.engine.check_length(len(prompt))
         held = context.num_tokens
         stats.prompt_tokens = len(prompt)
         stats.computed_tokens += len(prompt) - held
-        if publish:  # a turn before this one may have been stopped just there
-            await self.contexts.publish_end(context)
+        await publish_end()  # a turn before this one may have been stopped just there
         for start, end in self.contexts.turn_pieces(held, len(prompt)):
             await self.engine.read(context, prompt[start:end])
-            if publish:
-                await self.contexts.publish_end(context)
+            await publish_end()
         text = TextPieces(self.engine.tokenizer)
         async with AsyncExitStack() as stack:
             better = self.contexts.refinement(context, options)
@@ -427,8 +456,7 @@ class AsyncClient(Opened):
                     if better is not None:
                         await stack.enter_async_context(better)
                 stats.new_tokens += 1
-                if publish:
-                    await self.contexts.publish_end(context)
+                await publish_end()
                 if piece := text.add(token):
                     yield piece
                 if better is not None:
@@ -436,5 +464,4 @@ class AsyncClient(Opened):
         if piece := text.rest():
             yield piece
         self.metrics.count(stats)
-        if publish:
-            await self.contexts.publish_end(context, tail=True)
+        await publish_end(tail=True)

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from kdn.background import fault
-from kdn.client.answers import Metrics
 from kdn.client.engine import Context, Engine
+from kdn.client.metrics import Metrics
 from kdn.engines.reading import forward, new_cache, read
 
 

@@ -30,6 +30,7 @@ from kdn.engines.reading import pieces
 from kdn.session.delivered import Delivered
 from kdn.session.quality import Quality, enough_kld
 from kdn.session.session import LOOKUP_S, Session
+from kdn.tracing import span
 
 WAIT_S = 0.05
 LEAST_S = 0.001
@@ -145,10 +146,9 @@ class Contexts:
         room = self.engine.room_for(chunks[-1].end)
         got, landing = await self.deliver(chunks, options, room=room)
         to_read = landing.to_read(got)
-        context = await self._joined(got, landing, to_read, tokens, room)
-        stats.fetched_bytes = got.fetched_bytes
-        stats.troubles += got.troubles
-        stats.levels, stats.delivery_s = got.levels, got.done_s
+        with span("kdn.hand_over", chunks=len(chunks), to_read=len(to_read)):
+            context = await self._joined(got, landing, to_read, tokens, room)
+        stats.note(got, self.speeds)
         both = enumerate(zip(chunks, got.levels, strict=True))
         stats.known_tokens = sum(
             chunk.num_tokens for i, (chunk, levels) in both if levels and i not in to_read

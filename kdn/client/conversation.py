@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
+from kdn import tracing
 from kdn.cache.keys import cut
 from kdn.checked import checked_text
 from kdn.client.answers import Answer, Stats
@@ -41,14 +42,25 @@ class Conversation:
 
     def ask(self, question: str) -> Answer:
         checked_text("question", question)
-        stats = Stats()
+        stats = Stats(request_id=tracing.new_id())
         return Answer(self._ask(question, stats), stats)
 
     async def _ask(self, question: str, stats: Stats) -> AsyncGenerator[str, None]:
         client, began_s = self._client, self._client.now_s()
-        prompts = client.engine.prompts
+        with tracing.Request.begin("kdn.ask", stats.request_id) as request:
+            prompt = await self._prompt(question, stats, request)
+            assert self._context is not None
+            async for piece in client.turn(
+                self._context, prompt, self._options, stats, began_s, request
+            ):
+                yield piece
+
+    async def _prompt(self, question: str, stats: Stats, request: tracing.Request) -> list[int]:
+        """All tokens up to the end of this question."""
+        prompts = self._client.engine.prompts
         if self._context is None:
-            self._context, self._begun = await self._beginning(stats)
+            with request.resumed():
+                self._context, self._begun = await self._beginning(stats)
         else:
             stats.known_tokens = self._context.num_tokens
         if self._context.num_tokens <= len(self._begun):  # also if one was refused before
@@ -57,11 +69,7 @@ class Conversation:
         else:
             tokens = list(self._context.tokens)
             asked = prompts.follow_up(question, self._style)
-        prompt = [*tokens, *asked]
-        async for piece in client.turn(
-            self._context, prompt, self._options, stats, began_s, publish=True
-        ):
-            yield piece
+        return [*tokens, *asked]
 
     async def _beginning(self, stats: Stats) -> tuple[Context, list[int]]:
         client = self._client

@@ -35,6 +35,7 @@ from kdn.client.naming import Named, as_piece, find_name
 from kdn.codec.base import Codec
 from kdn.delivery.join_sink import JoinRowsSink, JoinSink
 from kdn.delivery.known import Known
+from kdn.delivery.plan import Speeds
 from kdn.delivery.request import FAR_S
 from kdn.delivery.sink import Arrival
 from kdn.engines.compute import ChunkReader
@@ -158,7 +159,7 @@ class Joins:
         context.delivered, context.joined = got, join
         if share < WHOLE:
             context.looking = self._looking(join, loaded, share, until_s)
-        _count(stats, join, got, loaded, repairing is not None)
+        _count(stats, join, got, loaded, repairing is not None, contexts.speeds)
         return context
 
     def _share(
@@ -386,7 +387,12 @@ def _style(found: Sequence[Named]) -> str:
 
 
 def _count(
-    stats: Stats, join: Join, got: Delivered | None, loaded: Flags, is_repaired: bool
+    stats: Stats,
+    join: Join,
+    got: Delivered | None,
+    loaded: Flags,
+    is_repaired: bool,
+    speeds: Speeds | None,
 ) -> None:
     stats.joined_pieces = len(join.pieces)
     stats.known_tokens = int(loaded.sum())
@@ -395,5 +401,4 @@ def _count(
     stats.moved_tokens = int(loaded[first:].sum())
     stats.repaired_tokens = stats.moved_tokens if is_repaired else 0
     if got is not None:
-        stats.fetched_bytes, stats.delivery_s = got.fetched_bytes, got.done_s
-        stats.levels, stats.troubles = got.levels, stats.troubles + got.troubles
+        stats.note(got, speeds)

@@ -109,9 +109,7 @@ class Resuming:
             got = context.delivered = found.delivered
             # What comes finer later is meant for chunks that the model may have read itself.
             context.is_mended = not found.is_whole
-            stats.fetched_bytes = got.fetched_bytes
-            stats.troubles += got.troubles
-            stats.levels, stats.delivery_s = got.levels, got.done_s
+            stats.note(got, contexts.speeds)
         stats.known_tokens = context.num_tokens
         rest = [chunk for chunk in chunks if chunk.end > context.num_tokens]
         if rest:

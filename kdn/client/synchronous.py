@@ -10,13 +10,14 @@ from kdn.blend.seams import Seams
 from kdn.cache.keys import Tokens
 from kdn.cache.tensors import KVCache
 from kdn.client.answers import Answer as AsyncAnswer
-from kdn.client.answers import Joined, Learned, Loaded, Metrics, Stats
+from kdn.client.answers import Joined, Learned, Loaded, Stats
 from kdn.client.asynchronous import AsyncClient
 from kdn.client.conversation import Conversation as AsyncConversation
 from kdn.client.engine import ModelSource
 from kdn.client.fitting import Asked
 from kdn.client.joining import Names
 from kdn.client.learning import FLUSH_S, OnRead
+from kdn.client.metrics import Metrics
 from kdn.defaults import (
     CODEC,
     DEVICE,
@@ -278,6 +279,8 @@ def connect(
     spool_bytes: int = SPOOL_BYTES,
     seams: str | None = "",
     state_spacing: int = STATE_SPACING,
+    request_log_bytes: int | None = None,
+    tracing: bool | None = None,
 ) -> Client:
     """Open a client: `with kdn.connect("http://node:8470", model="smollm2") as client`.
 
@@ -304,7 +307,11 @@ def connect(
     - `spool_bytes`: how much may wait on disk for a node that is away; 0: nothing;
     - `seams`: the tag of the seams that repair what is joined; None: nothing is repaired;
     - `state_spacing`: for a model with recurrent layers, a state is stored after every
-      `state_spacing` chunks, and where a context ends.
+      `state_spacing` chunks, and where a context ends;
+    - `request_log_bytes`: how much `kdn explain --request` may have on disk; 0: nothing. None:
+      as KDN_CLIENT_REQUEST_LOG_BYTES says, or 16 MiB;
+    - `tracing`: send traces to OpenTelemetry's collector. None: as KDN_CLIENT_TRACING says. Where
+      your program has configured OpenTelemetry, its traces have kdn's spans anyway.
     """
     return Client(
         AsyncClient(
@@ -312,7 +319,8 @@ def connect(
             stored_quality=stored_quality, deadline_s=deadline_s, token=token,
             token_file=token_file, secret=secret, secret_file=secret_file, tls_ca=tls_ca,
             client=client, recompute=recompute, audit_share=audit_share, spool_bytes=spool_bytes,
-            seams=seams, state_spacing=state_spacing,
+            seams=seams, state_spacing=state_spacing, request_log_bytes=request_log_bytes,
+            tracing=tracing,
         )
     )  # fmt: skip
 

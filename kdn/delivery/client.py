@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from random import Random
 
+from kdn.delivery.account import Ending
 from kdn.delivery.course import PLAN_S, Course
 from kdn.delivery.decode import Decoder
 from kdn.delivery.endpoints import Endpoint, Endpoints
@@ -126,6 +127,7 @@ class Delivery:
         self.began_s = question.clock()
         self.known: list[Incoming] = []
         self.lookup_s = 0.0
+        self._is_lookup_late = False
         self._can_read = request.compute is not None and request.speeds is not None
         self._look_s = LOOKUP_S
         if request.speeds is not None:
@@ -193,6 +195,7 @@ class Delivery:
                 spec, skips = self.request.codec.spec, self.request.skips_windows
                 windows = spec.windows if skips else ()
                 self.known += lookup.result().incoming(self.request.chunks, windows)
+            self._is_lookup_late = not lookup.done() or self.question.clock() >= until_s
         finally:
             lookup.cancel()
             await asyncio.wait([lookup])
@@ -346,6 +349,13 @@ class Delivery:
             )
         )
 
+    def ending(self) -> Ending:
+        return Ending(
+            self.known, self.endpoints, self.front.num_read, self._is_lookup_late,
+            self.now_s() >= self.request.deadline_s, self.transfer.quiet_s() > HOPELESS_S,
+            self.course.first, self.course.plans,
+        )  # fmt: skip
+
     async def _close(self) -> None:
         await self.front.close()
         await self.transfer.close()
@@ -378,6 +388,7 @@ def _result_of(delivery: Delivery) -> Result:
         failures=transfer.failures,
         troubles=(*transfer.troubles, *delivery.decoder.troubles),
         kld=_expected_kld(delivery),
+        account=delivery.ending().account(len(known) + rest, delivery.request.codec.num_levels),
         arrived=tuple(_arrived(known)),
         _refine=refine,
     )

@@ -15,10 +15,13 @@ from kdn.delivery.lookup import Incoming
 from kdn.delivery.plan import Offer, Plan, Policy, Progress, Reading, Situation
 from kdn.delivery.request import Request
 from kdn.delivery.transfer import Transfer
+from kdn.tracing import span
 
 PLAN_S = 0.005
 """Not more often, nor more than a fifth of the time, is spent on planning."""
 REPLAN_S = 0.25
+TRACED_PLANS = 8
+"""Of a delivery. A slow one makes thousands, each hardly other than the last."""
 BREAK = 0.25
 """An estimate that has moved by this much makes a new plan."""
 
@@ -36,6 +39,9 @@ class Course:
         now_s: Callable[[], float],
     ) -> None:
         self.plan = Plan((), 0, 0.0, 0.0)
+        self.first: Plan | None = None
+        self.plans = 0
+        """How many were made."""
         self.is_stale = True
         """Something has changed since the last plan."""
         self.wanted_s = 0.0
@@ -89,7 +95,13 @@ class Course:
     def plan_anew(self) -> None:
         self._planned_s = self._now_s()
         situation = self._situation()
-        self.plan = self._policy(situation)
+        self.plans += 1
+        if self.plans <= TRACED_PLANS:
+            with span("kdn.plan", number=self.plans):
+                self.plan = self._policy(situation)
+        else:
+            self.plan = self._policy(situation)
+        self.first = self.first or self.plan
         if not self.wants_model:
             self.wanted_s = self._now_s()
         self._planned_rate = situation.link.rate

@@ -18,6 +18,7 @@ from kdn.delivery.lookup import Incoming
 from kdn.delivery.plan import Fetch
 from kdn.delivery.sink import Arrival, Sink
 from kdn.errors import FormatError, KdnError
+from kdn.tracing import span
 
 HASTE = 1.25
 MARGIN_S = 0.005
@@ -89,7 +90,8 @@ class Decoder:
     async def _decode(self, jobs: Sequence[_Job]) -> None:
         began_s = self._clock()
         try:
-            failures = await asyncio.to_thread(self._write, jobs)
+            with span("kdn.decode", chunks=len(jobs), levels=max(job.levels for job in jobs)):
+                failures = await asyncio.to_thread(self._write, jobs)
             took_s = self._clock() - began_s
             for job, failure in zip(jobs, failures, strict=True):
                 self._note(job, failure, took_s / len(jobs))

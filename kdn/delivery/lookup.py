@@ -35,6 +35,7 @@ from kdn.errors import (
 )
 from kdn.store.base import Entry, Store
 from kdn.store.streaming import Ask, Collected
+from kdn.tracing import span
 
 logger = logging.getLogger(__name__)
 
@@ -77,17 +78,25 @@ class Incoming:
     computed: bool = False
     windowed: bool = True
     """Whether its layers with a window are wanted."""
+    at: Endpoint | None = None
+    """Who offered it; None: another process asked."""
+    brought: dict[Endpoint, int] = field(default_factory=dict)
+    """Bytes of it beyond what the lookup brought, by who brought them."""
 
     @classmethod
     def of(cls, number: int, chunk: Chunk, stream: Stream, *, windowed: bool = True) -> Incoming:
         """As a lookup found it."""
         lacking = set(stream.lacking)
-        return cls(number, chunk, _wanted(stream, windowed), lacking, windowed=windowed)
+        wanted = _wanted(stream, windowed)
+        return cls(number, chunk, wanted, lacking, windowed=windowed, at=stream.at)
 
     def restart(self, stream: Stream) -> None:
         """Begin again with another stream; what was decoded stays as it is."""
         self.assembly, self.lacking = _wanted(stream, self.windowed), set(stream.lacking)
-        self.restarts += 1
+        self.restarts, self.at = self.restarts + 1, stream.at
+
+    def bring(self, endpoint: Endpoint, num_bytes: int) -> None:
+        self.brought[endpoint] = self.brought.get(endpoint, 0) + num_bytes
 
 
 class Coding(Protocol):
@@ -129,6 +138,8 @@ class Stream:
 
     assembly: Assembly
     lacking: frozenset[Endpoint] = frozenset()
+    at: Endpoint | None = None
+    """Who offered it; None: another process asked."""
 
 
 def _wanted(stream: Stream, windowed: bool) -> Assembly:
@@ -145,10 +156,13 @@ async def look_up(question: Question, endpoints: Endpoints, until_s: float) -> S
     """What the endpoints together know. Local ones are asked first, and the others only if these
     do not know all."""
     answers: Answers = {}
-    await _ask_all(question, endpoints.local, until_s, answers)
-    if not question.is_answered(answers):
-        await _ask_all(question, endpoints.remote, until_s, answers)
-    return _adopted(question, endpoints, answers)
+    with span("kdn.lookup", chunks=len(question.chunks)) as traced:
+        await _ask_all(question, endpoints.local, until_s, answers)
+        if not question.is_answered(answers):
+            await _ask_all(question, endpoints.remote, until_s, answers)
+        streams = _adopted(question, endpoints, answers)
+        traced.set(known=sum(one is not None for one in streams.values()))
+    return streams
 
 
 async def look_again(question: Question, endpoints: Endpoints, until_s: float) -> Streams:
@@ -164,11 +178,11 @@ def _adopted(question: Question, endpoints: Endpoints, answers: Answers) -> Stre
     streams: Streams = {}
     for number, chunk in enumerate(question.chunks):
         offers = {e: answers[e][number] for e in endpoints if e in answers}
-        chosen = next((offer for offer in offers.values() if offer is not None), None)
+        at = next((endpoint for endpoint, offer in offers.items() if offer is not None), None)
         streams[chunk.key] = None
-        if chosen is not None:
+        if at is not None and (chosen := offers[at]) is not None:
             others = (e for e, offer in offers.items() if not _is_as_good(offer, chosen))
-            streams[chunk.key] = Stream(chosen, frozenset(others))
+            streams[chunk.key] = Stream(chosen, frozenset(others), at)
     return streams
 
 
@@ -354,7 +368,7 @@ async def read_local(known: Sequence[Incoming], endpoints: Endpoints, levels: in
                     if piece.data is None:
                         one.lacking.add(endpoint)
                     else:
-                        one.assembly.add(piece.start, piece.data)
+                        one.bring(endpoint, one.assembly.add(piece.start, piece.data))
             await asyncio.gather(*(one.assembly.verify() for one in here))
         except (KdnError, OSError):
             for one in here:

@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -30,10 +30,11 @@ from kdn.codec.header import Header
 from kdn.defaults import QUEUE_BYTES
 from kdn.delivery.endpoints import Endpoint
 from kdn.delivery.parcel import Parcel
-from kdn.delivery.sending import Counts, OnAccepted, Sender
+from kdn.delivery.sending import Counts, OnAccepted, OnRefused, Sender
 from kdn.delivery.spool import Spool
 from kdn.errors import KdnError
 from kdn.store.base import Hints, Store
+from kdn.tracing import Request, span
 
 PARCELS = 2
 """Encoded chunks that wait to be sent."""
@@ -127,19 +128,21 @@ class Publisher:
         max_queue_bytes: int = QUEUE_BYTES,
         on_encoded: OnEncoded | None = None,
         on_accepted: OnAccepted | None = None,
+        on_refused: OnRefused | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
     ) -> None:
         """Place and spool are closed by those who opened them, afterwards."""
         endpoint = place if isinstance(place, Endpoint) else Endpoint(place)
-        self._sender = Sender(endpoint, spool, on_accepted, clock=clock, rng=rng)
+        self._sender = Sender(endpoint, spool, on_accepted, on_refused, clock=clock, rng=rng)
         self._codec, self._on_encoded = codec, on_encoded
         self._spool = spool
         self._max_queue_bytes = max_queue_bytes
         self._clock = clock
         self._jobs: deque[Job] = deque()
         self._queued_bytes = 0
-        self._under_way: set[bytes] = set()  # keys from `publish` until accepted or given up
+        # Keys from `publish` until accepted or given up, and whose request they were part of.
+        self._under_way: dict[bytes, Request] = {}
         self._parcels: deque[Parcel] = deque()
         self._moved = asyncio.Event()  # set when a queue has changed
         self._num_waiting = 0  # callers, for what is published
@@ -178,7 +181,7 @@ class Publisher:
             return Admission.FULL
         cache = source.read(chunk)
         self._queued_bytes += cache.size_bytes
-        self._under_way.add(chunk.key)
+        self._under_way[chunk.key] = Request.current()
         self._sender.refused.pop(chunk.key, None)
         self._jobs.append(Job(chunk, cache, saved_s, source, levels))
         self._moved.set()
@@ -193,7 +196,7 @@ class Publisher:
         waiting_bytes = sum(len(parcel.data) for parcel in self._parcels)
         if waiting_bytes and waiting_bytes + len(data) > self._max_queue_bytes:
             return Admission.FULL
-        self._under_way.add(key)
+        self._under_way[key] = Request.current()
         self._sender.refused.pop(key, None)
         bad = self._sender.endpoint.gives_way(key, len(data))
         self._parcels.append(Parcel(key, stream_id, data, Hints(parent, saved_s), replacing=bad))
@@ -263,12 +266,18 @@ class Publisher:
         return key in self._under_way or (self._spool is not None and key in self._spool)
 
     def _done(self, key: bytes) -> None:
-        self._under_way.discard(key)
+        self._under_way.pop(key, None)
         self._moved.set()
 
     def _refuse(self, key: bytes, why: Exception) -> None:
-        self._sender.refuse(key, why)
+        with self._work_for(key):
+            self._sender.refuse(key, why)
         self._done(key)
+
+    def _work_for(self, key: bytes) -> AbstractContextManager[object]:
+        """The request that a chunk is published for, while it is worked on."""
+        request = self._under_way.get(key)
+        return nullcontext() if request is None else request.resumed()
 
     # encoding
 
@@ -314,8 +323,9 @@ class Publisher:
         """Returns how long it kept a core busy, in seconds."""
         took_s = 0.0
         try:
-            encoding = asyncio.ensure_future(asyncio.to_thread(self._timed, jobs))
-            await outwait(encoding)  # until then the jobs' memory is not their owners'
+            with self._work_for(jobs[0].chunk.key), span("kdn.encode", chunks=len(jobs)):
+                encoding = asyncio.ensure_future(asyncio.to_thread(self._timed, jobs))
+                await outwait(encoding)  # until then the jobs' memory is not their owners'
             found, took_s = encoding.result()
             for job, one in zip(jobs, found, strict=True):
                 self._take(job, one)
@@ -388,7 +398,8 @@ class Publisher:
     async def _send_next(self) -> None:
         parcel = self._parcels[0]  # stays there meanwhile: `close` spools what was not sent
         try:
-            await self._sender.send(parcel)
+            with self._work_for(parcel.key), span("kdn.publish", bytes=len(parcel.data)):
+                await self._sender.send(parcel)
         except Exception as error:
             self._sender.fault("sending a chunk", error)
             self._refuse(parcel.key, error)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
+from kdn.delivery.account import Account
 from kdn.delivery.plan import Speeds
 from kdn.delivery.sink import Sink
 
@@ -138,6 +139,8 @@ class Result:
     """What went wrong, for people."""
     kld: float = 0.0
     """The mean divergence that is expected, what is left to the model counting 0."""
+    account: Account = field(default_factory=Account, repr=False)
+    """What was planned, what came from where, and why the rest did not."""
     arrived: tuple[Arrived, ...] = field(default=(), repr=False)
     """What came of streams that can be decoded, for those who want to keep it."""
     _refine: Callable[[float], Refinement] | None = field(default=None, repr=False)

@@ -71,6 +71,8 @@ class Counts:
 
 OnAccepted = Callable[[bytes], None]
 """Hears the key of each chunk that the place has, now that it was sent there."""
+OnRefused = Callable[[bytes, str], None]
+"""Hears the key of each chunk that was given up, and why."""
 
 
 class Sender:
@@ -79,13 +81,14 @@ class Sender:
         endpoint: Endpoint,
         spool: Spool | None = None,
         on_accepted: OnAccepted | None = None,
+        on_refused: OnRefused | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
     ) -> None:
         self.counts = Counts()
         self.endpoint = endpoint
-        self._spool, self._on_accepted = spool, on_accepted
+        self._spool, self._on_accepted, self._on_refused = spool, on_accepted, on_refused
         self._clock = clock
         self._rng = rng or Random()
         self.refused: OrderedDict[bytes, str] = OrderedDict()
@@ -181,6 +184,8 @@ class Sender:
         """This chunk is given up."""
         self.counts.refused += 1
         self._note(key, why)
+        if self._on_refused is not None:
+            self._on_refused(key, str(why)[:MAX_REASON_CHARS])
         if self.counts.refused.bit_count() == 1:  # ever more rarely
             logger.warning("a chunk was refused (%d by now): %s", self.counts.refused, why)
 

@@ -24,6 +24,7 @@ from kdn.delivery.lookup import Incoming, Question, look_again
 from kdn.delivery.plan import Fetch, Link
 from kdn.errors import KdnError
 from kdn.store.streaming import Ask
+from kdn.tracing import span
 
 MAX_RESTARTS = 3
 MAX_DAMAGES = 2
@@ -233,7 +234,9 @@ class Transfer:
         ]
         try:
             landing = Landing(flight, self._take, self._miss)
-            await flight.endpoint.store.read_into(asks, landing)
+            size, name = flight.left_bytes, flight.endpoint.name
+            with span("kdn.fetch", endpoint=name, spans=len(asks), bytes=size):
+                await flight.endpoint.store.read_into(asks, landing)
             for part in landing.short:  # all was answered: there it was cut since the lookup
                 self._trouble(flight.endpoint, f"chunk {part.incoming.number} is shorter there")
                 self._is_gone(part.incoming, part.assembly, flight.endpoint)
@@ -279,6 +282,7 @@ class Transfer:
         now_s, assembly = self._hear(flight), part.assembly
         flight.left_bytes -= num_bytes
         self.fetched_bytes += num_bytes
+        part.incoming.bring(flight.endpoint, num_bytes)
         if self.first_byte_s is None:
             self.first_byte_s = now_s
         if not flight.endpoint.local:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
+from prometheus_client.metrics_core import Metric
+
 from kdn.config import DepotSettings, TenantSettings
 from kdn.depot.counts import SharedCounts
 from kdn.depot.following import Follower
@@ -106,8 +108,8 @@ class Depot:
         """What a tenant has put here that is not central yet."""
         return Usage()
 
-    def gauges(self) -> list[tuple[str, str, float]]:
-        """For `/metrics`: names, what they mean, and values."""
+    def metrics(self) -> list[Metric]:
+        """More of them for `/metrics`."""
         return []
 
     async def region_report(self) -> RegionReport | None:

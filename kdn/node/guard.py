@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from aiohttp import web
 
@@ -18,11 +17,13 @@ from kdn.node.egress import BusyError
 from kdn.node.records import record
 from kdn.node.state import CLIENT, NODE, TENANT, Node, client_of
 from kdn.node.tenants import Right
+from kdn.tracing import REQUEST_HEADER, TRACE_HEADER, Span, checked_id, received
 
 log = logging.getLogger(__name__)
 
 RIGHTS = web.AppKey("rights", dict[web.AbstractRoute, Right | None])
 """What each route needs, as `app.py` tells; None: nothing, not even a token."""
+NO_ROUTE = "none"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -52,26 +53,52 @@ async def _answer(node: Node, request: web.Request, handler: Handler) -> web.Str
         with _admitted(node, request, right):
             if not node.behind_workers:
                 await node.tenants.rates[request[TENANT].name].take()
-            response = await handler(request)
-            if isinstance(response, web.Response) and not node.behind_workers:
-                await _pass_egress(node, request, response)
-            return response
-    except Refusal as refusal:
-        return _refuse(request, refusal)
-    except web.HTTPException as error:
-        return _refuse(request, refusal_of_http(error))
-    except BusyError as error:
-        return _refuse(request, Refusal(503, "overloaded", str(error), RETRY_AFTER))
-    except KdnError as error:
+            with _traced(request) as span:
+                response = await _handle(node, request, handler)
+                span.set(status=response.status)
+                return response
+    except ConnectionError:
+        raise
+    except Exception as error:
+        return _refuse(request, _meaning(request, error))
+
+
+async def _handle(node: Node, request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        response = await handler(request)
+        if isinstance(response, web.Response) and not node.behind_workers:
+            await _pass_egress(node, request, response)
+        return response
+    except ConnectionError:
+        raise
+    except Exception as error:
+        return _refuse(request, _meaning(request, error))
+
+
+def _meaning(request: web.Request, error: Exception) -> Refusal:
+    """What an error tells the client; what it tells the operator is logged."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, web.HTTPException):
+        return refusal_of_http(error)
+    if isinstance(error, BusyError):
+        return Refusal(503, "overloaded", str(error), RETRY_AFTER)
+    if isinstance(error, KdnError):
         meaning = refusal_of(error)
         if meaning.status >= 500 and not isinstance(error, QuotaError):
             log.error("store error", extra={"error": str(error), "path": request.path})
-        return _refuse(request, meaning)
-    except (ConnectionError, asyncio.CancelledError):
-        raise
-    except Exception:
-        log.exception("fault", extra={"path": request.path})
-        return _refuse(request, Refusal(500, "internal", "a fault of this node; it was logged"))
+        return meaning
+    log.error("fault", extra={"path": request.path}, exc_info=error)
+    return Refusal(500, "internal", "a fault of this node; it was logged")
+
+
+def _traced(request: web.Request) -> AbstractContextManager[Span]:
+    """What is done for a client that has shown its token: strangers leave no spans."""
+    headers = request.headers
+    return received(
+        f"{request.method} {_route(request)}", headers.get(REQUEST_HEADER),
+        headers.get(TRACE_HEADER), tenant=request[TENANT].name,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -133,8 +160,14 @@ def _refuse(request: web.Request, refusal: Refusal) -> web.StreamResponse:
 
 
 def _record(node: Node, request: web.Request, status: int, seconds: float) -> None:
-    resource = request.match_info.route.resource
-    route = "none" if resource is None else resource.canonical
-    labels = (request.method if resource else "none", route, status)
+    route = _route(request)
+    labels = (request.method if route != NO_ROUTE else NO_ROUTE, route, status)
     tenant = request[TENANT].name if TENANT in request else None
-    record(node, labels, seconds, request.path, tenant, request.get(CLIENT))
+    called = checked_id(request.headers.get(REQUEST_HEADER)) if tenant else ""
+    record(node, labels, seconds, request.path, tenant, request.get(CLIENT), called)
+
+
+def _route(request: web.Request) -> str:
+    """Of a few: what is no route has one name."""
+    resource = request.match_info.route.resource
+    return NO_ROUTE if resource is None else resource.canonical

@@ -20,14 +20,16 @@ def record(
     path: str,
     tenant: str | None,
     client: str | None,
+    request: str = "",
 ) -> None:
-    """`labels`: method, route, status. Status 0: the answer was cut."""
+    """`labels`: method, route, status. Status 0: the answer was cut. `request`: what its client
+    calls the request that this one is a part of."""
     node.stats.answered(labels, seconds)
     if tenant is not None and not labels[1].startswith(STATUS):
         node.traffic.answered(tenant, labels[2], seconds)
     if log.isEnabledFor(logging.INFO):
         method, _, status = labels
-        fields = {
+        fields: dict[str, object] = {
             "method": method,
             "path": path[:MAX_PATH],
             "status": status,
@@ -35,4 +37,6 @@ def record(
             "tenant": tenant,
             "client": client,
         }
+        if request:
+            fields["request"] = request
         log.info("request", extra=fields)

@@ -17,12 +17,15 @@ from kdn.config import NodeSettings
 from kdn.node.answers import RETRY_AFTER, Refusal
 from kdn.node.bodies import invite
 from kdn.node.state import NODE, TENANT
+from kdn.tracing import REQUEST_HEADER, TRACE_HEADER, outgoing
 
 MAX_ANSWER_BYTES = 32 * 2**20
 """What is handed back in one piece; longer answers, and those without an end, pass bit by bit."""
 CONNECT_S = 5.0
 _OWN = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "expect"}
-"""Fields of the connection they came on, which is not the one they go on with."""
+_OWN |= {REQUEST_HEADER.lower(), TRACE_HEADER.lower()}
+"""Fields of the connection they came on, which is not the one they go on with; and whom the request
+is a part of, which the worker tells in its own words."""
 _MADE = {"date", "server", "connection", "keep-alive", "transfer-encoding"}
 """Fields of answers that each process makes itself."""
 
@@ -49,6 +52,7 @@ class Relay:
     async def __call__(self, request: web.Request) -> web.StreamResponse:
         """A handler of any route."""
         headers = [item for item in request.headers.items() if item[0].lower() not in _OWN]
+        headers += outgoing().items()
         has_body = request.body_exists
         try:
             async with self._session.request(

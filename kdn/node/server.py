@@ -19,6 +19,7 @@ from pathlib import Path
 import uvloop
 from aiohttp import web
 
+from kdn import tracing
 from kdn.background import supervise
 from kdn.config import Config, NodeSettings
 from kdn.depot.depot import Depot, open_depot
@@ -40,6 +41,8 @@ from kdn.region.depot import open_region
 
 log = logging.getLogger(__name__)
 
+SERVICE = "kdn-node"
+"""In traces, unless OTEL_SERVICE_NAME says otherwise."""
 REAP_S = 2.0
 FRAME_BYTES = 2**20
 LIMITED_FRAME_BYTES = 2**16
@@ -228,4 +231,6 @@ def run(config: Config, queue: Queue | None = None) -> None:
         return
     check_exposure(config)  # before anything is opened
     log_to(None, config.node.log_level)
+    if config.node.tracing:
+        tracing.start(SERVICE)
     uvloop.run(serve(config, queue))

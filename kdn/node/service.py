@@ -9,7 +9,7 @@ from aiohttp import web
 from kdn.node.answers import RETRY_AFTER, Refusal, dumps
 from kdn.node.openapi import document
 from kdn.node.state import NODE
-from kdn.node.stats import CONTENT_TYPE, summed
+from kdn.node.stats import CONTENT_TYPE, about_node, summed
 
 
 async def get_health(request: web.Request) -> web.StreamResponse:
@@ -21,7 +21,8 @@ async def get_health(request: web.Request) -> web.StreamResponse:
 async def get_metrics(request: web.Request) -> web.StreamResponse:
     """Tenants' names are in it, so it takes a right of its own."""
     node = request.app[NODE]
-    body = node.stats.expose(await node.depot.wait(node.depot.store.stats()), node.depot.gauges())
+    more = [*about_node(node.settings.data), *node.depot.metrics()]
+    body = node.stats.expose(await node.depot.wait(node.depot.store.stats()), more)
     if node.others is not None:
         body = summed([body, *await node.others()])
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

@@ -24,6 +24,7 @@ from kdn.node.records import record
 from kdn.node.sending import FIRST_FRAME_BYTES
 from kdn.node.state import Node, client_named
 from kdn.store.base import Entry, Span
+from kdn.tracing import REQUEST_HEADER, TRACE_HEADER, Request, checked_id, is_on
 
 if TYPE_CHECKING:
     from kdn.node.connection import Connection
@@ -34,9 +35,11 @@ _HEAD = re.compile(
     rb"GET (/v1/(chunks|profiles|objects)/((?:[0-9a-f]{2}){1,48})) HTTP/1\.1\r\n"
     rb"((?:[A-Za-z-]+:[\x20-\x7e]*\r\n)+)\r\n"
 )
+_REQUEST, _TRACE = REQUEST_HEADER.lower(), TRACE_HEADER.lower()
 _KNOWN = frozenset(
     {"host", "user-agent", "accept", "accept-encoding", "accept-language", "cache-control"}
     | {"connection", "range", "if-range", "authorization", "kdn-client"}
+    | {_REQUEST, _TRACE}
 )
 """Header fields of which those of the first line change no answer. Each may come once."""
 _STATUS = {200: "200 OK", 206: "206 Partial Content"}
@@ -94,8 +97,19 @@ def answer(node: Node, connection: Connection, data: bytes) -> bool:
         return False
     if status:
         seconds = time.perf_counter() - begin_s
-        record(node, ("GET", ROUTE, status), seconds, asked.path, tenant.name, client)
+        called = checked_id(asked.headers.get(_REQUEST))
+        record(node, ("GET", ROUTE, status), seconds, asked.path, tenant.name, client, called)
+        if is_on():
+            _trace(asked, tenant, status, seconds)
     return bool(status)
+
+
+def _trace(asked: Plain, tenant: Tenant, status: int, seconds: float) -> None:
+    """The span that the ordinary way would have left, of what is already done."""
+    parent = Request.elsewhere(
+        checked_id(asked.headers.get(_REQUEST)), asked.headers.get(_TRACE, "")
+    )
+    parent.record(f"GET {ROUTE}", seconds, tenant=tenant.name, status=status)
 
 
 def _send(node: Node, connection: Connection, asked: Plain, tenant: Tenant, client: str) -> int:

@@ -1,61 +1,43 @@
-"""What a node counts, and what each count means. `/metrics` shows it to Prometheus."""
+"""What a node counts, as `/metrics` shows it to Prometheus. `kdn/metrics.py` says what it means."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from kdn.background import faults
+from kdn.metrics import NODE, STORE
+from kdn.node.tallies import Count, Counts, Spread, Spreads
 from kdn.store.base import Stats
-from kdn.store.costs import Costs
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-QUEUE_BUCKETS_S = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-REQUEST_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
-class NodeStats:
-    """Counters of one node since it started, in a registry of its own."""
+class NodeStats(Collector):
+    """Counters of one node since it started. They belong to its event loop."""
 
     def __init__(self) -> None:
-        registry = self._registry = CollectorRegistry()
-        self.hits = Counter(
-            "kdn_hits", "Objects or spans asked for that were here.", registry=registry
-        )
-        self.misses = Counter(
-            "kdn_misses", "Objects or spans asked for that were not here.", registry=registry
-        )
-        self.refused_puts = Counter(
-            "kdn_refused_puts", "Bodies that failed verification.", registry=registry
-        )
-        self.cut_readers = Counter(
-            "kdn_cut_readers", "Readers cut because they did not drain.", registry=registry
-        )
-        self.connections = Gauge("kdn_connections", "Open connections.", registry=registry)
-        self.requests_s = Histogram(
-            "kdn_request_seconds", "From the head of a request to the end of its answer.",
-            ["method", "route", "status"], buckets=REQUEST_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self.received_bytes = Counter(
-            "kdn_received_bytes", "Bytes of request bodies.", ["tenant"], registry=registry
-        )
-        self._sent_bytes = Counter(
-            "kdn_sent_bytes", "Bytes of response bodies.", ["tenant"], registry=registry
-        )
-        self._queue_s = Histogram(
-            "kdn_queue_seconds", "A frame's wait for its turn to be sent.",
-            ["tenant"], buckets=QUEUE_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self._store = StoreCollector()
-        registry.register(self._store)
-        registry.register(FaultCollector())
-        self._flows: dict[str, tuple[Counter, Histogram]] = {}
-        self._answered: dict[tuple[str, str, int], Histogram] = {}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self.hits, self.misses, self.refused_puts = Count(), Count(), Count()
+        self.cut_readers, self.connections = Count(), Count()
+        self.requests_s = Spreads(NODE["kdn_request_seconds"])
+        self.received_bytes = Counts(NODE["kdn_received_bytes_total"])
+        self._sent_bytes = Counts(NODE["kdn_sent_bytes_total"])
+        self._queue_s = Spreads(NODE["kdn_queue_seconds"])
+        self._flows: dict[str, tuple[Count, Spread]] = {}
+        self._answered: dict[tuple[str, str, int], Spread] = {}
+        self._store, self._more = Stats(), list[Metric]()
 
     def answered(self, labels: tuple[str, str, int], seconds: float) -> None:
         """A request ended. `labels`: method, route, status."""
@@ -77,25 +59,29 @@ class NodeStats:
         """Sent, and received."""
         return _by_tenant(self._sent_bytes), _by_tenant(self.received_bytes)
 
-    def expose(self, store: Stats, more: Sequence[tuple[str, str, float]] = ()) -> bytes:
-        """Everything, as Prometheus reads it. `more`: names, meanings and values."""
-        self._store.stats, self._store.more = store, more
+    def expose(self, store: Stats, more: Iterable[Metric] = ()) -> bytes:
+        """Everything, as Prometheus reads it. `more`: what the node knows beside it."""
+        self._store, self._more = store, list(more)
         return generate_latest(self._registry)
 
+    def collect(self) -> Iterable[Metric]:
+        for name, one in {
+            "hits_total": self.hits,
+            "misses_total": self.misses,
+            "refused_puts_total": self.refused_puts,
+            "cut_readers_total": self.cut_readers,
+            "connections": self.connections,
+        }.items():
+            yield NODE[f"kdn_{name}"].shown(one.value)
+        for family in (self.requests_s, self.received_bytes, self._sent_bytes, self._queue_s):
+            yield from family.collect()
+        yield NODE["kdn_faults_total"].shown({(work,): n for work, n in list(faults.items())})
+        yield from self._more
+        yield from of_store(self._store)
 
-def value_of(metric: Counter | Gauge) -> int:
-    """Of a metric without labels."""
-    [family] = metric.collect()
-    return int(family.samples[0].value)
 
-
-def _by_tenant(counter: Counter) -> dict[str, int]:
-    [family] = counter.collect()
-    return {
-        sample.labels["tenant"]: int(sample.value)
-        for sample in family.samples
-        if sample.name.endswith("_total")
-    }
+def _by_tenant(counts: Counts) -> dict[str, int]:
+    return {tenant: int(value) for (tenant,), value in counts.values().items()}
 
 
 def summed(shown: Sequence[bytes]) -> bytes:
@@ -129,57 +115,44 @@ class _Sums(Collector):
             yield family
 
 
-class FaultCollector(Collector):
-    """Of this process: work in the background that failed, and went on."""
-
-    def collect(self) -> Iterable[Metric]:
-        counts = CounterMetricFamily(
-            "kdn_faults", "Failures nobody expected, which the log shows.", labels=["work"]
-        )
-        for work, number in faults.items():
-            counts.add_metric([work], number)
-        yield counts
-
-
-class StoreCollector(Collector):
+def of_store(stats: Stats) -> Iterable[Metric]:
     """The store counts for itself; this hands its counts on."""
-
-    def __init__(self) -> None:
-        self.stats = Stats()
-        self.more: Sequence[tuple[str, str, float]] = ()
-
-    def collect(self) -> Iterable[Metric]:
-        stats = self.stats
-        for name, help_, value in self.more:
-            yield GaugeMetricFamily(name, help_, value)
-        for name, help_, value in (
-            ("objects", "Objects held now.", stats.objects),
-            ("size_bytes", "Bytes held now.", stats.size_bytes),
-            ("capacity_bytes", "Bytes it may hold.", stats.capacity_bytes),
-        ):
-            yield GaugeMetricFamily(f"kdn_store_{name}", help_, value)
-        for name, help_, value in (
-            ("hits", "Reads that found their object.", stats.hits),
-            ("misses", "Reads that did not.", stats.misses),
-            ("puts", "Objects written.", stats.puts),
-            ("evictions", "Objects dropped to make room.", stats.evictions),
-            ("cuts", "Times that an object lost levels to make room.", stats.cuts),
-            ("corruptions", "Objects found damaged, never served.", stats.corruptions),
-        ):
-            yield CounterMetricFamily(f"kdn_store_{name}", help_, value)
-        yield from _costs(stats.costs)
+    costs = stats.costs
+    told: dict[str, float | dict[tuple[str, ...], float]] = {
+        "objects": stats.objects,
+        "size_bytes": stats.size_bytes,
+        "capacity_bytes": stats.capacity_bytes,
+        "hits_total": stats.hits,
+        "misses_total": stats.misses,
+        "tier_hits_total": {(tier,): n for tier, n in stats.tiers.items()},
+        "puts_total": stats.puts,
+        "evictions_total": stats.evictions,
+        "cuts_total": stats.cuts,
+        "corruptions_total": stats.corruptions,
+        # What a bill is made of, where the store is a bucket.
+        "requests_total": {(kind,): n for kind, n in sorted(costs.requests.items())},
+        "sent_bytes_total": costs.sent_bytes,
+        "received_bytes_total": costs.received_bytes,
+    }
+    for name, value in told.items():
+        yield STORE[f"kdn_store_{name}"].shown(value)
 
 
-def _costs(costs: Costs) -> Iterable[Metric]:
-    """What a bill is made of, where the store is a bucket."""
-    requests = CounterMetricFamily(
-        "kdn_store_requests", "Requests to a store elsewhere, by kind.", labels=["kind"]
-    )
-    for kind, number in sorted(costs.requests.items()):
-        requests.add_metric([kind], number)
-    yield requests
-    for name, help_, value in (
-        ("sent_bytes", "Bytes of objects sent to a store elsewhere.", costs.sent_bytes),
-        ("received_bytes", "Bytes of objects received from it.", costs.received_bytes),
-    ):
-        yield CounterMetricFamily(f"kdn_store_{name}", help_, value)
+def about_node(data: Path) -> list[Metric]:
+    """Which kdn this is, and how full the disk below its data is."""
+    told = [NODE["kdn_build_info"].shown({(_version(),): 1})]
+    with suppress(OSError):
+        disk = os.statvfs(data)
+        told += [
+            NODE["kdn_disk_size_bytes"].shown(disk.f_blocks * disk.f_frsize),
+            NODE["kdn_disk_free_bytes"].shown(disk.f_bavail * disk.f_frsize),
+        ]
+    return told
+
+
+@cache
+def _version() -> str:
+    try:
+        return version("kdn")
+    except PackageNotFoundError:  # run from a checkout
+        return "unknown"

@@ -90,7 +90,9 @@ async def open_worker(
 
         async def metrics(fields: Fields) -> Answer:
             counted = await store.stats()
-            return {}, node.stats.expose(Stats(hits=counted.hits, misses=counted.misses))
+            return {}, node.stats.expose(
+                Stats(hits=counted.hits, misses=counted.misses, tiers=counted.tiers)
+            )
 
         async def counts(fields: Fields) -> Answer:
             return await process_counts(node), b""

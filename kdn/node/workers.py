@@ -27,6 +27,7 @@ from typing import Any
 
 import uvloop
 
+from kdn import tracing
 from kdn.config import Config
 from kdn.errors import KdnError, UnsupportedError
 from kdn.node.ledger import Ledger
@@ -34,6 +35,7 @@ from kdn.node.listening import bind
 from kdn.node.logs import log_to
 from kdn.node.owner import Workers
 from kdn.node.server import (
+    SERVICE,
     Listening,
     check_exposure,
     listen,
@@ -73,6 +75,8 @@ def run(config: Config) -> None:
     check_workers(config)
     check_exposure(config)
     tls_context(config.node)  # errors that all workers would have are told once
+    if config.node.tracing:
+        tracing.check_installed()
     log_to(None, config.node.log_level)
     supervisor = _Supervisor(config)
     try:
@@ -166,6 +170,8 @@ class _Supervisor:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all at once
             os.close(self.lifeline[1])
             self._close_sockets(but=own)
+            if self.config.node.tracing:
+                tracing.start(SERVICE)
             uvloop.run(_until_told(serve, self.lifeline[0]))
             code = 0
         except KdnError as error:
@@ -173,6 +179,7 @@ class _Supervisor:
         except BaseException:
             log.exception("fault")
         finally:
+            tracing.stop()
             logging.shutdown()
             os._exit(code)
 

@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+from prometheus_client.metrics_core import Metric
+
 from kdn.background import supervise
 from kdn.config import DepotSettings, TenantSettings
 from kdn.depot.depot import DATA, Depot, RegionReport, Report
@@ -18,6 +20,7 @@ from kdn.depot.stores import DISK_DEADLINE_S, open_store
 from kdn.depot.tenants import Tenant, owners_of, tenants_of
 from kdn.errors import StoreError, UnsupportedError
 from kdn.files import private_folder
+from kdn.metrics import REGION
 from kdn.region.centre import CentreStore, open_clients
 from kdn.region.centre_names import CentreNames
 from kdn.region.following import Following
@@ -56,24 +59,24 @@ class RegionDepot(Depot):
         outbox = self.region.outbox
         return outbox.usage(tenant.prefix) if outbox else Usage()
 
-    def gauges(self) -> list[tuple[str, str, float]]:
+    def metrics(self) -> list[Metric]:
         assert isinstance(self.names, RegionNames)
         waiting = [self.waiting(tenant) for tenant in self.tenants]
-        outbox, pulled_bytes = self.region.outbox, self.region.puller.fetched_bytes
-        told: list[tuple[str, str, float]] = [
-            ("waiting_objects", "Not yet at the centre.", sum(one.objects for one in waiting)),
-            ("waiting_bytes", "Not yet at the centre.", sum(one.size_bytes for one in waiting)),
-            ("pulled_bytes", "Fetched from the centre since the start.", pulled_bytes),
-            ("names_age_seconds", "How old the copy of names may be.", self.names.age_s),
-        ]
+        outbox = self.region.outbox
+        told: dict[str, float] = {
+            "waiting_objects": sum(one.objects for one in waiting),
+            "waiting_bytes": sum(one.size_bytes for one in waiting),
+            "names_age_seconds": self.names.age_s,
+            "pulled_bytes_total": self.region.puller.fetched_bytes,
+        }
         if outbox is not None:
-            told += [
-                ("sent_objects", "Answered for by the centre since the start.", outbox.sent),
-                ("send_failures", "Times that the centre could not be reached.", outbox.failures),
-                ("refused_objects", "Times that the centre refused one.", outbox.refused),
-                ("lost_objects", "Damaged before they were sent.", outbox.lost),
-            ]
-        return [(f"kdn_region_{name}", help_, value) for name, help_, value in told]
+            told |= {
+                "sent_objects_total": outbox.sent,
+                "send_failures_total": outbox.failures,
+                "refused_objects_total": outbox.refused,
+                "lost_objects_total": outbox.lost,
+            }
+        return [REGION[f"kdn_region_{name}"].shown(value) for name, value in told.items()]
 
     async def region_report(self) -> RegionReport:
         assert isinstance(self.names, RegionNames)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from kdn.cache.keys import Chunk
 from kdn.delivery.request import Result, enough_levels, worst_kld
 
+TIERS = ("host", "folder", "remote")
+
 
 class Grade(NamedTuple):
     """How good a chunk's values in a sink are."""
@@ -99,6 +101,20 @@ class Delivered:
     def num_loaded_tokens(self) -> int:
         both = zip(self.chunks, self.levels, strict=True)
         return sum(chunk.num_tokens for chunk, levels in both if levels)
+
+    @property
+    def tokens_by_tier(self) -> dict[str, int]:
+        """Where loaded tokens came from: this host's memory, a folder, or a place elsewhere."""
+        held = sum(chunk.num_tokens for chunk in self.chunks[: len(self.held)])
+        found = dict.fromkeys(TIERS, 0) | {"host": held}
+        for source in self.result.account.sources if self.result else ():
+            found["folder" if source.is_local else "remote"] += source.num_tokens
+        return found
+
+    @property
+    def level_bytes(self) -> tuple[int, ...]:
+        """Bytes of each level that came from places."""
+        return self.result.account.level_bytes if self.result else ()
 
     @property
     def done_s(self) -> float:

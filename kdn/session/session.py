@@ -25,6 +25,7 @@ from random import Random
 
 import torch
 
+from kdn import tracing
 from kdn.background import outwait
 from kdn.cache.keys import Chunk, Namespace, Tokens, seal_key, token_ids
 from kdn.cache.spec import ModelSpec
@@ -52,7 +53,9 @@ from kdn.delivery.request import (
 from kdn.delivery.sink import Sink
 from kdn.delivery.spool import Spool
 from kdn.places.places import Places, open_places
+from kdn.request_log import RequestLog, default_path
 from kdn.session.changes import Changes
+from kdn.session.decisions import Decisions
 from kdn.session.delivered import Delivered, Grade, may_be_published
 from kdn.session.held import Held, open_streams, open_values
 from kdn.session.host_memory import HostMemory
@@ -67,6 +70,8 @@ from kdn.store.node_client import HttpLimits
 
 logger = logging.getLogger(__name__)
 
+SERVICE = "kdn"
+"""In traces, unless OTEL_SERVICE_NAME says otherwise."""
 LOOKUP_S = 30.0
 HELD_S = 1.0
 """Time for what this host holds, also where there is none for places."""
@@ -103,6 +108,8 @@ class Session(Opened):
         """Streams, where the device decodes: the session keeps what it delivers and publishes."""
         self.fetcher: Fetcher | None = None
         """Receives in a process of its own, if it is there."""
+        self.decisions = Decisions(None)
+        """What is told to the request log."""
         self._keeper: Keeper | None = None
         self._stream_keeper: StreamKeeper | None = None
         self._clock, self._rng = clock, Random()
@@ -111,6 +118,12 @@ class Session(Opened):
 
     async def _open(self) -> None:
         settings = self.settings
+        if settings.tracing:
+            tracing.start(SERVICE)
+        if settings.request_log_bytes:
+            log = RequestLog(settings.request_log or default_path(), settings.request_log_bytes)
+            self._parts.callback(log.close)
+            self.decisions = Decisions(log)
         own = settings.credentials
         places = open_places(
             settings.where,
@@ -135,7 +148,8 @@ class Session(Opened):
         spool = await asyncio.shield(opening)
         self.publisher = Publisher(
             self.places.publish_to, self.codec, spool=spool, max_queue_bytes=settings.queue_bytes,
-            on_encoded=self._keep_published, on_accepted=self.changes.note_published,
+            on_encoded=self._keep_published, on_accepted=self._note_accepted,
+            on_refused=self.decisions.refused,
         )  # fmt: skip
         await self._parts.enter_async_context(self.publisher)
 
@@ -204,15 +218,21 @@ class Session(Opened):
         """
 
         async with self._asking:
-            until_s = self._clock() + limit_s
-            with self._looking(enough_kld) as is_held:
-                wish = Wish(
-                    token_ids(tokens), namespace or self.namespace, block_tokens,
-                    partial(self._takes, whole=whole), is_held,
-                    reads_tails=self.device.type == "cuda",
-                )  # fmt: skip
-                question = self.question(levels=self._levels_for(enough_kld))
-                return await longest_known(wish, question, self.places.endpoints, until_s)
+            began_s = self._clock()
+            with tracing.named(), tracing.span("kdn.know", tokens=len(tokens)) as span:
+                with self._looking(enough_kld) as is_held:
+                    wish = Wish(
+                        token_ids(tokens), namespace or self.namespace, block_tokens,
+                        partial(self._takes, whole=whole), is_held,
+                        reads_tails=self.device.type == "cuda",
+                    )  # fmt: skip
+                    question = self.question(levels=self._levels_for(enough_kld))
+                    known = await longest_known(
+                        wish, question, self.places.endpoints, began_s + limit_s
+                    )
+                span.set(known_tokens=known.end)
+                self.decisions.knew(len(tokens), known, self._clock() - began_s)
+            return known
 
     def _takes(self, info: StreamInfo, *, whole: bool) -> bool:
         complete = not (whole and max(info.valid_from) > info.start)
@@ -233,7 +253,8 @@ class Session(Opened):
             return stream is not None and self._takes(stream.assembly.header.info, whole=True)
 
         async with self._asking:
-            until_s = self._clock() + limit_s
+            began_s = self._clock()
+            until_s = began_s + limit_s
             with self._looking(enough_kld) as is_held:
                 held = [chunk for chunk in chunks if is_held(chunk)]
             mine = {chunk.key for chunk in held}
@@ -245,7 +266,10 @@ class Session(Opened):
         found = [chunk for chunk in rest if takes(streams.get(chunk.key))]
         known = {chunk.key: streams[chunk.key] for chunk in found}
         is_late = len(found) < len(rest) and self._clock() >= until_s
-        return Known((*held, *found), known, is_late)
+        every = Known((*held, *found), known, is_late)
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        self.decisions.knew(num_tokens, every, self._clock() - began_s)
+        return every
 
     async def know_home(
         self, chunks: Sequence[Chunk], stored_quality: Quality | None = None
@@ -313,24 +337,34 @@ class Session(Opened):
         along, `shared` says that it and the decoder take each other's time. With
         `skips_windows`, layers with a window are fetched only as far as they are read by whoever
         goes on from the end of what is known."""
-        until_s = self._clock() + deadline_s
+        began_s = self._clock()
+        until_s = began_s + deadline_s
         last = chunks[-1].end if end is None else end
-        held = await self._write_held(chunks, sink, last, enough_kld, until_s)
-        rest = chunks[len(held) :]
-        left_s = until_s - self._clock()
-        if not rest or left_s <= 0:
-            return Delivered(tuple(chunks), held, None, self.codec.expected_kld)
-        request = Request(
-            rest, self.codec, self.codec.expected_kld, sink, left_s, enough_kld, speeds,
-            None if held else compute, shared, skips_windows,
-        )  # fmt: skip
-        told = known if known is not None and known.are_found(rest) else None
-        result = await deliver(
-            request, self.places.endpoints, told, estimator=self.estimator, on_progress=on_progress,
-            gauge=self._gauge if speeds is None else None, fetcher=self.fetcher,
-        )  # fmt: skip
-        self._keep_arrived(result)
-        return Delivered(tuple(chunks), held, result, self.codec.expected_kld)
+
+        async def rest_of(held: tuple[Grade, ...]) -> Result | None:
+            rest, left_s = chunks[len(held) :], until_s - self._clock()
+            if not rest or left_s <= 0:
+                return None
+            request = Request(
+                rest, self.codec, self.codec.expected_kld, sink, left_s, enough_kld, speeds,
+                None if held else compute, shared, skips_windows,
+            )  # fmt: skip
+            told = known if known is not None and known.are_found(rest) else None
+            return await deliver(
+                request, self.places.endpoints, told, estimator=self.estimator,
+                on_progress=on_progress, gauge=self._gauge if speeds is None else None,
+                fetcher=self.fetcher,
+            )  # fmt: skip
+
+        with tracing.named(), tracing.span("kdn.deliver", chunks=len(chunks)) as span:
+            held = await self._write_held(chunks, sink, last, enough_kld, until_s)
+            result = await rest_of(held)
+            got = Delivered(tuple(chunks), held, result, self.codec.expected_kld)
+            span.set(held=len(held), fetched_bytes=got.fetched_bytes)
+            self.decisions.delivered(got, deadline_s, enough_kld, self._clock() - began_s)
+        if result is not None:
+            self._keep_arrived(result)
+        return got
 
     async def _write_held(
         self, chunks: Sequence[Chunk], sink: Sink, end: int, enough_kld: float, until_s: float
@@ -339,6 +373,20 @@ class Session(Opened):
         held = self._held
         if held is None:
             return ()
+        with tracing.span("kdn.hand_over", chunks=len(chunks)) as span:
+            grades = await self._write_from(held, chunks, sink, end, enough_kld, until_s)
+            span.set(held=len(grades))
+        return grades
+
+    async def _write_from(
+        self,
+        held: Held,
+        chunks: Sequence[Chunk],
+        sink: Sink,
+        end: int,
+        enough_kld: float,
+        until_s: float,
+    ) -> tuple[Grade, ...]:
         until_s = max(until_s, self._clock() + HELD_S)
         stopped = threading.Event()
 
@@ -393,11 +441,18 @@ class Session(Opened):
         """Publish a chunk that the model computed, unless it rests on losses: see
         `Delivered.exact_until`. `saved_s`: how long the model took for it."""
         if self.is_read_only:
-            return Admission.READ_ONLY
-        if not may_be_published(chunk, exact_until):
-            return Admission.LOSSY
-        levels = self.stored_levels(stored_quality)
-        return self.publisher.publish(chunk, source, saved_s=saved_s, levels=levels)
+            said = Admission.READ_ONLY
+        elif not may_be_published(chunk, exact_until):
+            said = Admission.LOSSY
+        else:
+            levels = self.stored_levels(stored_quality)
+            said = self.publisher.publish(chunk, source, saved_s=saved_s, levels=levels)
+        self.decisions.published(chunk, said)
+        return said
+
+    def _note_accepted(self, key: bytes) -> None:
+        self.changes.note_published(key)
+        self.decisions.accepted(key)
 
 
 def _never(chunk: Chunk) -> bool:

@@ -11,6 +11,7 @@ from kdn.defaults import (
     CODEC,
     HOST_BYTES,
     QUEUE_BYTES,
+    REQUEST_LOG_BYTES,
     RESOLVE_S,
     SPOOL_BYTES,
     STORED_QUALITY,
@@ -41,6 +42,13 @@ class SessionSettings:
     """Of chunks, in memory that all engines of this host share; 0: none."""
     host_folder: Path | None = None
     """Where they are, if not in the system's shared memory."""
+    request_log_bytes: int = REQUEST_LOG_BYTES
+    """For what was decided for each request (`kdn/request_log.py`); 0: it is not written down."""
+    request_log: Path | None = None
+    """The file for that, if not the one in the cache folder."""
+    tracing: bool = False
+    """Record traces with OpenTelemetry, and send them where its OTEL_* variables say. Where the
+    process has configured it, that is done anyway."""
     resolve_s: float = RESOLVE_S
     """How long the addresses of a name are taken to be the same."""
     fetch_connections: int = 0

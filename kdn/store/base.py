@@ -104,6 +104,8 @@ class Stats:
     """Times that an object was cut to make room, instead of being evicted."""
     corruptions: int = 0
     """Objects found damaged, each counted once: never served, set aside."""
+    tiers: dict[str, int] = field(default_factory=dict)
+    """Of a store with tiers: the hits of each, by its name."""
     costs: Costs = field(default_factory=Costs)
     """Of a store elsewhere: requests and bytes."""
     evicted: Counter[tuple[bytes, str]] = field(default_factory=Counter)

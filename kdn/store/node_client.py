@@ -30,6 +30,7 @@ from kdn.store.http_answers import Reply, member
 from kdn.store.read_connections import ReadConnections, ReadLimits
 from kdn.store.streaming import FrameReader
 from kdn.store.tls import explain
+from kdn.tracing import outgoing
 
 PIECE_BYTES = 1 << 18
 
@@ -247,7 +248,7 @@ class NodeClient(Asking):
                 method,
                 self.url + path,
                 data=None if data is None else _Body(data),
-                headers=headers,
+                headers={**outgoing(), **(headers or {})},
                 params=query,
                 allow_redirects=False,
                 timeout=self._timeout(silence_s, len(data or b"")),

@@ -24,6 +24,7 @@ from kdn.errors import LimitError, StoreError, UnavailableError
 from kdn.protocol.limits import MAX_JSON_BYTES
 from kdn.store.http_answers import Reply
 from kdn.store.streaming import FrameReader
+from kdn.tracing import outgoing
 
 MAX_HEAD_BYTES = 16 << 10
 CLOSE_S = 1.0
@@ -79,7 +80,8 @@ class ReadConnections:
     async def read(self, path: str, question: bytes, reader: FrameReader) -> None:
         """Ask, and receive all frames of the answer."""
         lines = [f"POST {self._path}{path} HTTP/1.1"]
-        lines += [f"{name}: {value}" for name, value in self._headers.items()]
+        every = {**self._headers, **outgoing()}
+        lines += [f"{name}: {value}" for name, value in every.items()]
         lines += [f"Content-Length: {len(question)}", "", ""]
         request = "\r\n".join(lines).encode("ascii") + question
         async with asyncio.timeout(self._limits.deadline_s):

@@ -281,6 +281,7 @@ class TieredStore(Store):
             evictions=known[-1].evictions,
             cuts=known[-1].cuts,
             corruptions=sum(stats.corruptions for stats in known),
+            tiers={tier.name: tier.hits for tier in self.tiers},
             costs=total(stats.costs for stats in known),
         )
 

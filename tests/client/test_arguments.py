@@ -46,6 +46,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "client": ("", "a b", "x" * 65, 5, b"x"),
     "spool_bytes": (*NUMBERS, 1.5, None),
     "state_spacing": (*NUMBERS, 0, 1.5, None),
+    "request_log_bytes": (*NUMBERS, 1.5),
+    "tracing": (1, "yes", []),
     "seams": (" ", "a b", "a/b", "x" * 65, 5, b"x", []),
     "audit_share": (-0.1, 1.1, NAN, INF, "x", None, True),
 }  # fmt: skip

@@ -94,7 +94,7 @@ def test_a_reader_that_does_not_drain_is_cut(tmp_path: Path) -> None:
             writer.write(request("/v1/read", f"Content-Length: {len(body)}", method="POST") + body)
             readers.append((reader, writer))
         async with asyncio.timeout(20):
-            while node.node.stats.cut_readers._value.get() < 5 or node.node.num_requests:
+            while node.node.stats.cut_readers.value < 5 or node.node.num_requests:
                 await asyncio.sleep(0.05)
         text = node.node.stats.expose(await node.node.depot.store.stats()).decode()
         assert "kdn_cut_readers_total 5.0" in text
@@ -118,10 +118,10 @@ def test_a_peer_that_asks_to_close_and_never_reads_is_cut(tmp_path: Path) -> Non
             head = request(f"/v1/chunks/{key_of(1).hex()}", "Connection: close")
             peer.sendall(head)
             gauge = node.node.stats.connections
-            while gauge._value.get() < 2:
+            while gauge.value < 2:
                 await asyncio.sleep(0.01)
             begin_s = time.monotonic()
-            while gauge._value.get() > 1:
+            while gauge.value > 1:
                 await asyncio.sleep(0.05)
             assert time.monotonic() - begin_s < 8
 

@@ -77,7 +77,7 @@ class Served:
     def count(self, name: str) -> float:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10.0) as answer:
             lines = answer.read().decode().splitlines()
-        found = [one for one in lines if one.startswith(f"vllm:kdn_{name}")]
+        found = [one for one in lines if one.startswith(f"kdn_vllm_{name}_total")]
         return sum(float(one.split()[-1]) for one in found if "_created" not in one)
 
 

@@ -27,6 +27,7 @@
 - Prompts by reference: `middleware.py` stands around vLLM's server; `referring.py` makes prompts of
   requests, `references.py` resolves names, `opened_references.py` opens both from vLLM's settings.
 - `messages.py`: what the sides tell each other; `shared.py`: the session that they share.
+- `pace.py`: how fast the engine computes, for what loads have saved.
 - `identity.py`: which model, and whose keys; `settings.py`.
 """
 

@@ -45,11 +45,12 @@ from kdn.engines.vllm.scheduler import SchedulerSide
 from kdn.engines.vllm.settings import Settings
 from kdn.engines.vllm.shared import SharedSession
 from kdn.engines.vllm.staging import Staging
-from kdn.engines.vllm.stats import MEANINGS, OF_EACH_RANK, KdnPromMetrics, KdnStats, Taken
+from kdn.engines.vllm.stats import OF_EACH_RANK, KdnPromMetrics, KdnStats, Taken
 from kdn.engines.vllm.targets import layers_in_order, scales_of
 from kdn.engines.vllm.warming import in_own_thread, warm_up_gpu
 from kdn.engines.vllm.weights import Weights
 from kdn.engines.vllm.worker import WorkerSide
+from kdn.metrics import OF_VLLM
 
 logger = logging.getLogger("vllm.kdn")
 
@@ -97,7 +98,7 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
         self._shared.seams.tag = settings.seams or ""
         self._block_tokens = int(vllm_config.cache_config.block_size)
-        self._taken = Taken(OF_EACH_RANK if rank else MEANINGS)
+        self._taken = Taken(OF_EACH_RANK if rank else OF_VLLM)
         self._ranks: Ranks | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None

@@ -28,6 +28,7 @@ from kdn.engines.vllm.ranks import Ranks
 from kdn.engines.vllm.shared import SharedSession
 from kdn.session.delivered import Delivered, Grade
 from kdn.session.keeper import KEEP_AFTER_S, MAX_CHUNKS
+from kdn.tracing import span
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,8 @@ class Loader:
     def begin(self, order: LoadOrder) -> None:
         job = LoadJob(order, self._clock() + order.deadline_s, self._paged.mark())
         self._jobs[order.request_id] = job
-        job.future = self._shared.submit(lambda: self._load(job))
+        with order.origin.resumed():
+            job.future = self._shared.submit(lambda: self._load(job))
 
     def wait(self, limit_s: float) -> None:
         """For a load to end, or a lookup; one that ended since the last time counts."""
@@ -105,6 +107,8 @@ class Loader:
         if job is None or job.order is not ended.order:
             return False
         del self._jobs[request_id]
+        if job.ended_s is not None:
+            ended.order.origin.record("kdn.hand_over", self._clock() - job.ended_s)
         return True
 
     def _give_up(self) -> None:
@@ -124,7 +128,8 @@ class Loader:
         try:
             if await self._has_turn(job):
                 try:
-                    ended = await (self._bring(job) if order.join is None else self._join(job))
+                    with span("kdn.load", tokens=order.end - order.start):
+                        ended = await (self._bring(job) if order.join is None else self._join(job))
                 finally:
                     self._turn.release()
         except GivenUpError:
@@ -132,7 +137,8 @@ class Loader:
         except Exception:
             logger.exception("the load of request %s failed", order.request_id)
         finally:
-            self._counts["load_ms"] += int(1000 * (self._clock() - began_s))
+            job.ended_s = self._clock()
+            self._counts["load_ms"] += round(1000 * (job.ended_s - began_s))
             self._ended.append(ended)
 
     async def _has_turn(self, job: LoadJob) -> bool:
@@ -194,6 +200,8 @@ class Loader:
 
     def _note(self, order: LoadOrder, got: Delivered, took_s: float) -> None:
         self._counts["fetched_bytes"] += got.fetched_bytes
+        for level, size in enumerate(got.level_bytes):
+            self._counts[f"level_bytes:{level}"] += size
         if (streams := self._session.streams) is not None:
             self._counts["faded_levels"] = streams.counts["faded"]
             self._counts["forgotten_chunks"] = streams.counts["forgotten"]

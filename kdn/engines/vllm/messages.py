@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from kdn.cache.keys import Chunk
 from kdn.session.changes import Change
+from kdn.tracing import Request, clean_id
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,13 @@ class LoadOrder:
     """By which the ranks of an engine know the load: each has another."""
     join: JoinOrder | None = None
     """None: chunks stand where they were learned."""
+    trace: str = ""
+    """The span of its request, as `kdn/tracing.py` writes it."""
+
+    @property
+    def origin(self) -> Request:
+        """Whose load it is."""
+        return Request.elsewhere(clean_id(self.request_id), self.trace)
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,12 @@ class SaveOrder:
     block_ids: tuple[int, ...]
     exact_until: int | None = None
     """See `RequestState`."""
+    trace: str = ""
+    """See `LoadOrder`."""
+
+    @property
+    def origin(self) -> Request:
+        return Request.elsewhere(clean_id(self.request_id), self.trace)
 
 
 T = TypeVar("T", LoadOrder, SaveOrder)

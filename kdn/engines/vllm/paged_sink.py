@@ -39,6 +39,8 @@ class LoadJob:
     after: torch.cuda.Event | None = None
     """Before it has passed, steps of vLLM that began earlier may still write to these blocks."""
     future: Future[None] | None = None
+    ended_s: float | None = None
+    """When it was done, and vLLM might have known."""
     _is_given_up: bool = False
     _writers: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards these two

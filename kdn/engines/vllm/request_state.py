@@ -11,6 +11,7 @@ from kdn.cache.keys import Namespace
 from kdn.delivery.known import Known
 from kdn.engines.vllm.piece_ranges import Range
 from kdn.engines.vllm.settings import Settings
+from kdn.tracing import TRACE_HEADER, Request
 
 
 @dataclass
@@ -51,6 +52,8 @@ class RequestState:
     """Chunks that found no room when they were to be saved."""
     save_after_s: float = 0.0
     """Nothing is saved before: there was no room."""
+    origin: Request = field(default_factory=lambda: Request(""), repr=False)
+    """Its id, and the span that all that is done for it is under."""
 
     @property
     def is_waiting(self) -> bool:
@@ -69,6 +72,14 @@ class RequestState:
 
     def forget_lookup(self) -> None:
         self.lookup = self.known = None
+
+
+def origin_of(request: Any) -> Request:
+    """By vLLM's own id, under the span that its caller told vLLM of."""
+    headers = getattr(request, "trace_headers", None) or {}
+    parent = headers.get(TRACE_HEADER, "")
+    told = parent if isinstance(parent, str) else ""
+    return Request.begin("kdn.request", str(request.request_id), told)
 
 
 def turn(request: Any) -> tuple[int, int]:

@@ -134,6 +134,7 @@ class Saver:
                 piece.loan,
                 piece.order.exact_until,
                 took_s * piece.chunk.num_tokens / max(num_tokens, piece.chunk.num_tokens),
+                piece.order.origin,
             )
             for piece in pieces
         ]

@@ -36,8 +36,9 @@ class Saving:
         if not wanted:
             return None
         return SaveOrder(
-            request.request_id, tuple(wanted), tuple(state.block_ids), state.exact_until
-        )
+            request.request_id, tuple(wanted), tuple(state.block_ids), state.exact_until,
+            state.origin.traceparent,
+        )  # fmt: skip
 
     def forget(self, chunks: Iterable[Chunk]) -> None:
         """They may be saved again."""

@@ -25,7 +25,7 @@ from kdn.engines.vllm.join_lookup import KnownJoin, Wanted
 from kdn.engines.vllm.joins import Joins
 from kdn.engines.vllm.lossy_blocks import LossyBlocks
 from kdn.engines.vllm.messages import LoadOrder, LoadReport, SaveOrder, Step
-from kdn.engines.vllm.request_state import RequestState, must_compute, turn
+from kdn.engines.vllm.request_state import RequestState, must_compute, origin_of, turn
 from kdn.engines.vllm.saving import Saving
 from kdn.engines.vllm.settings import Settings
 from kdn.engines.vllm.telling import Telling
@@ -69,6 +69,7 @@ class SchedulerSide:
         self.counts = dict.fromkeys(
             (
                 "asked",
+                "asked_tokens",
                 "hits",
                 "hit_tokens",
                 "late",
@@ -117,7 +118,9 @@ class SchedulerSide:
         except Exception as error:  # whatever a request is like, the engine goes on
             self._refuse(request, error)
             settings, namespace = self._settings, None
-        state = RequestState(request, settings, namespace, salt=request.cache_salt)
+        state = RequestState(
+            request, settings, namespace, salt=request.cache_salt, origin=origin_of(request)
+        )
         self.states[request.request_id] = state
         self._joins.arrived(state)
         self._begin_lookup(state)
@@ -127,6 +130,7 @@ class SchedulerSide:
         """Loads that are under way go on: the worker reports them."""
         state = self.states.pop(request_id, None)
         if state is not None:
+            state.origin.end()
             self.counts["unpublished_chunks"] += state.unsaved
         if state is not None and state.lookup is not None:
             state.lookup.cancel()
@@ -168,12 +172,14 @@ class SchedulerSide:
         if self._telling is not None:
             self._telling.asking(state, asks_places=limit_s > 0)
         self.counts["asked"] += 1
+        self.counts["asked_tokens"] += len(tokens)
         state.until_s = math.inf
-        if state.pieces == () or self._look_up_join is None:
-            state.lookup = self._look_up(tokens, state.namespace, settings.quality, limit_s)
-        else:
-            wanted = Wanted.of(state.pieces, settings, limit_s)
-            state.lookup = self._look_up_join(tokens, state.namespace, wanted)
+        with state.origin.resumed():
+            if state.pieces == () or self._look_up_join is None:
+                state.lookup = self._look_up(tokens, state.namespace, settings.quality, limit_s)
+            else:
+                wanted = Wanted.of(state.pieces, settings, limit_s)
+                state.lookup = self._look_up_join(tokens, state.namespace, wanted)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after the local ones can be loaded; None: ask again."""
@@ -270,7 +276,7 @@ class SchedulerSide:
         order = LoadOrder(
             request.request_id, chunks, heads, start, end, tuple(block_ids),
             settings.deadline_s, settings.quality, self._is_strict(state), self._num_loads,
-            None if join is None else join.order(),
+            None if join is None else join.order(), state.origin.traceparent,
         )  # fmt: skip
         state.tried = request.num_preemptions
         self._orders.append(order)

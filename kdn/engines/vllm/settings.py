@@ -23,7 +23,7 @@ from kdn.checked import (
     shown,
 )
 from kdn.codec import CODECS
-from kdn.config import find_credentials
+from kdn.config import client_of_environment, find_credentials
 from kdn.credentials import Credentials
 from kdn.defaults import ENGINE_QUALITY
 from kdn.engines.vllm.event_publisher import checked_endpoint
@@ -99,9 +99,12 @@ class Settings:
                 raise UnsupportedError(f'{name}: expected more than 0; "load": false loads nothing')
         if given.get("blend") == "separator" and not given.get("separator"):
             raise UnsupportedError('"blend": "separator" needs a "separator": tokens or a text')
-        session = SessionSettings(
-            _places(given["url"]), _credentials(given), **_checked(given, _OF_SESSION)
-        )
+        told = client_of_environment()
+        of_session: dict[str, Any] = {
+            "request_log_bytes": told.request_log_bytes, "tracing": told.tracing,
+        }  # fmt: skip
+        of_session |= _checked(given, _OF_SESSION)
+        session = SessionSettings(_places(given["url"]), _credentials(given), **of_session)
         own = cls(session, **_checked(given, _OWN))
         stored = enough_kld(session.stored_quality)
         if own.load and own.publish and stored > own.quality:
@@ -203,6 +206,9 @@ _OF_SESSION: Mapping[str, Check] = {
     "spool_folder": _path,
     "host_bytes": _bytes,
     "host_folder": _path,
+    "request_log_bytes": _bytes,
+    "request_log": _path,
+    "tracing": _flag,
     "resolve_s": partial(checked_number, least=MIN_RESOLVE_S, most=MAX_WAIT_S),
     "fetch_connections": partial(checked_count, least=0, most=MAX_CONNECTIONS),
 }

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from kdn.errors import KdnError, StoreError
 from kdn.session.loop import LoopThread
 from kdn.session.session import MAIN_MEMORY, Session
 from kdn.session.settings import SessionSettings
+from kdn.tracing import Request
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -47,6 +48,8 @@ class Offer(NamedTuple):
     source: Source
     exact_until: int | None
     saved_s: float
+    origin: Request | None = None
+    """Whose it is; None: whoever's this is done for."""
 
 
 class SharedSession:
@@ -173,12 +176,13 @@ class SharedSession:
             self._offering.discard(task)
 
     def _publish(self, offer: Offer) -> None:
-        chunk, source, exact_until, saved_s = offer
+        chunk, source, exact_until, saved_s, origin = offer
         admission: Admission | None = None
         try:
-            admission = self.session.publish(
-                chunk, source, exact_until=exact_until, saved_s=saved_s
-            )
+            with nullcontext() if origin is None else origin.resumed():
+                admission = self.session.publish(
+                    chunk, source, exact_until=exact_until, saved_s=saved_s
+                )
         except Exception as error:
             fault("publishing", error)
         if admission is not Admission.QUEUED and isinstance(source, Lent):

@@ -21,6 +21,7 @@ from kdn.cache.tensors import KVCache
 from kdn.engines.vllm.layout import PagedCache
 from kdn.engines.vllm.loader import EndedLoad, Loader, nothing_of
 from kdn.engines.vllm.messages import LoadReport, SaveOrder, Step
+from kdn.engines.vllm.pace import Pace
 from kdn.engines.vllm.ranks import Ranks
 from kdn.engines.vllm.saver import Saver
 from kdn.engines.vllm.shared import SharedSession
@@ -70,13 +71,16 @@ class WorkerSide:
         self._report = LoadReport()
         self._step = Step()
         self._began_s = 0.0
+        self._pace = Pace()
         self._before: torch.cuda.Event | None = None
         """What was queued on the device before this step, new weights among it."""
         self._has_told = False
         """In the last step, of loads: vLLM is about to go on with them."""
 
     def begin(self, step: Step) -> None:
-        self._step, self._began_s = step, self._clock()
+        now_s = self._clock()
+        self._pace.note(self._step.num_tokens, now_s - self._began_s)
+        self._step, self._began_s = step, now_s
         self._is_over |= step.stopped
         if self.loader or step.loads or step.saves:
             self._before = self._paged.mark()
@@ -100,7 +104,8 @@ class WorkerSide:
             return
         for order in self._step.saves:
             try:
-                self._save(order)
+                with order.origin.resumed():
+                    self._save(order)
             except (KdnError, RuntimeError):
                 logger.exception("request %s is not published", order.request_id)
 
@@ -169,7 +174,9 @@ class WorkerSide:
         if ended.good_until < order.end:
             self._report.failed_from[order.request_id] = ended.good_until
         self.counts["loads"] += 1
-        self.counts["loaded_tokens"] += ended.good_until - order.start
+        loaded = ended.good_until - order.start
+        self.counts["loaded_tokens"] += loaded
+        self.counts["avoided_ms"] += round(1000 * self._pace.seconds(loaded))
         self.counts["failed_tokens"] += order.end - ended.good_until
 
     def _save(self, order: SaveOrder) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 from kdn.background import faults
 from kdn.errors import KdnError
 from kdn.node.state import Node
-from kdn.node.stats import value_of
 from kdn.node.status.levels import count_levels
 from kdn.node.status.traffic import MAX_SHOWN, Json
 from kdn.store.base import Stats, TierReport
@@ -36,13 +35,13 @@ async def process_counts(node: Node) -> Json:
         **told,
         "tiers": await _tiers(node),
         "requests_now": node.num_requests,
-        "connections": value_of(node.stats.connections),
+        "connections": int(node.stats.connections.value),
         "memory_bytes": resident_bytes(),
         "uploads_bytes": uploads,
         "questions_bytes": questions,
         "answers_bytes": node.answers.held_bytes,
-        "cut_readers": value_of(node.stats.cut_readers),
-        "refused_puts": value_of(node.stats.refused_puts),
+        "cut_readers": int(node.stats.cut_readers.value),
+        "refused_puts": int(node.stats.refused_puts.value),
         "faults": dict(faults),
     }
 
