@@ -65,7 +65,8 @@ def _save_small(data: bytes, path: Path) -> None:
     from PIL import Image
 
     picture = Image.open(BytesIO(data)).convert("RGB")
-    picture.quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)
+    few = picture.quantize(192, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
 
 
 @asynccontextmanager

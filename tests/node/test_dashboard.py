@@ -129,7 +129,7 @@ def test_a_hundred_thousand_chunks_and_a_thousand_names(tmp_path: Path) -> None:
             assert await seen.page.locator("#names tr").count() == 50
             await seen.page.click("#more-names")
             await seen.page.wait_for_function(
-                "document.querySelectorAll('#names tr').length == 100"
+                "() => document.querySelectorAll('#names tr').length == 100"
             )
             await seen.page.fill("#filter", "context-07")
             await seen.until("#names", "context-0700")
@@ -235,7 +235,10 @@ def test_a_busy_node_on_a_desk_on_a_phone_and_in_the_dark(tmp_path: Path) -> Non
                     await seen.page.fill("#token", "research")
                     await seen.page.click("#sign-in button")
                     await seen.until("#deliveries", "engine-support")
-                    await seen.until("#models", "chunks")
+                    await seen.page.wait_for_selector("#models .bar")
+                    await seen.page.wait_for_function(
+                        "() => document.querySelector('#counting').textContent === ''"
+                    )
                     await seen.until("#evictions", "to make room")
                     widths = await seen.page.evaluate("[document.body.scrollWidth, innerWidth]")
                     assert widths[0] <= widths[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdn.checked import NAME_PART
+from kdn.checked import NAME, NAME_PART
 from kdn.node.schema import (
     COUNT,
     LIMIT,
@@ -156,7 +156,8 @@ def _snapshot() -> dict[str, Any]:
 def status_paths() -> Json:
     part = {"type": "string", "pattern": f"^{NAME_PART.pattern}$"}
     limit, after = parameter("query", "limit", LIMIT), parameter("query", "after", part)
-    tenant, name = parameter("path", "tenant", TEXT), parameter("path", "name", TEXT)
+    whole = {"type": "string", "pattern": f"^{NAME.pattern}$"}
+    tenant, name = parameter("path", "tenant", whole), parameter("path", "name", whole)
     tenants = object_of({"tenants": list_of(object_of(_TENANT)), "next": _or_null(TEXT)})
     whole_tenant = object_of({**_TENANT, "models": MODELS})
     names = object_of(
@@ -167,7 +168,7 @@ def status_paths() -> Json:
         }
     )
     listed = [
-        parameter("query", "tenant", TEXT), parameter("query", "prefix", part), after, limit
+        parameter("query", "tenant", whole), parameter("query", "prefix", part), after, limit
     ]  # fmt: skip
     model = object_of(
         {
