@@ -55,7 +55,7 @@ def task(name: str, records: Sequence[Record], writer: Writer, most: int) -> Tas
         name, "documents", "F1",
         f"{PART_CHARS} characters of the document around the answer, tags removed; answers of at "
         f"most {ANSWER_CHARS} characters that stand in the text",
-        spread(problems, most), first_line_f1, ANSWER_TOKENS,
+        spread(problems, most), f1, ANSWER_TOKENS,
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def over_passages(name: str, items: Sequence[Item], writer: Writer, most: int) -
     ]
     return Task(
         name, "passages", "F1", "the passages that hold the answer, up to four in all",
-        spread(problems, most), first_line_f1, ANSWER_TOKENS,
+        spread(problems, most), f1, ANSWER_TOKENS,
     )  # fmt: skip
 
 
@@ -96,8 +96,3 @@ def part_around(text: str, question: str, answers: Sequence[str]) -> str | None:
     start, end = max(places, key=common)
     first = max(0, min((start + end - PART_CHARS) // 2, len(text) - PART_CHARS))
     return text[first : first + PART_CHARS]
-
-
-def first_line_f1(answer: str, expected: Sequence[str]) -> float:
-    """What follows is the next question, which the model makes up."""
-    return f1(answer.partition("\n")[0], expected)

@@ -25,7 +25,6 @@ NUM_LINES = 40
 QUESTIONS = 8
 """About each context."""
 ANSWER_TOKENS = 7
-_NUMBER = re.compile(r"\d+")
 
 Line = tuple[str, str]
 
@@ -39,7 +38,7 @@ def task(name: str, records: Sequence[Record], writer: Writer, most: int) -> Tas
         f"{NUM_LINES} consecutive lines, shortened to 'line NAME: <NUMBER>'; a line is asked for "
         f"by its beginning, {QUESTIONS} of each context",
         [_problem(part, part_lines, writer) for part, part_lines in parts],
-        is_number, ANSWER_TOKENS,
+        is_number, ANSWER_TOKENS, until=">", chance=1 / NUM_LINES,
     )  # fmt: skip
 
 
@@ -63,6 +62,5 @@ def _problem(name: str, own: Sequence[Line], writer: Writer) -> Problem:
 
 
 def is_number(answer: str, expected: Sequence[str]) -> float:
-    """Whether the first number of an answer is the expected one, digit by digit."""
-    found = _NUMBER.search(answer)
-    return float(found is not None and found.group() in expected)
+    """Whether it is the expected number, digit by digit."""
+    return float(answer in expected)

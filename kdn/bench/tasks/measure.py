@@ -106,6 +106,7 @@ class _Desk:
         replies = []
         for one, tokens in zip(asked, found, strict=True):
             text = str(self.bench.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+            text = text.partition(self.task.until)[0]
             replies.append(Reply(text, self.task.score(text, one.expected), tuple(tokens)))
         return replies
 

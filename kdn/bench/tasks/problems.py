@@ -62,6 +62,8 @@ class Task:
     """Of `Ask`."""
     most_tokens: int = 0
     """Of an answer."""
+    until: str = "\n"
+    """Ends an answer: a small model goes on with something else."""
     chance: float | None = None
     """What a model that knows nothing scores; None: about 0."""
 

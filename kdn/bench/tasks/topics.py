@@ -34,7 +34,7 @@ def task(name: str, records: Sequence[Record], writer: Writer, most: int) -> Tas
         name, "topics", "topics right",
         f"{NUM_TOPICS} consecutive conversations of a record; the file's first question, and how "
         "the answer begins",
-        spread(problems, most), names_topic, ANSWER_TOKENS, 1 / NUM_TOPICS,
+        spread(problems, most), names_topic, ANSWER_TOKENS, chance=1 / NUM_TOPICS,
     )  # fmt: skip
 
 
@@ -54,6 +54,5 @@ def _problems(record: Record, writer: Writer) -> list[Problem]:
 
 
 def names_topic(answer: str, expected: Sequence[str]) -> float:
-    """Whether an answer begins with the expected topic, whatever its case and articles."""
-    words = words_of(answer)
-    return float(any(words[: len(own)] == own for own in map(words_of, expected)))
+    """Whether it is the expected topic, whatever its case, punctuation and articles."""
+    return float(any(words_of(answer) == words_of(one) for one in expected))

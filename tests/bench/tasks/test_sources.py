@@ -70,7 +70,7 @@ def test_lines_are_shortened_and_asked_for_by_their_beginning(tmp_path: Path) ->
 
 
 def test_a_number_is_right_digit_by_digit() -> None:
-    assert lines.is_number("4242>\nline", ["4242"]) == 1
+    assert lines.is_number("4242", ["4242"]) == 1
     assert lines.is_number("42421", ["4242"]) == 0
     assert lines.is_number("I do not know", ["4242"]) == 0
 
@@ -87,10 +87,8 @@ def test_a_record_of_topics_is_cut_into_shorter_ones(tmp_path: Path) -> None:
 
 
 def test_a_topic_may_be_named_in_other_letters() -> None:
-    assert topics.names_topic(
-        'the Role of Family in society" and', ["The role of family in society"]
-    )
-    assert not topics.names_topic("role of family", ["The role of family in society"])
+    assert topics.names_topic('the Role of Bees"', ["The role of bees"])
+    assert not topics.names_topic("role of", ["The role of bees"])
 
 
 def test_options_are_scored_after_the_question_alone(tmp_path: Path) -> None:
@@ -149,11 +147,6 @@ def test_passages_become_one_context(tmp_path: Path) -> None:
     assert task.kind == "passages"
     assert "text 9" in text(task.problems[0])
     assert "text 5" not in text(task.problems[0])
-
-
-def test_f1_looks_at_the_first_line() -> None:
-    assert documents.first_line_f1("the tower\n\nQuestion: why?", ["tower"]) == 1
-    assert 0 < documents.first_line_f1("a tall tower", ["tower"]) < 1
 
 
 def test_a_text_is_followed(tmp_path: Path) -> None:
