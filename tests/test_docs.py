@@ -11,15 +11,18 @@ import asyncio
 import re
 from collections.abc import Awaitable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import create_autospec
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, generate_latest
 
 import kdn
 from kdn.cache.keys import cut
 from kdn.cache.tensors import KVCache
+from kdn.client.metrics import Metrics
 from kdn.delivery.endpoints import Endpoint
 from kdn.delivery.publish import Publisher, Values
 from kdn.delivery.sink import HostSink
@@ -55,8 +58,16 @@ def test_no_example_is_left_out() -> None:
     counts = {path.name: len(examples(path)) for path in DOCUMENTS if examples(path)}
     assert counts == {
         "README.md": 1, "quickstart-transformers.md": 3, "delivery.md": 2, "cluster.md": 1,
-        "blending.md": 1,
+        "blending.md": 1, "observability.md": 1,
     }  # fmt: skip
+
+
+def test_the_example_of_metrics_registers_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = CollectorRegistry()
+    monkeypatch.setattr("prometheus_client.REGISTRY", registry)
+    client = SimpleNamespace(metrics=Metrics())
+    asyncio.run(run_example(examples(ROOT / "docs" / "observability.md")[0], client=client))
+    assert b"kdn_client_answers_total 0.0" in generate_latest(registry)
 
 
 def test_the_example_of_regions_asks_as_clients_can_be_asked() -> None:
