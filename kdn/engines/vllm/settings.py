@@ -99,7 +99,7 @@ class Settings:
         if given.get("blend") == "separator" and not given.get("separator"):
             raise UnsupportedError('"blend": "separator" needs a "separator": tokens or a text')
         told = client_of_environment()
-        own = {"request_log_bytes": told.request_log_bytes, "tracing": told.tracing}
+        own: dict[str, Any] = {"request_log_bytes": told.request_log_bytes, "tracing": told.tracing}
         own |= _checked(given, _OF_SESSION)
         session = SessionSettings(_places(given["url"]), _credentials(given), **own)
         return cls(session, **_checked(given, _OWN))
