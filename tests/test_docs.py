@@ -10,15 +10,18 @@ import ast
 import asyncio
 from collections.abc import Awaitable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import create_autospec
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, generate_latest
 
 import kdn
 from kdn.cache.keys import cut
 from kdn.cache.tensors import KVCache
+from kdn.client.metrics import Metrics
 from kdn.delivery.endpoints import Endpoint
 from kdn.delivery.publish import Publisher, Values
 from kdn.delivery.sink import HostSink
@@ -32,7 +35,7 @@ from tests.node.harness import Running, run, with_node
 from tests.session.calibrated import calibrate_here
 from tests.test_readme import PROGRAMS
 
-RUN_HERE = {"cluster.md": 1, "delivery.md": 2}
+RUN_HERE = {"cluster.md": 1, "delivery.md": 2, "observability.md": 1}
 COMPILED = {"tutorials/vllm.md": (1, "needs a vLLM server and a model")}
 """How many examples, and why they cannot run."""
 TAKEN_FOR_GRANTED = {
@@ -61,6 +64,15 @@ def test_no_example_is_left_out() -> None:
 def test_examples_that_cannot_run_compile(name: str) -> None:
     for code in examples(DOCS / name, "python"):
         compile(code, name, "exec")
+
+
+def test_the_example_of_metrics_registers_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = CollectorRegistry()
+    monkeypatch.setattr("prometheus_client.REGISTRY", registry)
+    client = SimpleNamespace(metrics=Metrics())
+    [code] = examples(DOCS / "observability.md", "python")
+    asyncio.run(run_example(code, client=client))
+    assert b"kdn_client_answers_total 0.0" in generate_latest(registry)
 
 
 def test_the_example_of_regions_asks_as_clients_can_be_asked() -> None:

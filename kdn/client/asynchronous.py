@@ -381,7 +381,8 @@ class AsyncClient(Opened):
         `after` is what it went on from, if that was loaded: what was computed on top of losses is
         not published. Returns how many chunks are on their way; `flush` waits for them.
         """
-        with tracing.request("kdn.publish_cache", "" if after is None else after.request_id):
+        own = after.request_id if isinstance(after, Loaded) else ""
+        with tracing.request("kdn.publish_cache", own):
             return await by_hand.publish(self.contexts, tokens, cache, after)
 
     async def flush(self, deadline_s: float = FLUSH_S) -> bool:

@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
 
 from kdn.metrics import Family
 
@@ -50,9 +49,9 @@ class Spread:
     def buckets(self) -> Iterator[tuple[str, float]]:
         """As Prometheus wants them: each with all before it."""
         count = 0
-        for bound, own in zip((*self.bounds, float("inf")), self.counts, strict=True):
+        for bound, own in zip((*map(repr, self.bounds), "+Inf"), self.counts, strict=True):
             count += own
-            yield str(floatToGoString(bound)), count  # type: ignore[no-untyped-call]
+            yield bound, count
 
 
 class Counts:
