@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from kdn.bench.listener import Listener
 from kdn.delivery.client import deliver
 from kdn.delivery.estimate import Estimator, Gauge
 from kdn.delivery.fetch_messages import Hello
@@ -71,14 +72,29 @@ class Setup:
     @asynccontextmanager
     async def between(self, handle: Handle) -> AsyncIterator[None]:
         """The fetcher meets this instead of the node."""
-        server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        self.store.fetch_from = NodeAt(f"http://127.0.0.1:{port}")
+        serving: set[asyncio.Task[Any]] = set()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            serving.add(task)
+            try:
+                await handle(reader, writer)
+            finally:
+                serving.discard(task)
+                writer.close()
+
+        listener = Listener(serve, "127.0.0.1")
+        self.store.fetch_from = NodeAt(f"http://127.0.0.1:{listener.port}")
         try:
             yield
         finally:
             self.store.fetch_from = None
-            server.close()
+            listener.close()
+            ending = list(serving)
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -112,16 +128,17 @@ def relay(node_url: str, change: Callable[[bytes, int], Awaitable[bytes]]) -> Ha
                 to_node.write(data)
 
         asking, count = asyncio.create_task(ask()), 0
-        with suppress(ConnectionError):
-            while data := await there.read(1 << 14):
-                changed = await change(data, count)
-                if not changed:
-                    break
-                writer.write(changed)
-                await writer.drain()
-                count += len(data)
-        asking.cancel()
-        for one in (writer, to_node):
-            one.close()
+        try:
+            with suppress(ConnectionError):
+                while data := await there.read(1 << 14):
+                    changed = await change(data, count)
+                    if not changed:
+                        break
+                    writer.write(changed)
+                    await writer.drain()
+                    count += len(data)
+        finally:
+            asking.cancel()
+            to_node.close()
 
     return handle
