@@ -299,7 +299,8 @@ class Delivery:
 
     def _misses(self, fetch: Fetch) -> bool:
         one = self.known[fetch.chunk]
-        return not one.lost and not one.computed and one.assembly.levels < fetch.levels
+        wanted = min(fetch.levels, one.assembly.stored)
+        return not one.lost and not one.computed and one.assembly.levels < wanted
 
     def _is_done(self) -> bool:
         """Whether nothing that is planned is left to do."""

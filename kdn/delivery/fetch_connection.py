@@ -20,6 +20,8 @@ from kdn.store.read_connections import CutError, parse_head
 from kdn.store.streaming import FrameReader
 
 MAX_HEAD_BYTES = 16 << 10
+MAX_DIGITS = 18
+"""Of a length: Python refuses to read numbers of thousands of digits."""
 FIRST_BYTES = 1024
 """Taken with the head of an answer at once: what follows the head in there is copied."""
 PATIENCE_S = 0.25
@@ -99,7 +101,8 @@ class Connection:
             end = head.find(b"\r\n\r\n")
         status, headers = parse_head(bytes(head[:end]))
         length = headers.get("content-length", "")
-        if status != 200 or not length.isdecimal() or "transfer-encoding" in headers:
+        is_number = length.isdecimal() and len(length) <= MAX_DIGITS
+        if status != 200 or not is_number or "transfer-encoding" in headers:
             raise UnavailableError(f"expected an answer of known length, found status {status}")
         early = memoryview(head)[end + 4 :]
         if len(early) > int(length):

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,7 +80,8 @@ class Fetcher:
         if self._writer is not None:
             return True
         if self._life is None and not self._is_closed and self._clock() >= self._rested_s:
-            self._life = asyncio.create_task(self._live())
+            # It lives longer than the request that needs it first.
+            self._life = asyncio.create_task(self._live(), context=Context())
             self._life.add_done_callback(watched("the fetcher", OSError, ValueError))
         return False
 

@@ -45,6 +45,7 @@ class Quick:
         self._decoder, self._batch_chunks, self._clock = decoder, batch_chunks, clock
         self._fetches: list[Fetch] = []
         self._region: Region | None = None
+        self._endpoint: Endpoint | None = None
         self._stride = 0
         self._counted_bytes = 0
         self._whole: set[int] = set()  # spans that are here
@@ -53,14 +54,18 @@ class Quick:
 
     async def run(self, fetches: Sequence[Fetch], endpoints: Endpoints, limit_s: float) -> None:
         """Bring these, as far as possible within the limit, and decode them."""
-        endpoint = self._choose(fetches, endpoints)
+        until_s, changed = self._clock() + limit_s, self._transfer.changed
+        endpoint = self._endpoint = self._choose(endpoints)
         if endpoint is None or not self._lay_out(fetches, endpoint):
             return
         keys = [self._known[fetch.chunk].chunk.key for fetch in self._fetches]
-        shares = [(node, list(own)) for node, own in await endpoint.store.nodes_of(keys)]
+        try:
+            async with asyncio.timeout(limit_s):
+                shares = [(node, list(own)) for node, own in await endpoint.store.nodes_of(keys)]
+        except TimeoutError:
+            return
         if not shares or self._region is None or not self._fetcher.is_ready():
             return
-        until_s, changed = self._clock() + limit_s, self._transfer.changed
         self._transfer.begins_elsewhere()
         fetching = self._fetcher.fetch(
             self._region, self._spans(self._region), shares, limit_s, changed.set
@@ -83,7 +88,7 @@ class Quick:
             why = fetching.trouble or "did not bring all"
             self._transfer.note_trouble(endpoint, f"its fetcher: {why}")
 
-    def _choose(self, fetches: Sequence[Fetch], endpoints: Endpoints) -> Endpoint | None:
+    def _choose(self, endpoints: Endpoints) -> Endpoint | None:
         """The first that is elsewhere and works; for whoever it lacks, another is asked later."""
         now_s = self._clock()
         able = [one for one in endpoints.remote if one.rest.is_over(now_s)]
@@ -165,9 +170,12 @@ class Quick:
 
     def _adopt(self, number: int, levels: int) -> None:
         assert self._region is not None
-        assembly = self._known[self._fetches[number].chunk].assembly
-        at = number * self._stride
+        one, at = self._known[self._fetches[number].chunk], number * self._stride
+        assembly, before = one.assembly, one.assembly.levels
         assembly.adopt(self._region.view[at : at + assembly.header.stream_bytes], levels)
+        if assembly.levels > before and self._endpoint is not None:
+            came = assembly.level_ends[assembly.levels - 1] - len(assembly.first)
+            one.bring(self._endpoint, max(0, came))
 
     def _decode(self, is_over: bool) -> None:
         self._decoder.raise_crash()

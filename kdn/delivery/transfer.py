@@ -184,10 +184,11 @@ class Transfer:
             assembly = incoming.assembly
             if assembly.is_ripe:  # its verification was cancelled
                 self._verify(incoming, assembly)
-            if fetch.levels <= assembly.levels:
+            levels = min(fetch.levels, assembly.stored)  # it may have been cut since the plan
+            if levels <= assembly.levels:
                 continue
             taken = asked.setdefault(id(assembly), Intervals())
-            missing = assembly.missing(assembly.level_ends[fetch.levels - 1])
+            missing = assembly.missing(assembly.level_ends[levels - 1])
             gaps = [gap for part in missing for gap in taken.missing(*part)]
             if not gaps:
                 continue
@@ -405,8 +406,8 @@ class Transfer:
                 question = replace(self._question, chunks=[incoming.chunk])
                 streams = await look_again(question, self._endpoints, self._until_s)
                 found = streams[incoming.chunk.key]
-            if found is None:
-                incoming.lost = True
+            if found is None or found.assembly.stored <= incoming.decoded:
+                incoming.lost = True  # what is decoded stays
             else:
                 incoming.restart(found)
         finally:

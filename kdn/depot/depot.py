@@ -155,6 +155,8 @@ class Depot:
             if old is not None and old.is_beginning_of(entry) and replacing is None:
                 replacing = old.etag  # it was cut, here or by who put it: now it is whole
                 await self.check_quota(tenant, len(data) - old.size_bytes)
+            if old is not None and _is_more(old, entry):
+                return old, False
             if old is not None and is_taken(old, replacing):
                 if isinstance(self.store, SharedStore):
                     await self.wait(self.store.agree(old))
@@ -346,3 +348,9 @@ def _make_folder(data: Path) -> None:
         private_folder(data, DATA)
     except OSError as error:
         raise StoreError(f"data folder {data}: {error}") from error
+
+
+def _is_more(old: Entry, new: Entry) -> bool:
+    """Whether the old one is the same stream with more levels. The etag of a chunk binds its bytes,
+    so whoever has fewer of them has nothing better."""
+    return bool(new.hints.cuts) and old.etag == new.etag and old.size_bytes > new.size_bytes

@@ -213,6 +213,8 @@ class DiskStore(Store):
                 await self._tasks.in_thread(self._folder.write, row, data)
             except BaseException:
                 self._discount(row)
+                if whole is not None and self._folder.has(entry_of(whole)):
+                    self._add(whole)
                 raise
             self._add_row(row)
             self._counts.puts += 1

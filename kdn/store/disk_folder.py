@@ -65,21 +65,29 @@ class ObjectFolder(ObjectReader):
         self._unclean: dict[bytes, set[str]] = {}  # names of files, by key
 
     def write(self, row: Row, data: bytes) -> None:
-        """When this returns, the object survives a power loss. When it fails, it is not there."""
+        """When this returns, the object survives a power loss. When it fails, it is not there; the
+        beginning of it that was there before may still be (`has`)."""
         entry = entry_of(row)
         self.clean(entry.key)
         part = self._objects / f"{next(self._serial)}{PART}"
         with named_errors(f"write {len(data)} bytes to {self._folder}"):
+            written = [part.name]
             try:
                 self._write_synced(part, [encode_header(entry, data), data])
+                written.append(file_name(entry))
                 self._files.rename(part, self._objects / file_name(entry))
                 self._files.sync_folder(self._objects)
             except BaseException:
-                self._give_up(entry.key, part.name, file_name(entry))
+                self._give_up(entry.key, *written)
                 with suppress(StoreError):
                     self.clean(entry.key)
                 raise
         self._index.change(put=[row])
+
+    def has(self, entry: Entry) -> bool:
+        """Whether there is a file of it that nobody has given up."""
+        name = file_name(entry)
+        return name not in self._unclean.get(entry.key, ()) and (self._objects / name).exists()
 
     def evict(self, entry: Entry) -> None:
         with named_errors(f"evict {file_name(entry)}"):

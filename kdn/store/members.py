@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextvars import Context
 from random import Random
 from typing import Any
 
@@ -122,7 +123,8 @@ class Members:
     # what goes on beside requests
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
+        # In a context of its own: it is no part of the request that happens to begin it.
+        task = asyncio.create_task(work, context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(watched("the nodes of a place"))

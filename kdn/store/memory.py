@@ -45,16 +45,25 @@ class MemoryStore(Store):
     ) -> Entry:
         key = entry.key
         check_put(entry, data, checksum)
-        if key in self._held:
-            known = self._held[key].entry
-            if is_taken(known, replacing, entry):
-                return known
+        old = self._held.get(key)
+        if old is not None:
+            if is_taken(old.entry, replacing, entry):
+                return old.entry
             self._drop(key)
-        self._make_room(entry)
-        self._held[key] = _Held(entry, bytes(data))
-        self._tally.add(key, entry.size_bytes)
+        try:
+            self._make_room(entry)
+        except NoSpaceError:
+            if old is not None and old.entry.is_beginning_of(entry):  # better than nothing
+                self._make_room(old.entry)
+                self._hold(old)
+            raise
+        self._hold(_Held(entry, bytes(data)))
         self._counts.puts += 1
         return entry
+
+    def _hold(self, held: _Held) -> None:
+        self._held[held.entry.key] = held
+        self._tally.add(held.entry.key, held.entry.size_bytes)
 
     def _make_room(self, entry: Entry) -> None:
         """Count the newcomer and evict until all fits; refuse it if it is what should go."""

@@ -7,10 +7,12 @@ from random import Random
 from typing import Any
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from kdn.bench.delivery.policies import cachegen
 from kdn.codec.format import Bitstream
 from kdn.delivery.flight import Limits
+from kdn.delivery.plan import Fetch, Plan, Situation
 from kdn.delivery.planner import default
 from kdn.store.base import Store
 from tests.delivery.checked import deliver_from
@@ -134,3 +136,44 @@ def test_all_faults_at_once_leave_a_right_cache(world: World, seed: int) -> None
 
     policy = rng.choice([level_major, default, cachegen])
     deliver_from(world, places, deadline_s=rng.choice([0.1, 0.4, 0.8]), policy=policy, rng=rng)
+
+
+def everything(situation: Situation) -> Plan:
+    """All levels there are, though fewer would do."""
+    offers = enumerate(situation.offers)
+    fetches = [Fetch(number, len(offer.level_ends)) for number, offer in offers]
+    return Plan(tuple(fetches), 0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("policy", [default, everything], ids=["default", "everything"])
+@pytest.mark.parametrize("enough_kld", [0.0, 0.03])
+def test_streams_that_are_cut_after_the_lookup_are_used_as_they_are(
+    world: World, policy: Any, enough_kld: float
+) -> None:
+    """They have fewer levels than what was planned of them. Who asked for more than is left keeps
+    what has arrived."""
+    kept = 2
+
+    class Cutting(Proxy):
+        is_cut = False
+
+        async def read_into(self, *args: Any, **named: Any) -> None:
+            if not self.is_cut:
+                self.is_cut = True
+                for stream in world.streams:
+                    parsed = Bitstream.parse(stream)
+                    short = stream[: parsed.level_end(kept - 1)]
+                    await self.delete(parsed.info.chunk_key)
+                    await self.put(
+                        parsed.info.chunk_key, short, etag=parsed.stream_id,
+                        checksum=xxh3_64_intdigest(short),
+                    )  # fmt: skip
+            await super().read_into(*args, **named)
+
+    async def places() -> list[Store]:
+        return [Cutting(await world.store())]
+
+    result = deliver_from(world, places, policy=policy, enough_kld=enough_kld)
+    assert max(result.levels) <= kept
+    if enough_kld:
+        assert set(result.levels) == {kept}

@@ -85,6 +85,8 @@ def test_more_levels_of_the_same_stream_make_it_whole(tmp_path: Path) -> None:
         assert (await node.ask("GET", URL))[2] == STREAM
         status, told = await put(node, STREAM[: ENDS[0]])
         assert (status, told["size_bytes"]) == (200, len(STREAM)), "and fewer do not cut it"
+        status, told = await put(node, STREAM[: ENDS[0]], If_Match=f'"{ETAG.hex()}"')
+        assert (status, told["size_bytes"]) == (200, len(STREAM)), "whoever names it"
         other = chunk_stream(KEY, 30_000, seed=5)
         status, told = await put(node, other)
         assert (status, told["etag"]) == (200, ETAG.hex()), "another stream changes nothing"

@@ -4,6 +4,7 @@ every byte of it is right, and more bytes make it whole again."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +17,7 @@ from xxhash import xxh3_64_intdigest
 from kdn.errors import FormatError, LimitError, NoSpaceError
 from kdn.store.base import Entry, Hints, Store, is_taken
 from kdn.store.disk import open_disk
+from kdn.store.disk_folder import ObjectFolder
 from kdn.store.disk_format import decode_header, encode_header
 from kdn.store.evict import Retention, open_policy
 from kdn.store.memory import MemoryStore
@@ -185,12 +187,15 @@ def test_what_names_retain_is_not_cut(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_without_room_for_the_whole_what_is_there_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_without_room_for_the_whole_what_is_there_stays(kind: str, tmp_path: Path) -> None:
     """On disk: the file of the beginning gives way only to the whole one."""
     policy = open_policy("graded")
 
     async def test() -> None:
-        async with closing(await open_disk(tmp_path, ROOM, policy)) as store:
+        on_disk = kind == "disk"
+        made = await open_disk(tmp_path, ROOM, policy) if on_disk else MemoryStore(ROOM, policy)
+        async with closing(made) as store:
             await put_some(store, 4)
             assert await read(store, b"0") == data_of(0)[:KEPT]
             every = [b"%d" % number for number in range(4)]
@@ -205,6 +210,25 @@ def test_without_room_for_the_whole_what_is_there_stays(tmp_path: Path) -> None:
 
 
 # on disk
+
+
+def test_what_cannot_be_written_whole_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    async def test(store: Store) -> None:
+        await put_some(store, 6)
+        with monkeypatch.context() as patched:
+            patched.setattr(ObjectFolder, "_write_synced", full)
+            with pytest.raises(NoSpaceError):
+                await put(store, b"0", data_of(0), HINTS)
+        assert await read(store, b"0") == data_of(0)[:KEPT]
+        assert (await put(store, b"0", data_of(0), HINTS)).size_bytes == SIZE
+        assert await read(store, b"0") == data_of(0)
+
+    run("disk", tmp_path, test)
 
 
 def test_cut_objects_are_there_after_a_restart_and_may_be_cut_again(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from itertools import islice
 
 from kdn.codec.header import Header
 from kdn.depot.depot import IN_THREAD_BYTES
@@ -19,6 +20,8 @@ from kdn.node.status.traffic import Json
 from kdn.store.base import Entry
 
 SLICE_S = 0.0005
+MOST_MODELS = 20
+"""Shown of one name: a hostile manifest may name thousands."""
 ENTRY_BYTES = 1024
 """Memory of a chunk that was found, besides its head."""
 
@@ -36,9 +39,10 @@ async def name_details(node: Node, asker: Tenant, tenant: Tenant, name: str) -> 
         "tenant": tenant.name,
         "name": name,
         "versions": [{k: v for k, v in asdict(one).items() if k != "name"} for one in versions],
+        "num_models": len(models),
         "models": [
             {"model": model, **await _chunks(node, asker, _keys(tenant, chunks))}
-            for model, chunks in models.items()
+            for model, chunks in islice(models.items(), MOST_MODELS)
         ],
     }
 

@@ -180,7 +180,7 @@ def status_paths() -> Json:
     detail = object_of(
         {
             "tenant": TEXT, "name": TEXT, "versions": list_of(object_of(VERSION)),
-            "models": list_of(model),
+            "num_models": COUNT, "models": list_of(model),
         }
     )  # fmt: skip
     events, page = content_of(TEXT, "text/event-stream"), content_of(TEXT, "text/html")
