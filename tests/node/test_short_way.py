@@ -127,10 +127,12 @@ def test_both_ways_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Monke
 
 def counted_bytes(node: Running) -> list[tuple[str, float]]:
     shown = node.node.stats
-    sent = shown._sent_bytes.values()
-    return [("hits", shown.hits.value), ("misses", shown.misses.value), *(
-        (str(labels), value) for labels, value in sent.items()
-    )]  # fmt: skip
+    sent = [
+        (one.name + str(one.labels), one.value)
+        for family in shown._sent_bytes.collect()
+        for one in family.samples
+    ]
+    return [("hits", shown.hits.value), ("misses", shown.misses.value), *sent]
 
 
 def test_what_is_recognised() -> None:
