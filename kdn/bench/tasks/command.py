@@ -28,18 +28,16 @@ from kdn.bench.tasks.problems import Problem, Task, Writer
 from kdn.bench.tasks.report import plot, print_report, told
 from kdn.bench.tasks.sources import KINDS, open_sources
 from kdn.bench.tasks.summary import Row, as_json, rows_of, verdicts
-from kdn.bench.tasks.ways import Ways, enough_for
+from kdn.bench.tasks.ways import Ways, asked_for
 from kdn.cache.keys import TokenIds
 from kdn.cache.spec import ModelSpec
 from kdn.calibrate.corpus import Text, default_calibration, load_text, prompt_head
 from kdn.calibrate.progress import bar
 from kdn.calibrate.steps import Progress
 from kdn.codec import open_codec
-from kdn.defaults import QUALITY
 from kdn.engines.models import load_model
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
-from kdn.session.quality import enough_kld
 
 FITTED_WINDOW, FITTED_TOKENS = 3072, 25_000
 """Text that CacheGen is fitted on, as in `kdn bench codec`."""
@@ -62,7 +60,6 @@ def run(
     calibration: Annotated[
         list[Path] | None, options.files("Text to fit CacheGen on; repeatable.")
     ] = None,
-    quality: Annotated[str, typer.Option(help="What counts as the default.")] = QUALITY,
     model: Annotated[str, typer.Option(help="smollm2, a folder, or a hub name.")] = "smollm2",
     device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
     json_file: JsonFile = None,
@@ -70,7 +67,6 @@ def run(
 ) -> None:
     """Answers after every codec beside the exact cache's: accuracy, F1, perplexity."""
     kinds = options.words("tasks", tasks, KINDS)
-    enough = enough_kld(quality)
     sources = open_sources(data or [], kinds)
     texts = [load_text(path) for path in calibration or ()]
     loaded, tokenizer, spec = _loaded(model, device)
@@ -80,7 +76,7 @@ def run(
     with bar() as report:
         klt = Layered(open_codec("klt", spec))
         rival = None if without_cachegen else _cachegen(loaded, tokenizer, spec, texts, report)
-        ways = Ways(klt, rival, enough_for(enough, klt.codec))
+        ways = Ways(klt, rival, asked_for(klt.codec))
         found = Found.opened(json_file, _settings(model, spec, ways, device))
         rows, extra = _measured(Bench(loaded, tokenizer, ways), made, found, report, device)
     if plot_file:
@@ -120,7 +116,7 @@ def _cachegen(
 def _settings(model: str, spec: ModelSpec, ways: Ways, device: str) -> dict[str, Any]:
     return {
         "model": model, "fingerprint": spec.fingerprint.hex(), "device": device,
-        "ways": ways.labels, "enough_kld": ways.enough_kld, "scoring": SCORING,
+        "ways": ways.labels, "enough_kld": dict(ways.enough_kld), "scoring": SCORING,
         "profile": ways.klt.codec.profile_id.hex(),
         "cachegen": ways.cachegen.codec.profile_id.hex() if ways.cachegen else None,
     }  # fmt: skip

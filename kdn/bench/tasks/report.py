@@ -13,9 +13,9 @@ from rich.table import Table
 from kdn.bench.report import drawing, print_end, table_of
 from kdn.bench.tasks.problems import Task
 from kdn.bench.tasks.summary import ENOUGH, Interval, Row
-from kdn.bench.tasks.ways import DEFAULT, EXACT
+from kdn.bench.tasks.ways import DEFAULT, EXACT, HIGH
 
-_COLOURS = {"klt": "#d1495b", DEFAULT: "#1b1b1e", "cachegen": "#3f7d20"}
+_COLOURS = {"klt": "#d1495b", DEFAULT: "#1b1b1e", HIGH: "#2e6f95", "cachegen": "#3f7d20"}
 
 
 def print_report(
@@ -81,7 +81,7 @@ def plot(path: Path, tasks: Sequence[Task], rows: Sequence[Row]) -> None:
         for panel in list(panels.flat)[len(tasks) :]:
             panel.set_visible(False)
         shown = {name: line for panel in panels.flat for line, name in _legend(panel)}
-        figure.legend(shown.values(), shown, loc="outside lower center", ncols=3, frameon=False)
+        figure.legend(shown.values(), shown, loc="outside lower center", ncols=4, frameon=False)
 
 
 def _legend(panel: Any) -> Iterable[tuple[Any, str]]:

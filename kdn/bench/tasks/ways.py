@@ -2,12 +2,13 @@
 
 `exact` is the cache as the model made it. `klt 1` and so on are its levels, all chunks alike.
 `default` is what a client without a deadline fetches at the default quality: the planner's choice,
-chunk by chunk. `cachegen 1` and so on are the levels of CacheGen, as its paper describes it.
+chunk by chunk; `high` is what vLLM fetches unless told otherwise. `cachegen 1` and so on are the
+levels of CacheGen, as its paper describes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,11 +17,13 @@ from kdn.cache.keys import Chunk, TokenIds
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.format import Bitstream
+from kdn.defaults import ENGINE_QUALITY, QUALITY
 from kdn.delivery import planner
 from kdn.delivery.plan import Link, Offer, Progress, Situation
 from kdn.delivery.request import FAR_S, token_weights
+from kdn.session.quality import enough_kld
 
-EXACT, DEFAULT = "exact", "default"
+EXACT, DEFAULT, HIGH = "exact", QUALITY, ENGINE_QUALITY
 LINK = Link(rate=12.5e6, low_rate=12.5e6, latency_s=0.01)
 """100 Mbit/s. Without a deadline a link only decides which of two levels is cheaper."""
 
@@ -47,21 +50,22 @@ class Ways:
 
     klt: Layered
     cachegen: Layered | None
-    enough_kld: float
-    """What the default quality asks for."""
+    enough_kld: Mapping[str, float]
+    """What qualities ask for, by their names: `default` among them."""
 
     @property
     def labels(self) -> list[str]:
         klt = [f"klt {level + 1}" for level in range(self.klt.codec.num_levels)]
         others = [] if self.cachegen is None else _delta_levels(self.cachegen)
-        return [EXACT, *klt, DEFAULT, *(f"cachegen {level}" for level in others)]
+        return [EXACT, *klt, *self.enough_kld, *(f"cachegen {level}" for level in others)]
 
     def arrivals(self, tokens: TokenIds, cache: KVCache) -> Iterator[Arrived]:
         """The cache of these tokens by every way but `exact`, one at a time."""
         chunks, data = self.klt.encode(tokens, cache)
         plans = {f"klt {level + 1}": [level] * len(chunks) for level in self._klt_levels}
-        kld = self.klt.codec.expected_kld
-        plans[DEFAULT] = [count - 1 for count in planned(chunks, data, kld, self.enough_kld)]
+        for quality, enough in self.enough_kld.items():
+            counts = planned(chunks, data, self.klt.codec.expected_kld, enough)
+            plans[quality] = [count - 1 for count in counts]
         for way, levels in plans.items():
             yield _arrived(way, self.klt, chunks, data, levels, cache)
         if self.cachegen is not None:
@@ -75,9 +79,9 @@ class Ways:
         return range(self.klt.codec.num_levels)
 
 
-def enough_for(quality: float, codec: Codec) -> float:
-    """What a request asks for, as far as the codec can be that good."""
-    return max(quality, codec.expected_kld[-1])
+def asked_for(codec: Codec) -> dict[str, float]:
+    """What requests ask for, as far as the codec can be that good."""
+    return {word: max(enough_kld(word), codec.expected_kld[-1]) for word in (DEFAULT, HIGH)}
 
 
 def planned(

@@ -130,23 +130,36 @@ def test_of_a_document_the_part_around_the_answer_is_kept(tmp_path: Path) -> Non
     assert len(kept) < documents.PART_CHARS + 100
     [question] = task.problems[0].questions
     assert isinstance(question, Ask)
-    assert shown(question.row).endswith("Question: when was the tower built?\nAnswer:")
+    assert "when was the tower built" in shown(question.row)
+    assert shown(question.row).endswith("]here. nothing here. The tower was built in")
+    assert question.expected == ("1887",)
 
 
 def test_of_many_places_the_one_near_the_question_is_kept() -> None:
-    page = f"7 {'far ' * 900} the castle has 7 towers {'away ' * 900}"
-    part = documents.part_around(page, "how many towers has the castle", ["7"])
-    assert part is not None
-    assert "castle has 7 towers" in part
-    assert documents.part_around(page, "how many", ["77"]) is None
+    page = f"in 7 {'far ' * 900} the castle has 7 towers {'away ' * 900}"
+    place = documents.place_of(page, "how many towers has the castle", ["7"])
+    assert place is not None
+    assert place.lead[-3:] == ["the", "castle", "has"]
+    assert "castle has 7 towers" in place.part(100)
+    assert len(place.part(100)) == 100
+    assert documents.place_of(page, "how many", ["77"]) is None
+    assert documents.place_of("in 7", "when", ["7"]) is None  # too few words lead up to it
 
 
 def test_passages_become_one_context(tmp_path: Path) -> None:
     chunks = [{"title": f"T{i}", "text": f"text {i}", "gold": i == 9} for i in range(10)]
-    task = made(write(tmp_path / "a.jsonl", {"question": "q", "answers": ["a"], "chunks": chunks}))
+    item = {"question": "q", "answers": ["9"], "chunks": chunks}
+    task = made(write(tmp_path / "a.jsonl", item, {**item, "answers": ["yes"]}))
+    assert len(task.problems) == 1
     assert task.kind == "passages"
     assert "text 9" in text(task.problems[0])
     assert "text 5" not in text(task.problems[0])
+
+
+def test_f1_counts_as_many_words_as_are_expected() -> None:
+    assert documents.begun_f1("the tower of london is tall", ["Tower of London"]) == 1
+    assert documents.begun_f1("tower in london", ["Tower of London"]) == pytest.approx(2 / 3)
+    assert documents.begun_f1("", ["tower"]) == 0
 
 
 def test_a_text_is_followed(tmp_path: Path) -> None:
@@ -187,7 +200,7 @@ def test_what_is_wrong_with_a_line_is_said(
 def test_a_file_without_a_question_for_a_small_model_is_refused(tmp_path: Path) -> None:
     asked = {"question": "what happens", "answers": ["very much, " * 20]}
     path = write(tmp_path / "some.jsonl", {"context": "c", "questions": [asked]})
-    with pytest.raises(FormatError, match="stand in their documents"):
+    with pytest.raises(FormatError, match="stand in their text"):
         made(path)
 
 

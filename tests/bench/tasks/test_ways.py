@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kdn.bench.rivals.ours import Layered, cachegen
-from kdn.bench.tasks.ways import DEFAULT, EXACT, Ways, planned
+from kdn.bench.tasks.ways import DEFAULT, EXACT, HIGH, Ways, planned
 from kdn.cache.tensors import KVCache
 from kdn.delivery.client import deliver
 from tests.delivery.world import World, make_world, run
@@ -44,7 +44,11 @@ def test_every_way_gives_the_context_and_finer_ones_more_bytes(
         torch.cat([one.keys for one in world.caches], 1),
         torch.cat([one.values for one in world.caches], 1),
     )
-    ways = Ways(Layered(world.codec), cachegen(make_world(2, "cachegen").codec), 0.01)
+    ways = Ways(
+        Layered(world.codec),
+        cachegen(make_world(2, "cachegen").codec),
+        {DEFAULT: 0.01, HIGH: 0.002},
+    )
     tokens = torch.cat([torch.as_tensor(one.tokens.astype("int64")) for one in world.chunks])
     found = list(ways.arrivals(tokens.numpy().astype("uint32"), whole))
     assert [EXACT, *(one.way for one in found)] == ways.labels
@@ -54,4 +58,5 @@ def test_every_way_gives_the_context_and_finer_ones_more_bytes(
     sizes = [by[f"cachegen {n}"].size_bytes for n in (1, 2, 3, 4)]
     assert sizes == sorted(sizes)
     finest = f"klt {world.codec.num_levels}"
-    assert by["klt 1"].size_bytes < by[DEFAULT].size_bytes < by[finest].size_bytes
+    assert by["klt 1"].size_bytes < by[DEFAULT].size_bytes < by[HIGH].size_bytes
+    assert by[HIGH].size_bytes <= by[finest].size_bytes
