@@ -75,7 +75,7 @@ async def get_tenant(request: web.Request) -> web.StreamResponse:
     )
 
 
-async def list_names(request: web.Request) -> web.StreamResponse:
+async def list_tenants_names(request: web.Request) -> web.StreamResponse:
     """Of one tenant."""
     node = request.app[NODE]
     tenant = _tenant(request, request.query.get("tenant", next(iter(node.tenants)).name))
@@ -87,7 +87,7 @@ async def list_names(request: web.Request) -> web.StreamResponse:
     return _answer(request, {"tenant": tenant.name, "names": shown, "next": more})
 
 
-async def get_name(request: web.Request) -> web.StreamResponse:
+async def get_names_status(request: web.Request) -> web.StreamResponse:
     node, tenant = request.app[NODE], _tenant(request, request.match_info["tenant"])
     found = await name_details(node, request[TENANT], tenant, request.match_info["name"])
     if found is None:
