@@ -93,7 +93,7 @@ async def open_worker(
             return {}, node.stats.expose(Stats(hits=counted.hits, misses=counted.misses))
 
         async def counts(fields: Fields) -> Answer:
-            return await process_counts(node), b""
+            return await process_counts(node, **fields), b""
 
         await link.ask("hello", pid=os.getpid())
         yield node
