@@ -82,9 +82,9 @@ class Workers:
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer[1] for answer in answers if isinstance(answer, tuple)]
 
-    async def counts(self) -> list[Fields]:
+    async def counts(self, with_tiers: bool) -> list[Fields]:
         """What every worker counted for the status, as far as it answers."""
-        asked = [link.ask("counts", COUNTS_S) for link in list(self._pids)]
+        asked = [link.ask("counts", COUNTS_S, with_tiers=with_tiers) for link in list(self._pids)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer[0] for answer in answers if isinstance(answer, tuple)]
 
@@ -182,7 +182,7 @@ class AnnouncingStore(Store):
         return self._store.usage(prefix)
 
     @property
-    def own(self) -> Store:
+    def own(self) -> Store | None:
         return self._store.own
 
     def watch(self, watcher: Watcher) -> None:

@@ -133,6 +133,11 @@ class OwnersStore(Store):
     def list(self, prefix: bytes = b"") -> AsyncGenerator[Entry]:
         raise NotAllowedError("a worker lists nothing: such requests go to the owner")
 
+    @property
+    def own(self) -> Store:
+        """The owner is a process of this machine."""
+        return self
+
     async def stats(self) -> Stats:
         return Stats()
 

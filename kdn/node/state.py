@@ -70,7 +70,7 @@ class Node:
     """Of a worker: what tenants hold of all of them."""
     others: Callable[[], Awaitable[list[bytes]]] | None = None
     """Of the owner: the metrics of all workers."""
-    workers_counts: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None
+    workers_counts: Callable[[bool], Awaitable[list[dict[str, Any]]]] | None = None
     """Of the owner: what all workers counted for the status."""
     status: Status | None = None
     """Of the process that tells it: none of a worker."""

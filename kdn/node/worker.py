@@ -95,7 +95,7 @@ async def open_worker(
             )
 
         async def counts(fields: Fields) -> Answer:
-            return await process_counts(node), b""
+            return await process_counts(node, **fields), b""
 
         await link.ask("hello", pid=os.getpid())
         yield node

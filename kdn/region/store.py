@@ -173,7 +173,7 @@ class RegionStore(Store):
         return self._local.usage(prefix)
 
     @property
-    def own(self) -> Store:
+    def own(self) -> Store | None:
         return self._local.own
 
     def watch(self, watcher: Watcher) -> None:

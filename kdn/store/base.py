@@ -257,9 +257,10 @@ class Store(ABC):
         return Usage()
 
     @property
-    def own(self) -> Store:
-        """The part of it that holds all that is in this machine: of several tiers, the largest."""
-        return self
+    def own(self) -> Store | None:
+        """What holds objects in this machine (of several tiers, the largest), so that asking it
+        costs nobody else anything; None of a store elsewhere."""
+        return None
 
     def watch(self, watcher: Watcher) -> None:
         """Tell it from now on what comes and goes; a store elsewhere tells nothing."""

@@ -164,6 +164,10 @@ class DiskStore(Store):
     def usage(self, prefix: bytes) -> Usage:
         return self._tally.of(prefix, ((row[0], row[2]) for row in self._rows.values()))
 
+    @property
+    def own(self) -> Store:
+        return self
+
     def watch(self, watcher: Watcher) -> None:
         self._tally.watcher = watcher
 

@@ -155,6 +155,10 @@ class MemoryStore(Store):
         sizes = ((key, held.entry.size_bytes) for key, held in self._held.items())
         return self._tally.of(prefix, sizes)
 
+    @property
+    def own(self) -> Store:
+        return self
+
     def watch(self, watcher: Watcher) -> None:
         self._tally.watcher = watcher
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from weakref import WeakValueDictionary
 
 from kdn.errors import StoreError
-from kdn.store.base import Entry, Span, Stats, Store, check_put
+from kdn.store.base import Entry, Span, Stats, check_put
 from kdn.store.tally import Usage
 from kdn.store.tiered import FAULTS, Tier, TieredStore
 
@@ -67,11 +67,6 @@ class SharedStore(TieredStore):
     def usage(self, prefix: bytes) -> Usage:
         """Nodes that share a store count together (`depot/counts.py`)."""
         return Usage()
-
-    @property
-    def own(self) -> Store:
-        """The largest cache: this node has nothing else."""
-        return self._caches[-1].store
 
     async def stats(self) -> Stats:
         """Of the caches, as far as this node holds anything."""

@@ -253,11 +253,13 @@ class TieredStore(Store):
         return max(each, key=lambda usage: usage.size_bytes)
 
     @property
-    def own(self) -> Store:
-        return self.tiers[-1].store.own
+    def own(self) -> Store | None:
+        each = (tier.store.own for tier in reversed(self.tiers))
+        return next((own for own in each if own is not None), None)
 
     def watch(self, watcher: Watcher) -> None:
-        self.own.watch(watcher)
+        if self.own is not None:
+            self.own.watch(watcher)
 
     async def tier_reports(self) -> Sequence[TierReport]:
         return [

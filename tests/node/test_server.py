@@ -202,7 +202,7 @@ def test_the_reaper_survives_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_unknown_paths_and_methods(tmp_path: Path) -> None:
     async def test(node: Running) -> None:
-        for path in ("/v1", "/v1/other/00", "/v1/chunks/00/11", "/v2/chunks"):
+        for path in ("/other", "/v1", "/v1/other/00", "/v1/chunks/00/11", "/v2/chunks"):
             status, _, body = await node.ask("GET", path)
             assert (status, json.loads(body)["code"]) == (404, "not_found")
         status, headers, body = await node.ask("POST", "/v1/names/n")

@@ -55,10 +55,10 @@ async def put_name(node: Running, name: str, chunks: range, token: str | None = 
 
 
 async def counted(node: Running) -> Any:
-    """When all models are known: that takes a moment."""
+    """When all models and names are known: that takes a moment."""
     while True:
         told = await status_of(node)
-        if told["known"]["models_counted"] == 1:
+        if told["known"]["models_counted"] == 1 and told["known"]["names_answer"]:
             return told
         await asyncio.sleep(0.02)
 

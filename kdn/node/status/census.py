@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 from contextlib import aclosing
+from functools import partial
 
 from kdn.background import supervise
 from kdn.codec.header import MAGIC, MODEL_AT
@@ -30,22 +31,23 @@ Group = tuple[bytes, bytes]
 
 
 class Census:
-    def __init__(self, store: Store):
-        """`store`: one that tells what comes and goes (`Store.own`)."""
+    def __init__(self, store: Store | None):
+        """`store`: one that tells what comes and goes (`Store.own`). None: nothing is here."""
         self._store = store
         self._groups: dict[bytes, Group] = {}  # by key
         self._new: dict[bytes, int] = {}  # keys whose header is yet to be read, and sizes
         self._queue: deque[bytes] = deque()  # the same keys, and some that went meanwhile
         self._arrived = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._listed = False
+        self._listed = store is None
         self._usage: dict[Group, Usage] = {}
         self._known: dict[Group, Group] = {}  # so that all keys of a group share one tuple
 
     def begin(self) -> None:
-        if self._task is None:
+        if self._task is None and self._store is not None:
             self._store.watch(self)
-            self._task = asyncio.create_task(supervise("counting chunks by model", self._run))
+            work = partial(self._run, self._store)
+            self._task = asyncio.create_task(supervise("counting chunks by model", work))
 
     async def close(self) -> None:
         if self._task is not None:
@@ -87,20 +89,19 @@ class Census:
 
     # what is here already, and what comes
 
-    async def _run(self) -> None:
-        await self._list()
+    async def _run(self, store: Store) -> None:
+        await self._list(store)
         while True:
             while self._queue:
-                await self._read(
-                    [self._queue.popleft() for _ in range(min(AT_ONCE, len(self._queue)))]
-                )
+                number = min(AT_ONCE, len(self._queue))
+                await self._read(store, [self._queue.popleft() for _ in range(number)])
                 await asyncio.sleep(REST_S)
             self._arrived.clear()
             await self._arrived.wait()
 
-    async def _list(self) -> None:
+    async def _list(self, store: Store) -> None:
         number = 0
-        async with aclosing(self._store.list()) as entries:
+        async with aclosing(store.list()) as entries:
             async for entry in entries:
                 if entry.key not in self._groups:
                     self.came(entry.key, entry.size_bytes)
@@ -109,9 +110,9 @@ class Census:
                     await asyncio.sleep(REST_S)
         self._listed = True
 
-    async def _read(self, keys: list[bytes]) -> None:
+    async def _read(self, store: Store, keys: list[bytes]) -> None:
         try:
-            found = await self._store.lookup(keys, head_bytes=MODEL_AT.stop)
+            found = await store.lookup(keys, head_bytes=MODEL_AT.stop)
         except (KdnError, OSError):  # of a disk that fails, others will tell
             self._queue.extend(keys)
             await asyncio.sleep(1.0)

@@ -21,8 +21,8 @@ TIERS_S = 2.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-async def process_counts(node: Node) -> Json:
-    """Of this process."""
+async def process_counts(node: Node, with_tiers: bool) -> Json:
+    """Of this process. `with_tiers`: also what its stores say, some of which may be elsewhere."""
     await count_levels(node.traffic, node.depot)
     sent, received = node.stats.bytes_by_tenant()
     uploads, questions = node.bodies.held_bytes()
@@ -33,7 +33,7 @@ async def process_counts(node: Node) -> Json:
         one["received_bytes"] = received.get(tenant, 0)
     return {
         **told,
-        "tiers": await _tiers(node),
+        "tiers": await _tiers(node) if with_tiers else [],
         "requests_now": node.num_requests,
         "connections": int(node.stats.connections.value),
         "memory_bytes": resident_bytes(),

@@ -21,14 +21,15 @@ WAIT_S = 2.0
 
 
 async def count_levels(traffic: Traffic, depot: Depot) -> None:
-    """Of the samples since the last time. A store that does not answer leaves them uncounted."""
-    samples = traffic.take_samples(AT_ONCE)
-    if not samples:
+    """Of the samples since the last time, as far as this machine holds their headers: nothing is
+    fetched for it."""
+    samples, store = traffic.take_samples(AT_ONCE), depot.store.own
+    if not samples or store is None:
         return
     keys = list(dict.fromkeys(key for _, (key, _, _) in samples))
     with suppress(KdnError, OSError, TimeoutError):
         async with asyncio.timeout(WAIT_S):
-            found = await depot.store.lookup(keys, head_bytes=HEADER_BYTES)
+            found = await store.lookup(keys, head_bytes=HEADER_BYTES)
         entries = {entry.key: entry for entry in found if entry}
         for tenant, (key, end, spans) in samples:
             ends = level_ends(entries[key]) if key in entries else None

@@ -62,18 +62,18 @@ class Status:
         """And how many workers there are to be seen."""
         self._census.begin()
         await self._known.refresh()
-        counts, answering = await self._counts()
+        counts, answering = await self._counts(with_tiers=True)
         snapshot = Snapshot(
             self._node, counts, sample_of(counts, time.monotonic()),
             history=self._history, census=self._census, known=self._known,
         )  # fmt: skip
         return snapshot, answering
 
-    async def _counts(self) -> tuple[Json, int]:
-        own = await process_counts(self._node)
+    async def _counts(self, with_tiers: bool) -> tuple[Json, int]:
+        own = await process_counts(self._node, with_tiers)
         if self._node.workers_counts is None:
             return own, 1
-        others = await self._node.workers_counts()
+        others = await self._node.workers_counts(with_tiers)
         return merged([own, *others]), len(others)
 
     # samples
@@ -84,7 +84,7 @@ class Status:
 
     async def _sample(self) -> None:
         while True:
-            counts, _ = await self._counts()
+            counts, _ = await self._counts(with_tiers=False)
             self._history.add(counts, time.monotonic())
             await asyncio.sleep(STEP_S)
 

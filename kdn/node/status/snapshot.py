@@ -103,7 +103,10 @@ class Snapshot:
         }
 
     def _collections(self, tenant: Tenant) -> dict[str, Usage]:
+        """Of what is in this machine."""
         store = self._node.depot.store.own
+        if store is None:
+            return {name: Usage() for name in COLLECTIONS}
         return {name: store.usage(tenant.prefix + letter) for name, letter in COLLECTIONS.items()}
 
     def _models(self, tenant: Tenant | None) -> list[Json]:
