@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kdn.background import faults
 from tests.servers import (  # noqa: F401  (fixtures)
     moto_s3,
     rclone_s3,
@@ -43,6 +44,12 @@ LATENTS: dict[str, Any] = {
     "v_head_dim": 16,
 }
 """Of a tiny model whose cache holds latents (MLA)."""
+
+
+@pytest.fixture(autouse=True)
+def _no_faults_of_other_tests() -> None:
+    """Faults are counted for a whole process, and a node's status tells them."""
+    faults.clear()
 
 
 @pytest.fixture(scope="session")

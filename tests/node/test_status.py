@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kdn.background import faults
 from kdn.codec.header import Header
 from kdn.node.status.counts import merged
 from kdn.node.status.history import OWN_CODES, History, Sample
@@ -31,15 +29,6 @@ PATHS = (
     "/v1/status", "/v1/status/events", "/v1/status/tenants", "/v1/status/tenants/alice",
     "/v1/status/names", "/v1/status/names?tenant=alice", "/v1/status/names/alice/plans",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _no_faults_of_others() -> Iterator[None]:
-    """Faults are counted for a whole process; other tests of this one had some."""
-    before = dict(faults)
-    faults.clear()
-    yield
-    faults.update(before)
 
 
 async def status_of(node: Running, path: str = "", token: str | None = None) -> Any:
