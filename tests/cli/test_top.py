@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kdn.background import faults
 from kdn.cli.main import main
 from kdn.cli.top import board
 from kdn.errors import NotAllowedError, StoreError
 from tests.node.harness import Running, key_of, tenant, with_node
+
+
+@pytest.fixture(autouse=True)
+def _no_faults() -> None:
+    """Other tests of this process make some on purpose, and a status tells of all."""
+    faults.clear()
 
 
 def printed(status: Any) -> str:

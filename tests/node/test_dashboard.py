@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kdn.background import faults
 from kdn.codec.header import MAGIC, MODEL_AT
 from kdn.config import TenantSettings
 from kdn.depot.names import make_version
@@ -37,6 +38,7 @@ HOSTILE = (
 @pytest.fixture(autouse=True)
 def _needs_browser() -> None:
     needs_browser()
+    faults.clear()  # of other tests of this process, of which a status would tell
 
 
 def dashboard(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kdn.background import faults
 from kdn.codec.header import Header
 from kdn.node.status.counts import merged
 from kdn.node.status.history import OWN_CODES, History, Sample
@@ -29,6 +30,12 @@ PATHS = (
     "/v1/status", "/v1/status/events", "/v1/status/tenants", "/v1/status/tenants/alice",
     "/v1/status/names", "/v1/status/names?tenant=alice", "/v1/status/names/alice/plans",
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _no_faults() -> None:
+    """Other tests of this process make some on purpose, and a status tells of all."""
+    faults.clear()
 
 
 async def status_of(node: Running, path: str = "", token: str | None = None) -> Any:
