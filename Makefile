@@ -14,7 +14,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 
 help:
 	@echo "make demo    feel the speedup: one process reads, another one answers"
-	@echo "make test    all tests, with the real model"
+	@echo "make test    the tests, with the real model"
 	@echo "make servers     install the servers that some tests need, where root may"
 	@echo "make test-gpu    the Triton kernels, with the system's Python and its PyTorch"
 	@echo "make test-vllm   the vLLM connector, in a real vLLM on the CPU"

@@ -62,7 +62,8 @@ class DepotSettings:
     disk_bytes: int = 50 * 2**30
     """Disk for objects. When it is full, objects are evicted."""
     policy: str = "cost"
-    """What is evicted first: `cost`, `lru` or `s3fifo`."""
+    """What is evicted first: `cost`, `lru`, `s3fifo`, or `graded`, which cuts levels off before it
+    drops chunks."""
     upstream: str = ""
     """URL of the centre: the node behind this one, which makes this one a region."""
     upstream_token: str = field(default="", repr=False)

@@ -10,6 +10,8 @@ RUN python3 -m pip freeze > /tmp/pins.txt \
     && python3 -m pip install --no-cache-dir -c /tmp/pins.txt /src \
     && rm -r /src /tmp/pins.txt
 ENV KDN_CACHE=/var/cache/kdn
-RUN install -d -m 0700 -o 10001 -g 10001 /var/cache/kdn \
-    && useradd --system --uid 10001 --create-home engine
+# Folders that volumes are mounted at: Docker would make missing ones for root.
+RUN useradd --system --uid 10001 --create-home engine \
+    && install -d -m 0700 -o 10001 -g 10001 /var/cache/kdn \
+        /home/engine/.cache /home/engine/.cache/huggingface
 USER 10001:10001

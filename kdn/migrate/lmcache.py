@@ -157,7 +157,9 @@ def _policy(plan: Plan, name: str, value: Any) -> None:
             name, "kdn's default, cost, weighs what a chunk saves: try it (`kdn bench cache`)"
         )
     else:
-        plan.note(name, f"there is no {shown(value)}; kdn has cost (the default), lru and s3fifo")
+        plan.note(
+            name, f"there is no {shown(value)}; kdn has cost (the default), lru, s3fifo, graded"
+        )
 
 
 def _chunk_size(plan: Plan, name: str, value: Any) -> None:
