@@ -128,7 +128,7 @@ def run(
     rounds: Annotated[int, options.count(1, "cuda: of requests that decode beside others.")] = 2,
     decoded: Annotated[int, options.count(16, "cuda: tokens that each of these makes.")] = 320,
     graphs: Annotated[
-        bool, typer.Option("--graphs", help="cuda: vLLM replays CUDA graphs when it decodes.")
+        bool, typer.Option("--graphs", help="cuda: vLLM replays CUDA graphs in short steps.")
     ] = False,
 ) -> None:
     """Time to first token of a fresh vLLM engine: no cache, ExampleConnector, LMCache and kdn."""

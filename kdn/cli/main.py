@@ -54,6 +54,10 @@ bench = lazy_group(
             "Models of other shapes: trained in minutes, calibrated, judged.",
         ),
         "export": ("kdn.bench.export:run", "A delivery from plain nginx beside one from a node."),
+        "observed": (
+            "kdn.bench.observed.command:run",
+            "What metrics, the request log and traces cost.",
+        ),
     }
 )
 app.add_typer(bench, name="bench", help="Measure on real data, with tables, JSON and plots.")

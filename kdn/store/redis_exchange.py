@@ -86,9 +86,9 @@ class RedisConnection(asyncio.BufferedProtocol):
     def _on_done(self, job: Job) -> None:
         self._left -= 1
         self._window_bytes -= job.in_window_bytes
-        if self._left:
+        if self._unsent:
             self._send_more()
-        elif self._answer is not None and not self._answer.done():
+        if not self._left and self._answer is not None and not self._answer.done():
             self._answer.set_result(None)
 
     def abort(self) -> None:

@@ -191,6 +191,20 @@ class SpanJob(Job):
             return Skipped()
         return self
 
+    def take(self, before: list[Reply], data: memoryview) -> bool:
+        """What `target` and `_Together` do, in one go."""
+        if self._asked is not _Asked.TOGETHER or before or len(data) < RECORD_BYTES:
+            return False
+        self.began(bytes(data[:RECORD_BYTES]), len(data) - RECORD_BYTES)
+        start = RECORD_BYTES
+        while self._accepted and start < len(data):
+            room = self.room(len(data) - start)
+            end = min(start + len(room), len(data))
+            room[: end - start] = data[start:end]
+            self.taken(end - start)
+            start = end
+        return True
+
     def began(self, told: bytes, size_bytes: int) -> Target:
         """Where bytes go that follow this record, of which there are so many."""
         self._accept(parsed(self._object, told))

@@ -132,6 +132,11 @@ class Job:
         replies."""
         return None
 
+    def take(self, before: list[Reply], data: memoryview) -> bool:
+        """The bytes of a string that has come whole, instead of a target for it. False: it wants a
+        target."""
+        return False
+
     def answered(self) -> None:
         """All replies are there; errors of the kind that is asked again may be among them."""
         return
@@ -141,8 +146,7 @@ def pack(command: Command) -> bytes:
     parts: list[bytes | memoryview] = [b"*%d" % len(command)]
     for part in command:
         data = b"%d" % part if isinstance(part, int) else part
-        parts.append(b"\r\n$%d\r\n" % len(data))
-        parts.append(data)
+        parts += (b"\r\n$%d\r\n" % len(data), data)
     parts.append(b"\r\n")
     return b"".join(parts)
 
@@ -270,6 +274,13 @@ class ReplyReader:
                 f"redis: expected at most {job.max_string_bytes} bytes, found {size_bytes}"
             )
         before = self._lists[-1][1] if self._lists else job.replies
+        if job.streams and self._counted[0]:
+            end = self._start + size_bytes
+            is_here = end + 2 <= self._end and self._bytes[end : end + 2] == b"\r\n"
+            if is_here and job.take(before, self._scratch[self._start : end]):
+                self._start = end + 2
+                self._add(b"")
+                return
         self._target = job.target(before, size_bytes) if self._counted[0] else None
         if self._target is None:
             self._target = self._held = Held(size_bytes)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from kdn.bench.vllm_gpu.measure import GpuRow
-from kdn.bench.vllm_gpu.report import document, plot, print_report
+from kdn.bench.vllm_gpu.report import document, doubts, plot, print_report
 from kdn.bench.vllm_gpu.systems import HOST, LMCACHE, NODE, NONE, OFFLOADING
 
 FACTS = {"cpu": "one", "commit": "abc"}
@@ -49,6 +49,27 @@ def runs(share: float) -> list[dict[str, Any]]:
         return {"variant": variant, "tokens_per_s": speed, "ttft_s": [0.03]}
 
     return [run("alone", 400.0), run("beside loads", share * 400.0), run("alone", 400.0)]
+
+
+def answering(system: str, *tokens: int) -> GpuRow:
+    found = row(system, 50.0)
+    answers = [one | {"token": token} for one, token in zip(found.answers, tokens, strict=True)]
+    return found._replace(answers=answers)
+
+
+def test_answers_that_are_not_those_of_no_cache_are_told() -> None:
+    every = [
+        answering(NONE, 7, 7, 7),
+        answering(OFFLOADING, 7, 7, 7),
+        answering(LMCACHE, 8, 8, 8),
+        answering(HOST, 9, 9, 9),
+        answering(NODE, 9, 7, 9),
+    ]
+    assert doubts(every) == [
+        f"{LMCACHE}, 8,192 tokens: its first token is not that of no cache",
+        f"{NODE}, 8,192 tokens: its first token was another one from time to time",
+    ]
+    assert set(doubts(every)) <= set(document(every, [], TASK, [], FACTS)["notes"])
 
 
 def test_figures_are_medians_beside_no_cache() -> None:

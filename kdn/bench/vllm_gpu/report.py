@@ -67,10 +67,29 @@ def document(
         "runs": list(runs),
         "rows": [row._asdict() for row in rows],
         "task": dict(task),
-        "notes": [*notes, *NOTES],
+        "notes": [*notes, *doubts(rows), *NOTES],
         "hardware": {**facts, "vllm": next((r.engine["vllm"] for r in rows if r.engine), "")},
         "commit": facts["commit"],
     }
+
+
+def doubts(rows: Sequence[GpuRow]) -> list[str]:
+    """Systems whose answers are not those of no cache, or not the same each time. These keep values
+    as they are: they should answer alike, and their times count only if they do. (What kdn loads
+    here is drawn: it must only be the same each time.)"""
+    told, right = [], {row.context: _tokens(row) for row in rows if row.system == NONE}
+    for row in rows:
+        found, expected = _tokens(row), right.get(row.context)
+        what = f"{row.system}, {row.context:,} tokens"
+        if len(found) > 1:
+            told.append(f"{what}: its first token was another one from time to time")
+        elif row.system in (OFFLOADING, LMCACHE) and expected is not None and found != expected:
+            told.append(f"{what}: its first token is not that of no cache")
+    return told
+
+
+def _tokens(row: GpuRow) -> set[int]:
+    return {int(one["token"]) for one in row.answers if "token" in one}
 
 
 def _middle(row: GpuRow) -> float:

@@ -45,8 +45,9 @@ class System:
     def settings(
         self, model: Path, max_tokens: int, device: str, graphs: bool = False
     ) -> dict[str, Any]:
-        """For the worker. `graphs`: steps that only decode are recorded and replayed, as vLLM does
-        by default; all else stays as in eager mode."""
+        """For the worker. `graphs`: steps of few tokens are recorded and replayed, as vLLM does by
+        default (there with compiled pieces, which take a minute to make); longer ones stay as in
+        eager mode."""
         own: dict[str, Any] = {"dtype": "float32"}
         if device.startswith("cuda"):
             own = {
@@ -60,8 +61,8 @@ class System:
             "disable_hybrid_kv_cache_manager": True, "enforce_eager": not graphs, **own,
         }  # fmt: skip
         if graphs:
-            engine["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-            engine["cudagraph_capture_sizes"] = [1, 2, 4, 8, 16]
+            engine["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL"}
+            engine["cudagraph_capture_sizes"] = [1, 2, 4, 8, 16, 24, 32]
         return {"engine": engine, "transfer": self.transfer}
 
 

@@ -1,0 +1,1 @@
+"""What it costs to be watched: metrics, the request log and traces."""
