@@ -45,9 +45,10 @@ class EngineAnswer:
 class EngineProcess:
     """Asks a worker process (`vllm_worker.py`) and waits for its answers."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, settings: object) -> None:
-        self._process = process
-        self._log = log
+    def __init__(
+        self, process: subprocess.Popen[bytes], log: Path, settings: object, name: str = "vLLM"
+    ) -> None:
+        self._process, self._log, self._name = process, log, name
         self._unread = b""
         self.facts = self._ask(settings, START_S)
 
@@ -61,7 +62,7 @@ class EngineProcess:
         """What the worker says to this, by ANSWER_S unless told otherwise."""
         told = self._ask(question, ANSWER_S if limit_s is None else limit_s)
         if "error" in told:
-            raise EngineError(f"vLLM: {told['error']}; {self._tail()}")
+            raise EngineError(f"{self._name}: {told['error']}; {self._tail()}")
         return told
 
     def _ask(self, question: object, limit_s: float) -> dict[str, Any]:
@@ -79,10 +80,12 @@ class EngineProcess:
         while b"\n" not in self._unread:
             left_s = give_up_s - time.monotonic()
             if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
-                raise EngineError(f"vLLM did not answer within {limit_s:.0f} s; {self._tail()}")
+                raise EngineError(
+                    f"{self._name} did not answer within {limit_s:.0f} s; {self._tail()}"
+                )
             part = os.read(pipe, 1 << 20)
             if not part:
-                raise EngineError(f"vLLM ended; {self._tail()}")
+                raise EngineError(f"{self._name} ended; {self._tail()}")
             self._unread += part
         line, _, self._unread = self._unread.partition(b"\n")
         return line
@@ -98,9 +101,10 @@ def start_engine(
     log: Path,
     environ: Mapping[str, str],
     worker: Path | None = None,
+    name: str = "vLLM",
 ) -> Iterator[EngineProcess]:
     """`settings`: model (folder), max_tokens (of a context), transfer (vLLM's kv_transfer_config,
-    or None); another worker has its own."""
+    or None); another worker has its own. `name`: in errors."""
     # -P: else the worker's folder comes first on the path, and `vllm` is a file of this package.
     with log.open("wb") as errors:
         process = subprocess.Popen(
@@ -109,7 +113,7 @@ def start_engine(
         )  # fmt: skip
     limit_s = 0.0  # after an error there is nothing to wait for
     try:
-        yield EngineProcess(process, log, dict(settings))
+        yield EngineProcess(process, log, dict(settings), name)
         limit_s = STOP_S
     finally:
         _stop(process, limit_s)

@@ -497,6 +497,9 @@ def doctor(
         bool, typer.Option("--quick", help="Without decoding on a GPU and running the model.")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write what was found as JSON.")] = None,
+    token_file: TokenOption = None,
+    secret_file: SecretOption = None,
+    tls_ca: TlsOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Is this machine and its configuration sound? What is wrong, and what to do about it."""
@@ -506,7 +509,8 @@ def doctor(
 
     if json is not None:
         checked_output(json)
-    if failed := run(Situation(config, url, model, quick), json, typer.echo):
+    situation = Situation(config, url, model, quick, token_file, secret_file, tls_ca)
+    if failed := run(situation, json, typer.echo):
         raise KdnError(f"failed: {', '.join(failed)}")
 
 

@@ -54,13 +54,18 @@ class Situation:
     url: str | None = None
     model: str = MODEL
     quick: bool = False
+    token_file: Path | None = None
+    secret_file: Path | None = None
+    tls_ca: Path | None = None
     shared_memory: Path = Path("/dev/shm")
     cpu_info: Path = Path("/proc/cpuinfo")
 
     @cached_property
     def config(self) -> Config:
         """UnsupportedError if there is something wrong with it."""
-        return load_config(self.config_file, {"client.url": self.url})
+        files = {name: getattr(self, name) for name in ("token_file", "secret_file", "tls_ca")}
+        given = {f"client.{name}": file and str(file) for name, file in files.items()}
+        return load_config(self.config_file, {"client.url": self.url, **given})
 
     @property
     def sound_config(self) -> Config:

@@ -27,7 +27,11 @@ from kdn.store.streaming import Receiver
 
 
 def range_of(name: bytes, start: int, end: int) -> Command:
-    return (b"GETRANGE", name, start, end - 1)
+    """Packed at once: most commands are this one."""
+    first, last = b"%d" % start, b"%d" % (end - 1)
+    return b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
+        len(name), name, len(first), first, len(last), last,
+    )  # fmt: skip
 
 
 class Found(NamedTuple):
@@ -158,17 +162,17 @@ class SpanJob(Job):
         part, start = divmod(self._position, PART_BYTES)
         end = max(start, min(self._end - part * PART_BYTES, PART_BYTES))
         self.max_string_bytes = max(RECORD_BYTES, end - start)
-        record = range_of(self.key, 0, RECORD_BYTES)
-        if part and self.record is not None:
-            self._asked = _Asked.PART
-            return [range_of(self._keys.of_part(self.record, part), start, end)]
-        if part or start == end:
-            self._asked = _Asked.RECORD
-            return [record, (b"STRLEN", self.key)]
-        if not start:
+        if not part and not start and end:
             self._asked = _Asked.TOGETHER
             self.max_string_bytes = RECORD_BYTES + end
             return [range_of(self.key, 0, RECORD_BYTES + end)]
+        if part and self.record is not None:
+            self._asked = _Asked.PART
+            return [range_of(self._keys.of_part(self.record, part), start, end)]
+        record = range_of(self.key, 0, RECORD_BYTES)
+        if part or start == end:
+            self._asked = _Asked.RECORD
+            return [record, (b"STRLEN", self.key)]
         self._asked = _Asked.BOTH
         data = range_of(self.key, RECORD_BYTES + start, RECORD_BYTES + end)
         return [record, (b"STRLEN", self.key), data, record]

@@ -91,15 +91,8 @@ class Shards:
         while ways:
             generation = self._generation
             groups = self._grouped(ways)
-            unknown = [way for way in ways if self._server_of(way) is None]
-            # All of them end here, whatever is wrong with one: their bytes go to the same reader.
-            lost = await asyncio.gather(
-                *(self._ask(server, asking, some) for (server, asking), some in groups.items()),
-                return_exceptions=True,
-            )
-            for one in lost:
-                if isinstance(one, BaseException):
-                    raise one
+            unknown = sum(map(len, groups.values())) < len(ways)
+            lost = await self._ask_all(groups)
             ways = [way for way in ways if not way.is_done]
             if (now := _of(ways)) != progress:
                 attempt, give_up_s = 0, time.monotonic() + self._options.deadline_s
@@ -112,6 +105,18 @@ class Shards:
                 attempt += 1
             elif any(way.to for way in ways) and time.monotonic() > self._refreshed_s + REFRESHED_S:
                 await self._refresh(generation)
+
+    async def _ask_all(self, groups: dict[tuple[Server, bool], list[_Way]]) -> list[bool]:
+        """All of them end here, whatever is wrong with one: their bytes go to the same reader."""
+        asked = [self._ask(server, asking, some) for (server, asking), some in groups.items()]
+        if len(asked) == 1:  # most often, and a task takes its time
+            return [await asked[0]]
+        lost = []
+        for one in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(one, BaseException):
+                raise one
+            lost.append(one)
+        return lost
 
     def _grouped(self, ways: Sequence[_Way]) -> dict[tuple[Server, bool], list[_Way]]:
         groups: dict[tuple[Server, bool], list[_Way]] = defaultdict(list)

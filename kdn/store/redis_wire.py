@@ -27,7 +27,8 @@ ITEM_BYTES = 64
 """Counted for each answer besides its bytes: the Python object."""
 MAX_DEPTH = 4
 
-Command: TypeAlias = tuple[bytes | memoryview | int, ...]
+Command: TypeAlias = "tuple[bytes | memoryview | int, ...] | bytes"
+"""Its parts, or bytes as they travel."""
 Reply: TypeAlias = "bytes | int | ErrorReply | list[Reply] | None"
 
 
@@ -110,9 +111,7 @@ class Job:
     @property
     def travelling_bytes(self) -> int:
         """About how many go or come back."""
-        sent = sum(len(part) for command in self._commands for part in command[1:]
-                   if not isinstance(part, int))  # fmt: skip
-        return max(sent, self.max_string_bytes)
+        return max(sum(map(_num_bytes, self._commands)), self.max_string_bytes)
 
     @property
     def progress(self) -> int:
@@ -142,7 +141,16 @@ class Job:
         return
 
 
+def _num_bytes(command: Command) -> int:
+    """About how many."""
+    if isinstance(command, bytes):
+        return len(command)
+    return sum(len(part) for part in command[1:] if not isinstance(part, int))
+
+
 def pack(command: Command) -> bytes:
+    if isinstance(command, bytes):
+        return command
     parts: list[bytes | memoryview] = [b"*%d" % len(command)]
     for part in command:
         data = b"%d" % part if isinstance(part, int) else part

@@ -550,6 +550,10 @@ def test_lines_json_and_exit_code(bench: Bench, capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr()
     assert "FAIL  credentials: client.token_file" in shown.out
     assert shown.err == "kdn: failed: credentials\n"
+    own = str(bench.write("own-token", "abc\n", 0o600))
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--token-file", own])
+    assert not ended.value.code  # the flag's file, and not the one that others may read
     told = json.loads((bench.folder / "out.json").read_text())
     assert not told["sound"]
     [wrong] = [one for one in told["checks"] if one["status"] == FAIL]

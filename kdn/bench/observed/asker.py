@@ -1,46 +1,52 @@
 """A client in a process of its own, which asks when it is told to, and says how long that took.
 
-Run as `python -m kdn.bench.observed.asker`. The first line of standard input has its settings, each
-later one makes it ask once; each line of standard output is what came of it, all in JSON.
+Run as a file: the first line of standard input has its settings, each later one makes it ask once;
+each line of standard output is what came of it, all in JSON. Whatever libraries print goes to
+standard error.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 QUESTION = "What is the text above about?"
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
     settings = json.loads(sys.stdin.readline())
     import kdn
+    from kdn.defaults import REQUEST_LOG_BYTES
+    from kdn.request_log import default_path
 
-    watched = settings["watched"]
+    watched, name = settings["watched"], settings["name"]
     with kdn.connect(
         settings["url"],
         model=settings["model"],
         recompute=False,
-        request_log_bytes=None if watched else 0,
+        request_log_bytes=REQUEST_LOG_BYTES if watched else 0,
         tracing=watched,
     ) as client:
-        if settings["text"]:
-            client.learn(settings["name"], settings["text"])
-            client.flush()
-        _tell({"ready": True})
+        client.learn(name, settings["text"])
+        client.flush()
+        _tell(answers, {"ready": True})
         for _ in sys.stdin:
             began_s = time.perf_counter()
-            answer = client.ask(settings["name"], QUESTION, max_new_tokens=1)
+            answer = client.ask(name, QUESTION, max_new_tokens=1)
             "".join(answer)
-            took_s = time.perf_counter() - began_s
-            _tell({"seconds": took_s, "fetched_bytes": answer.stats.fetched_bytes})
+            told: dict[str, Any] = {"seconds": time.perf_counter() - began_s}
+            told["fetched_bytes"] = answer.stats.fetched_bytes
+            told["log_bytes"] = default_path().stat().st_size if watched else 0
+            _tell(answers, told)
 
 
-def _tell(what: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
-    sys.stdout.flush()
+def _tell(answers: TextIO, what: dict[str, Any]) -> None:
+    answers.write(json.dumps(what) + "\n")
 
 
 if __name__ == "__main__":

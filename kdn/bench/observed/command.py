@@ -1,19 +1,19 @@
 """`kdn bench observed`: what metrics, the request log and traces cost, beside the same without.
 
 Two nodes send at full speed in turns: one that nobody watches, and one that traces every request to
-a collector and whose metrics are read every second. Then two clients, processes of their own, are
+a collector and whose metrics are read in its turns. Then two clients, processes of their own, are
 asked in turns for the first token after a document that they fetch each time: one without a request
-log and traces, one with both, and both ends of it traced. Turns change their order, so that
-whatever else this machine does meets both.
+log and traces, one with both, each from one of the nodes. The order of turns changes, so that
+whatever else this machine does meets both. What a watcher should see is checked: a run in which
+nothing was traced, read or logged fails.
 
-Counting itself cannot be turned off, so the node that nobody watches counts, too.
+Counting itself cannot be turned off, so the node that nobody watches counts, too. Not measured:
+many small requests, of each of which a trace costs a larger part (docs/observability.md).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import subprocess
 import sys
 import tempfile
@@ -38,22 +38,29 @@ from kdn.bench.node_servers import Server, make_objects, start_kdn
 from kdn.bench.options import JsonFile
 from kdn.bench.report import hardware, report_console, write_json
 from kdn.bench.servers import free_port
+from kdn.bench.vllm_engine import EngineProcess, start_engine
 from kdn.calibrate.corpus import default_texts
 from kdn.errors import KdnError, UnsupportedError
 
 MOST_COST = 0.02
-SIZES_BYTES, SET_BYTES, WINDOW_S = (64 << 10, 1 << 20), 64 << 20, 0.5
+SIZES_BYTES, SET_BYTES, WINDOW_S = (64 << 10, 1 << 20), 64 << 20, 1.0
 SCRAPED_EVERY_S = 1.0
-START_S, ANSWER_S, ARRIVE_S, STOP_S = 300.0, 120.0, 20.0, 10.0
+EXPORTED_EVERY_MS = 200
+"""Instead of five seconds: what a turn records is sent in that turn."""
+START_S, ARRIVE_S, STOP_S, QUIET_S = 20.0, 20.0, 10.0, 1.0
+TRACED_BYTES = 100_000, 1_000
+"""The least that the traces of a node take in all its turns, and those of a client for each ask.
+Metrics that are read are traced as well, but that is far less."""
 CHARACTERS_PER_TOKEN = 4
-NAME = "document"
+NODE, CLIENT, NAME = "node", "client", "document"
+ASKER = Path(__file__).with_name("asker.py")
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One thing, unwatched and watched. `cost`: the part by which it is slower when it is watched,
-    the median over pairs of turns; a quarter of the pairs lies below `low`, a quarter above
-    `high`."""
+    """Seconds of one thing, unwatched and watched. `cost`: the part by which it is slower when it
+    is watched, the median over pairs of turns; a quarter of the pairs lies below `low`, a quarter
+    above `high`."""
 
     what: str
     unwatched: float
@@ -72,7 +79,7 @@ def run(
     json_file: JsonFile = None,
 ) -> None:
     """What metrics, the request log and traces cost: a node's speed, and the first token."""
-    if find_spec("opentelemetry.sdk") is None:
+    if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
         raise UnsupportedError("traces need OpenTelemetry: pip install 'kdn[otel]'")
     told = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="kdn-bench-") as folder, collector() as sink:
@@ -99,7 +106,7 @@ def compared(what: str, pairs: Sequence[tuple[float, float]]) -> Compared:
     )  # fmt: skip
 
 
-# traces
+# those who watch
 
 
 class Collector:
@@ -108,19 +115,22 @@ class Collector:
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
 
-    def taken_bytes(self) -> int:
-        with urlopen(self.url, timeout=5.0) as answer:
+    def taken_bytes(self, sender: str) -> int:
+        with urlopen(f"{self.url}/{sender}", timeout=5.0) as answer:
             return int(answer.read())
 
-    def wait(self, num_bytes: int, limit_s: float) -> None:
-        """Until so many have come."""
-        give_up_s = time.monotonic() + limit_s
+    def wait(self, sender: str, num_bytes: int, limit_s: float = ARRIVE_S) -> None:
+        """Until so many have come of this one."""
+        give_up_s, found = time.monotonic() + limit_s, 0
         while time.monotonic() < give_up_s:
             with suppress(OSError):
-                if self.taken_bytes() >= num_bytes:
+                if (found := self.taken_bytes(sender)) >= num_bytes:
                     return
             time.sleep(0.05)
-        raise KdnError(f"{num_bytes} bytes of traces did not come within {limit_s:g} s")
+        raise KdnError(
+            f"expected {num_bytes:,} bytes of traces of the {sender}, found {found:,} after "
+            f"{limit_s:g} s"
+        )
 
 
 @contextmanager
@@ -129,55 +139,67 @@ def collector() -> Iterator[Collector]:
     process = subprocess.Popen([sys.executable, "-m", "kdn.bench.observed.sink", str(port)])
     found = Collector(port)
     try:
-        found.wait(0, START_S)
+        found.wait(NODE, 0, START_S)
         yield found
     finally:
-        _stop(process)
+        process.kill()
+        process.wait()
+
+
+def _exporting(sink: Collector, sender: str) -> dict[str, str]:
+    """The environment of a process that sends its traces there."""
+    return {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"{sink.url}/{sender}",
+        "OTEL_BSP_SCHEDULE_DELAY": str(EXPORTED_EVERY_MS),
+    }
+
+
+class Scraper:
+    """Reads a node's metrics every second, while it is told to."""
+
+    def __init__(self, server: Server) -> None:
+        host, port = server.address
+        self._url = f"http://{host}:{port}/metrics"
+        self.times = 0
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        over = threading.Event()
+        thread = threading.Thread(target=self._read, args=(over,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(STOP_S)
+
+    def _read(self, over: threading.Event) -> None:
+        while not over.is_set():
+            with suppress(OSError), urlopen(self._url, timeout=5.0) as page:
+                self.times += bool(page.read())
+            over.wait(SCRAPED_EVERY_S)
 
 
 @contextmanager
-def _exporting(sink: Collector) -> Iterator[None]:
-    """Processes that are begun meanwhile send their traces there."""
-    name = "OTEL_EXPORTER_OTLP_ENDPOINT"
-    before = os.environ.get(name)
-    os.environ[name] = sink.url
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
-
-
-@contextmanager
-def _two_nodes(folder: Path, sink: Collector) -> Iterator[tuple[Server, Server]]:
-    """One that nobody watches, one that is watched."""
+def _two_nodes(folder: Path, sink: Collector) -> Iterator[tuple[list[Server], Scraper]]:
+    """One that nobody watches, one that is watched, and who reads its metrics."""
     with ExitStack() as stack:
         plain = stack.enter_context(start_kdn(folder / "plain"))
-        with _exporting(sink):
+        with _environ(_exporting(sink, NODE)):
             watched = stack.enter_context(start_kdn(folder / "watched", {"tracing": True}))
-        stack.enter_context(_scraped(watched))
-        yield plain, watched
+        yield [plain, watched], Scraper(watched)
 
 
 @contextmanager
-def _scraped(server: Server) -> Iterator[None]:
-    """Its metrics are read every second."""
-    over = threading.Event()
-    host, port = server.address
-
-    def scrape() -> None:
-        while not over.wait(SCRAPED_EVERY_S):
-            with suppress(OSError), urlopen(f"http://{host}:{port}/metrics", timeout=5.0) as page:
-                page.read()
-
-    thread = threading.Thread(target=scrape, daemon=True)
-    thread.start()
+def _environ(more: Mapping[str, str]) -> Iterator[None]:
+    """Of processes that begin meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(more)
     try:
         yield
     finally:
-        over.set()
-        thread.join(STOP_S)
+        os.environ.clear()
+        os.environ.update(before)
 
 
 # nodes
@@ -185,36 +207,36 @@ def _scraped(server: Server) -> Iterator[None]:
 
 def compare_nodes(folder: Path, sink: Collector, repeats: int, told: Console) -> list[Compared]:
     """At full speed, batches of objects of several sizes: as `kdn bench node` measures."""
-    sets = {size: make_objects(size, SET_BYTES // size, 0) for size in SIZES_BYTES}
+    sets = [make_objects(size, SET_BYTES // size, 0) for size in SIZES_BYTES]
     pairs: list[tuple[float, float]] = []
-    with _two_nodes(folder / "nodes", sink) as both:
-        for objects in sets.values():
+    with _two_nodes(folder / "nodes", sink) as (both, scraper):
+        for objects in sets:
             for server in both:
                 server.put(objects)
                 check_all(server, objects)
-        before = sink.taken_bytes()
+        time.sleep(QUIET_S)  # traces of that are sent
+        before = sink.taken_bytes(NODE)
         for number in range(repeats):
             told.print(f"nodes at full speed, {number + 1} of {repeats}")
-            pairs.append(_pair(both, sets, is_swapped=number % 2 > 0))
-        _need_traces(sink, before)
+            took: list[list[float]] = [[], []]
+            for objects in sets:
+                for which in _order(number):
+                    with scraper.reading() if which else ExitStack():
+                        speed = full_speed(both[which], objects, WINDOW_S)
+                    took[which].append(1e9 / speed.bytes_per_s)
+            pairs.append((geometric_mean(took[0]), geometric_mean(took[1])))
+        sink.wait(NODE, before + TRACED_BYTES[0])
+        _need_scrapes(scraper, repeats)
     return [compared("a node at full speed, s/GB", pairs)]
 
 
-def _pair(
-    both: Sequence[Server], sets: Mapping[int, Mapping[str, bytes]], *, is_swapped: bool
-) -> tuple[float, float]:
-    """Seconds per 10^9 bytes of each, over all sizes."""
-    took: dict[Server, list[float]] = {server: [] for server in both}
-    for objects in sets.values():
-        for server in both[::-1] if is_swapped else both:
-            took[server].append(1e9 / full_speed(server, objects, WINDOW_S).bytes_per_s)
-    plain, watched = (geometric_mean(took[server]) for server in both)
-    return plain, watched
+def _order(number: int) -> tuple[int, int]:
+    return (1, 0) if number % 2 else (0, 1)
 
 
-def _need_traces(sink: Collector, before: int) -> None:
-    """They are sent every few seconds."""
-    sink.wait(before + 1, ARRIVE_S)
+def _need_scrapes(scraper: Scraper, least: int) -> None:
+    if scraper.times < least:
+        raise KdnError(f"the node's metrics were read {scraper.times} times, expected {least}")
 
 
 # clients
@@ -225,79 +247,54 @@ def compare_clients(
 ) -> list[Compared]:
     text = default_texts()[0].content[: CHARACTERS_PER_TOKEN * context]
     pairs: list[tuple[float, float]] = []
-    with _two_nodes(folder / "clients", sink) as nodes, ExitStack() as stack:
+    with _two_nodes(folder / "clients", sink) as (nodes, scraper), ExitStack() as stack:
         clients = []
-        for node, watched in zip(nodes, (False, True), strict=True):
+        for which, node in enumerate(nodes):
             told.print("a client learns the document")
-            clients.append(stack.enter_context(_client(node, model, text, sink, watched=watched)))
+            settings = {"model": model, "text": text, "name": NAME, "watched": bool(which)}
+            more = _exporting(sink, CLIENT) if which else {}
+            log = folder / f"client-{which}.log"
+            clients.append(stack.enter_context(_client(node, settings, log, more)))
         for client in clients:
-            client.ask()  # what is made on first use is made
-        before = sink.taken_bytes()
+            _ask(client)  # what is made on first use is made
+        time.sleep(QUIET_S)
+        before = sink.taken_bytes(CLIENT)
         for number in range(asks):
             told.print(f"first tokens, {number + 1} of {asks}")
-            order = clients[::-1] if number % 2 else clients
-            took = {id(client): client.ask() for client in order}
-            plain, watched_s = (took[id(client)] for client in clients)
-            pairs.append((plain, watched_s))
-        _need_traces(sink, before)
-    return [compared(f"the first token after about {context} tokens, s", pairs)]
+            took_s = [0.0, 0.0]
+            for which in _order(number):
+                with scraper.reading() if which else ExitStack():
+                    took_s[which] = _ask(clients[which], is_logged=bool(which))
+            pairs.append((took_s[0], took_s[1]))
+        sink.wait(CLIENT, before + asks * TRACED_BYTES[1])
+        _need_scrapes(scraper, asks)
+    return [compared(f"the first token after about {context:,} tokens, s", pairs)]
 
 
-class _Client:
-    """One process, asked over pipes. Every wait has a deadline."""
-
-    def __init__(self, process: subprocess.Popen[str], settings: Mapping[str, Any]) -> None:
-        self._process = process
-        self._call(settings, START_S)
-
-    def ask(self) -> float:
-        """Seconds to the first token."""
-        told = self._call({}, ANSWER_S)
-        if not told["fetched_bytes"]:
-            raise KdnError("a client answered without fetching anything")
-        return float(told["seconds"])
-
-    def _call(self, what: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-        give_up_s = time.monotonic() + limit_s
-        while time.monotonic() < give_up_s and self._process.poll() is None:
-            if select.select([self._process.stdout], [], [], 1.0)[0]:
-                found: dict[str, Any] = json.loads(self._process.stdout.readline() or "{}")
-                if found:
-                    return found
-        raise KdnError(f"a client did not answer within {limit_s:g} s")
+def _ask(client: EngineProcess, *, is_logged: bool = False) -> float:
+    """Seconds to the first token."""
+    told = client.call({})
+    if not told["fetched_bytes"]:
+        raise KdnError("a client answered without fetching anything")
+    if is_logged and not told["log_bytes"]:
+        raise KdnError("a client logged nothing")
+    return float(told["seconds"])
 
 
 @contextmanager
 def _client(
-    node: Server, model: str, text: str, sink: Collector, *, watched: bool
-) -> Iterator[_Client]:
+    node: Server, settings: Mapping[str, Any], log: Path, more: Mapping[str, str]
+) -> Iterator[EngineProcess]:
     host, port = node.address
-    settings = {
-        "url": f"http://{host}:{port}", "model": model, "text": text, "name": NAME,
-        "watched": watched,
-    }  # fmt: skip
-    with _exporting(sink):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kdn.bench.observed.asker"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    try:
-        yield _Client(process, settings)
-    finally:
-        _stop(process)
+    own = {name: value for name, value in os.environ.items() if _is_passed_on(name)}
+    asked = {**settings, "url": f"http://{host}:{port}"}
+    with start_engine(sys.executable, asked, log, {**own, **more}, ASKER, "a client") as client:
+        yield client
 
 
-def _stop(process: subprocess.Popen[Any]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _is_passed_on(name: str) -> bool:
+    """No settings of the user's own, but where the models are."""
+    return name == "KDN_CACHE" or not name.startswith("KDN_")
 
 
 def print_report(console: Console, rows: Sequence[Compared]) -> None:
