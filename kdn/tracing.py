@@ -354,9 +354,10 @@ def check_installed() -> None:
         raise UnsupportedError("tracing needs OpenTelemetry: pip install 'kdn[otel]'")
 
 
-def start(service: str) -> None:
+def start(service: str, share: float = 1.0) -> None:
     """Record traces, and send them where OTEL_EXPORTER_OTLP_ENDPOINT and its like say; unless this
-    process has a provider already. UnsupportedError if OpenTelemetry is not installed."""
+    process has a provider already. Of requests that nobody else traces, a share, unless
+    OTEL_TRACES_SAMPLER says otherwise. UnsupportedError if OpenTelemetry is not installed."""
     check_installed()
     if is_on():
         return
@@ -365,9 +366,12 @@ def start(service: str) -> None:
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
     own = {} if os.environ.get("OTEL_SERVICE_NAME") else {SERVICE_NAME: service}
-    provider = TracerProvider(resource=Resource.create(own))
+    # None: as the variable says.
+    sampler = None if os.environ.get("OTEL_TRACES_SAMPLER") else ParentBasedTraceIdRatio(share)
+    provider = TracerProvider(sampler=sampler, resource=Resource.create(own))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
 

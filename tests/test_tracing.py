@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -145,3 +146,21 @@ def test_start_sends_traces_by_the_sdk() -> None:
         "import os; os._exit(0)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("asked_for", [None, "parentbased_always_on"])
+def test_a_share_of_what_nobody_traces_is_recorded(asked_for: str | None) -> None:
+    """And all of what others trace; of everything if the variable says so."""
+    code = (
+        "from kdn import tracing; tracing.start('kdn-node', 0.0)\n"
+        "alone = tracing.Request.begin('alone')\n"
+        f"below = tracing.Request.begin('below', parent='00-{TRACE}-{'1' * 16}-01')\n"
+        "print(alone._own.is_recording(), below._own.is_recording())\n"
+        "import os, sys; sys.stdout.flush(); os._exit(0)"
+    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    environ |= {"OTEL_TRACES_SAMPLER": asked_for} if asked_for else {}
+    told = subprocess.run(
+        [sys.executable, "-c", code], timeout=60, env=environ, capture_output=True, text=True
+    )
+    assert told.stdout.split() == [str(asked_for is not None), "True"]

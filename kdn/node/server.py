@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 SERVICE = "kdn-node"
 """In traces, unless OTEL_SERVICE_NAME says otherwise."""
+TRACED_SHARE = 0.01
+"""Of requests that come without a trace. Those of clients that trace are all recorded."""
 REAP_S = 2.0
 FRAME_BYTES = 2**20
 LIMITED_FRAME_BYTES = 2**16
@@ -232,5 +234,5 @@ def run(config: Config, queue: Queue | None = None) -> None:
     check_exposure(config)  # before anything is opened
     log_to(None, config.node.log_level)
     if config.node.tracing:
-        tracing.start(SERVICE)
+        tracing.start(SERVICE, TRACED_SHARE)
     uvloop.run(serve(config, queue))

@@ -36,6 +36,7 @@ from kdn.node.logs import log_to
 from kdn.node.owner import Workers
 from kdn.node.server import (
     SERVICE,
+    TRACED_SHARE,
     Listening,
     check_exposure,
     listen,
@@ -171,7 +172,7 @@ class _Supervisor:
             os.close(self.lifeline[1])
             self._close_sockets(but=own)
             if self.config.node.tracing:
-                tracing.start(SERVICE)
+                tracing.start(SERVICE, TRACED_SHARE)
             uvloop.run(_until_told(serve, self.lifeline[0]))
             code = 0
         except KdnError as error:

@@ -103,7 +103,7 @@ class Pools:
         return ErrorReply(reply.text.replace(password, "***")) if password else reply
 
     def _greeting(self, role: Role) -> list[Command]:
-        address, commands = self._address, []
+        address, commands = self._address, list[Command]()
         is_sentinel = role is Role.GUIDE and address.kind == SENTINEL
         if address.password and not is_sentinel:
             user = (address.username.encode(),) if address.username else ()
