@@ -44,12 +44,12 @@ from kdn.calibrate.corpus import default_texts
 from kdn.errors import KdnError, UnsupportedError
 
 MOST_COST = 0.02
-SIZES_BYTES, SET_BYTES, WINDOW_S = (64 << 10, 1 << 20), 64 << 20, 1.0
+SIZES_BYTES, SET_BYTES, WINDOW_S = (64 << 10, 1 << 20), 64 << 20, 2.0
 SCRAPED_EVERY_S = 5.0
 """Of the time that a node is watched. Prometheus takes a minute unless told otherwise."""
-EXPORTED_EVERY_MS = 200
-"""Instead of five seconds: what a turn records is sent in that turn."""
-START_S, ARRIVE_S, STOP_S, QUIET_S = 20.0, 20.0, 10.0, 1.0
+EXPORTED_EVERY_MS = 1000
+"""Instead of five seconds: what a turn records is sent in that turn, mostly."""
+START_S, ARRIVE_S, STOP_S, QUIET_S = 20.0, 20.0, 10.0, 2.5
 TRACED_BYTES = 1_000, 1_000
 """The least that the traces of a node take in all its turns, and those of a client for each ask."""
 CHARACTERS_PER_TOKEN = 4
@@ -73,7 +73,7 @@ class Compared:
 
 
 def run(
-    repeats: Annotated[int, options.count(4, "Turns of each node.")] = 20,
+    repeats: Annotated[int, options.count(4, "Turns of each node.")] = 16,
     asks: Annotated[int, options.count(0, "Turns of each client; 0: nodes alone.")] = 20,
     context: Annotated[int, options.count(256, "About so many tokens of the document.")] = 3072,
     model: Annotated[str, typer.Option(help="smollm2, a local folder, or a hub name.")] = "smollm2",
