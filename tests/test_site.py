@@ -12,7 +12,7 @@ import yaml
 import kdn
 from kdn.config import ClientSettings, NodeSettings, TenantSettings
 from tests.documents import DOCS, ROOT
-from tools import pictures, reference
+from tools import pages, pictures, reference
 
 MADE = {"index.md", *(path for path, _ in reference.pages())}
 MAY_BE_MISSING = {"from-lmcache.md", "metrics.md"}
@@ -33,6 +33,21 @@ def test_every_page_is_listed_and_every_listed_page_is_there() -> None:
     here = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     assert here - set(pages) == set()
     assert set(pages) - here - MADE <= MAY_BE_MISSING
+
+
+def test_links_of_all_pages_lead_to_pages_and_pictures() -> None:
+    """As `make docs` checks them. Links to headings are checked with the documents."""
+    every = {"index.md": pages.front_page((ROOT / "README.md").read_text())}
+    every |= {str(one.relative_to(DOCS)): pages.page(one.read_text()) for one in DOCS.rglob("*.md")}
+    wrong = []
+    for name, text in every.items():
+        for link in re.findall(r"\]\(([^)#\s]+)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+            target = (DOCS / name).parent.joinpath(link).resolve()
+            is_made = target.is_relative_to(DOCS) and str(target.relative_to(DOCS)) in MADE
+            is_here = target.is_file() and target.is_relative_to(DOCS)
+            if "://" not in link and not is_made and not is_here:
+                wrong.append(f"{name}: {link}")
+    assert wrong == []
 
 
 def test_the_site_fetches_nothing() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from tools import reference
+from tools import pages, reference
 
 ROOT = Path(__file__).parent.parent
 MAY_BE_MISSING = ("from-lmcache.md", "metrics.md")
@@ -32,14 +31,11 @@ def _present(entries: list[Any]) -> list[Any]:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    made = [("index.md", front_page((ROOT / "README.md").read_text())), *reference.pages()]
+    made = [("index.md", pages.front_page((ROOT / "README.md").read_text())), *reference.pages()]
     for path, text in made:
         files.append(File.generated(config, path, content=text))
     return files
 
 
-def front_page(readme: str) -> str:
-    """The README, seen from docs/."""
-    text = readme.replace("](docs/decisions)", "](decisions/0001-klt.md)")
-    text = re.sub(r'(\]\(|src="|srcset=")docs/', r"\1", text)
-    return text.replace("[LICENSE](LICENSE)", "LICENSE")
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return pages.page(markdown)
