@@ -104,4 +104,7 @@ class Requests:
 def reason(error: BaseException) -> str:
     """In one line, without what may be secret in a URL."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return _QUERY.sub("", lines[0])[:300]
+    told = _QUERY.sub("", lines[0])[:300]
+    # What obstore says of an http:// endpoint of the environment, and no more than that.
+    is_plain = told.endswith("builder error") and "http://" in told
+    return f"{told} (an endpoint without TLS needs ?allow_http=true)" if is_plain else told

@@ -321,6 +321,19 @@ def test_a_server_that_falls_silent_is_an_error_at_the_deadline(
     asyncio.run(test())
 
 
+def test_an_endpoint_without_tls_says_what_it_needs(
+    s3_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+
+    async def look() -> None:
+        async with closing(open_object_store("s3://bucket/kdn")) as store:
+            await store.lookup([KEY])
+
+    with pytest.raises(StoreError, match=r"needs \?allow_http=true"):
+        asyncio.run(asyncio.wait_for(look(), LIMIT_S))
+
+
 def test_a_bucket_that_is_none_is_named(moto_s3: S3Server, s3_environment: None) -> None:
     async def test() -> None:
         store = open_object_store(moto_s3.url().replace("s3://kdn/", "s3://nobodys-bucket/"))
