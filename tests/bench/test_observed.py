@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from kdn.bench.node_servers import start_kdn
+from kdn.bench.observed import command
 from kdn.bench.observed.command import (
     NODE,
     Scraper,
@@ -48,8 +49,10 @@ def test_a_scraper_counts_pages_that_came(tmp_path: Path) -> None:
 
 
 @pytest.mark.alone
-def test_a_watched_node_is_traced_and_read(tmp_path: Path) -> None:
+def test_a_watched_node_is_traced_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("opentelemetry.sdk")
+    monkeypatch.setattr(command, "WINDOW_S", 0.2)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_on")  # so little time is enough
     with collector() as sink:
         [row] = compare_nodes(tmp_path, sink, 4, Console(quiet=True))
     assert row.pairs == 4
