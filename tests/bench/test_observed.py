@@ -52,6 +52,7 @@ def test_a_scraper_counts_pages_that_came(tmp_path: Path) -> None:
 def test_a_watched_node_is_traced_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("opentelemetry.sdk")
     monkeypatch.setattr(command, "WINDOW_S", 0.2)
+    monkeypatch.setattr(command, "SET_BYTES", 8 << 20)
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_on")  # so little time is enough
     with collector() as sink:
         [row] = compare_nodes(tmp_path, sink, 4, Console(quiet=True))
