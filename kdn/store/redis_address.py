@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 from kdn.checked import checked_count, checked_number, shown
 from kdn.credentials import Credentials
@@ -85,11 +85,13 @@ def parse_redis_url(url: str, credentials: Credentials) -> RedisAddress:
     named = SCHEME.fullmatch(scheme.lower())
     if named is None:
         raise UnsupportedError(f"expected redis:// or valkey://, found {shown(scheme)}")
-    parts = urlsplit(f"//{rest}", allow_fragments=False)
-    user, _, hosts = parts.netloc.rpartition("@")
+    # By hand: Python's own way refuses several hosts of which one is in brackets.
+    before, _, query = rest.partition("?")
+    place, _, path = before.partition("/")
+    user, _, hosts = place.rpartition("@")
     username, _, password = user.partition(":")
     kind = named[2] or SINGLE
-    path = unquote(parts.path.removeprefix("/"))
+    path = unquote(path)
     return RedisAddress(
         kind=kind,
         hosts=_hosts(hosts, kind),
@@ -99,7 +101,7 @@ def parse_redis_url(url: str, credentials: Credentials) -> RedisAddress:
         password=unquote(password) or credentials.token,
         database=_database(path, kind),
         service=_service(path) if kind == SENTINEL else "",
-        options=_options(parts.query),
+        options=_options(query),
     )
 
 
