@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any, TextIO
 
 QUESTION = "What is the text above about?"
@@ -35,14 +36,19 @@ def main() -> None:
         client.learn(name, settings["text"])
         client.flush()
         _tell(answers, {"ready": True})
+        before_bytes = _size(default_path())
         for _ in sys.stdin:
             began_s = time.perf_counter()
             answer = client.ask(name, QUESTION, max_new_tokens=1)
             "".join(answer)
             told: dict[str, Any] = {"seconds": time.perf_counter() - began_s}
             told["fetched_bytes"] = answer.stats.fetched_bytes
-            told["log_bytes"] = default_path().stat().st_size if watched else 0
+            told["logged_bytes"] = _size(default_path()) - before_bytes
             _tell(answers, told)
+
+
+def _size(log: Path) -> int:
+    return log.stat().st_size if log.exists() else 0
 
 
 def _tell(answers: TextIO, what: dict[str, Any]) -> None:

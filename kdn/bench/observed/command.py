@@ -2,9 +2,9 @@
 
 Two nodes send at full speed in turns: one that nobody watches, and one that traces to a collector
 (as a node does by default: all requests of clients that trace, a share of the others) and whose
-metrics are read in its turns. Then two clients, processes of their own, are
-asked in turns for the first token after a document that they fetch each time: one without a request
-log and traces, one with both, each from one of the nodes. The order of turns changes, so that
+metrics are read in its turns. Then two clients, processes of their own, are asked in turns for the
+first token after a document that they fetch each time: one without a request log and traces, one
+with both, each from one of the nodes. The order of turns changes, so that
 whatever else this machine does meets both. What a watcher should see is checked: a run in which
 nothing was traced, read or logged fails.
 
@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Annotated, Any
@@ -31,17 +30,17 @@ from urllib.request import urlopen
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from kdn.bench import options
 from kdn.bench.node_load import check_all, full_speed
 from kdn.bench.node_servers import Server, make_objects, start_kdn
 from kdn.bench.options import JsonFile
-from kdn.bench.report import hardware, report_console, write_json
+from kdn.bench.report import hardware, print_end, report_console, table_of, write_json
 from kdn.bench.servers import free_port
 from kdn.bench.vllm_engine import EngineProcess, start_engine
 from kdn.calibrate.corpus import default_texts
-from kdn.errors import KdnError, UnsupportedError
+from kdn.errors import KdnError
+from kdn.tracing import check_installed
 
 MOST_COST = 0.02
 SIZES_BYTES, SET_BYTES, WINDOW_S = (64 << 10, 1 << 20), 64 << 20, 2.0
@@ -50,7 +49,7 @@ SCRAPED_EVERY_S = 5.0
 EXPORTED_EVERY_MS = 1000
 """Instead of five seconds: what a turn records is sent in that turn, mostly."""
 START_S, ARRIVE_S, STOP_S, QUIET_S = 20.0, 20.0, 10.0, 2.5
-TRACED_BYTES = 1_000, 1_000
+TRACED_BYTES = 1_000
 """The least that the traces of a node take in all its turns, and those of a client for each ask."""
 CHARACTERS_PER_TOKEN = 4
 NODE, CLIENT, NAME = "node", "client", "document"
@@ -80,8 +79,7 @@ def run(
     json_file: JsonFile = None,
 ) -> None:
     """What metrics, the request log and traces cost: a node's speed, and the first token."""
-    if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
-        raise UnsupportedError("traces need OpenTelemetry: pip install 'kdn[otel]'")
+    check_installed()
     told = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="kdn-bench-") as folder, collector() as sink:
         rows = compare_nodes(Path(folder), sink, repeats, told)
@@ -89,12 +87,13 @@ def run(
             rows += compare_clients(Path(folder), sink, model, asks, context, told)
     results = {
         "rows": [asdict(row) for row in rows],
-        "passes": {row.what: row.cost <= MOST_COST for row in rows},
+        "passes": {f"{row.what}: at most {MOST_COST:.0%}": row.cost <= MOST_COST for row in rows},
+        "notes": [],
         "hardware": hardware("cpu"),
     }
     if json_file:
         write_json(json_file, results)
-    print_report(report_console(), rows)
+    print_report(report_console(), rows, results)
 
 
 def compared(what: str, pairs: Sequence[tuple[float, float]]) -> Compared:
@@ -232,7 +231,7 @@ def compare_nodes(folder: Path, sink: Collector, repeats: int, told: Console) ->
                         speed = full_speed(both[which], objects, WINDOW_S)
                     took[which].append(1e9 / speed.bytes_per_s)
             pairs.append((geometric_mean(took[0]), geometric_mean(took[1])))
-        sink.wait(NODE, before + TRACED_BYTES[0])
+        sink.wait(NODE, before + TRACED_BYTES)
         _need_scrapes(scraper)
     return [compared("a node at full speed, s/GB", pairs)]
 
@@ -273,7 +272,7 @@ def compare_clients(
                 with scraper.reading() if which else ExitStack():
                     took_s[which] = _ask(clients[which], is_logged=bool(which))
             pairs.append((took_s[0], took_s[1]))
-        sink.wait(CLIENT, before + asks * TRACED_BYTES[1])
+        sink.wait(CLIENT, before + asks * TRACED_BYTES)
         _need_scrapes(scraper)
     return [compared(f"the first token after about {context:,} tokens, s", pairs)]
 
@@ -283,7 +282,7 @@ def _ask(client: EngineProcess, *, is_logged: bool = False) -> float:
     told = client.call({})
     if not told["fetched_bytes"]:
         raise KdnError("a client answered without fetching anything")
-    if is_logged and not told["log_bytes"]:
+    if is_logged and not told["logged_bytes"]:  # negative: the log has begun anew
         raise KdnError("a client logged nothing")
     return float(told["seconds"])
 
@@ -304,11 +303,13 @@ def _is_passed_on(name: str) -> bool:
     return name == "KDN_CACHE" or not name.startswith("KDN_")
 
 
-def print_report(console: Console, rows: Sequence[Compared]) -> None:
-    table = Table("", "unwatched", "watched", "costs", "half of the pairs", "pairs")
+def print_report(console: Console, rows: Sequence[Compared], results: Mapping[str, Any]) -> None:
+    headings = ("", "unwatched", "watched", "costs", "half of the pairs", "pairs")
+    table = table_of("Watched beside unwatched", headings)
     for row in rows:
         table.add_row(
             row.what, f"{row.unwatched:.3f}", f"{row.watched:.3f}", f"{row.cost:+.1%}",
             f"{row.low:+.1%} to {row.high:+.1%}", str(row.pairs),
         )  # fmt: skip
     console.print(table)
+    print_end(console, results)
