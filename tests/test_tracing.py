@@ -150,12 +150,15 @@ def test_start_sends_traces_by_the_sdk() -> None:
 
 @pytest.mark.parametrize("asked_for", [None, "parentbased_always_on"])
 def test_a_share_of_what_nobody_traces_is_recorded(asked_for: str | None) -> None:
-    """And all of what others trace; of everything if the variable says so."""
+    """And all of what others trace; of everything if the variable says so. What is left out has no
+    spans below it, and is the node's own business: the next request is drawn anew."""
     code = (
         "from kdn import tracing; tracing.start('kdn-node', 0.0)\n"
-        "alone = tracing.Request.begin('alone')\n"
-        f"below = tracing.Request.begin('below', parent='00-{TRACE}-{'1' * 16}-01')\n"
-        "print(alone._own.is_recording(), below._own.is_recording())\n"
+        f"for parent in (None, 'none of the right form', '{GOOD}'):\n"
+        "    with tracing.received('a', 'r1', parent), tracing.span('b') as inner:\n"
+        "        print(inner is not tracing._OFF and inner._own.is_recording())\n"
+        "        print(tracing.TRACE_HEADER in tracing.outgoing())\n"
+        "print(tracing.is_on())\n"
         "import os, sys; sys.stdout.flush(); os._exit(0)"
     )
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
@@ -163,4 +166,5 @@ def test_a_share_of_what_nobody_traces_is_recorded(asked_for: str | None) -> Non
     told = subprocess.run(
         [sys.executable, "-c", code], timeout=60, env=environ, capture_output=True, text=True
     )
-    assert told.stdout.split() == [str(asked_for is not None), "True"]
+    every = str(asked_for is not None)
+    assert told.stdout.split() == [every] * 4 + ["True"] * 3
