@@ -56,6 +56,8 @@ GATHER_S = 0.004
 """A few chunks wait up to this long for others, so that they are decoded together."""
 GATHERED = 4
 """With a batch divided by this, decoding starts without waiting for more."""
+GATHERED_BESIDE = 2
+"""The same while another batch is being decoded."""
 
 
 QUICK_S = 2.0
@@ -269,20 +271,24 @@ class Delivery:
     def _act(self, left_s: float) -> None:
         fetches = self.course.plan.fetches
         self.transfer.pump(fetches)
-        if not self.decoder.busy:
+        while not self.decoder.is_full:
             idle = self._has_fetched() and not self.course.wants_model
             next_ones = self.decoder.pick(self.known, fetches, left_s, idle)
+            if next_ones and not idle and not self._is_gathered(next_ones):
+                break
+            self._gathering_s = None
             if not next_ones:
-                self._gathering_s = None
-            elif idle or self._is_gathered(next_ones):
-                self._gathering_s = None
-                self.decoder.start(self.known, next_ones)
+                break
+            self.decoder.start(self.known, next_ones)
         if self.course.wants_model and not self.front.is_busy and self._knows_link():
             self.front.start(self._next_end)
         self._report()
 
     def _is_gathered(self, fetches: Sequence[Fetch]) -> bool:
-        """Whether these are enough for a batch, or others will not be here soon."""
+        """Whether these are enough for a batch, or others will not be here soon. Beside a batch
+        that is being decoded they are in no hurry."""
+        if self.decoder.busy:
+            return len(fetches) * GATHERED_BESIDE >= self.request.sink.batch_chunks
         if len(fetches) * GATHERED >= self.request.sink.batch_chunks:
             return True
         now_s, link = self.now_s(), self.transfer.link()

@@ -1,4 +1,4 @@
-"""Decoding beside the transfer, a batch of chunks at a time, into a sink.
+"""Decoding beside the transfer, batch of chunks by batch of chunks, into a sink.
 
 The plan says what is worth decoding: the first of its fetches that are here and not decoded yet.
 Only when time runs short are chunks without any value decoded with what there is, whatever was
@@ -16,7 +16,7 @@ from kdn.delivery.assemble import Assembly
 from kdn.delivery.estimate import Gauge
 from kdn.delivery.lookup import Incoming
 from kdn.delivery.plan import Fetch
-from kdn.delivery.sink import Arrival, Sink
+from kdn.delivery.sink import Arrival, Sink, batches_at_once
 from kdn.errors import FormatError, KdnError
 from kdn.tracing import span
 
@@ -38,13 +38,25 @@ class Decoder:
         changed: asyncio.Event,
         clock: Callable[[], float],
     ) -> None:
-        self.busy: tuple[Incoming, ...] = ()
         self.troubles: list[str] = []
         self._sink = sink
+        self._at_once = batches_at_once(sink)
         self._gauge = gauge
         self._changed = changed
         self._clock = clock
-        self._task: asyncio.Task[None] | None = None
+        self._under_way: dict[asyncio.Task[None], Sequence[_Job]] = {}
+        self._crashed: asyncio.Task[None] | None = None
+        self._ended_s = 0.0  # the last batch
+
+    @property
+    def busy(self) -> list[Incoming]:
+        """What is being decoded."""
+        return [job.one for jobs in self._under_way.values() for job in jobs]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another batch has to wait."""
+        return len(self._under_way) >= self._at_once
 
     def pick(
         self, known: Sequence[Incoming], fetches: Sequence[Fetch], left_s: float, idle: bool
@@ -57,9 +69,11 @@ class Decoder:
         if left_s <= HASTE * work_s + MARGIN_S:
             order = [*empty, *fetches]
         picked: dict[int, Fetch] = {}
+        busy = {one.number for one in self.busy}
         for fetch in order:
             one = known[fetch.chunk]
-            if not one.decoded < fetch.levels <= one.assembly.levels or not is_waiting(one):
+            is_here = one.decoded < fetch.levels <= one.assembly.levels and is_waiting(one)
+            if not is_here or fetch.chunk in busy:
                 continue
             cost_s = self._cost_s(known, fetch)
             if fetch.chunk not in picked and cost_s < left_s:
@@ -70,34 +84,39 @@ class Decoder:
         return list(picked.values())
 
     def start(self, known: Sequence[Incoming], fetches: Sequence[Fetch]) -> None:
-        assert not self.busy
+        assert not self.is_full
         jobs = [_Job(known[one.chunk], known[one.chunk].assembly, one.levels) for one in fetches]
-        self.busy = tuple(job.one for job in jobs)
-        self._task = asyncio.create_task(self._decode(jobs))
+        task = asyncio.create_task(self._decode(jobs))
+        self._under_way[task] = jobs
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        del self._under_way[task]
+        if task.cancelled() or task.exception() is not None:
+            self._crashed = task
+        self._changed.set()
 
     async def finish(self) -> None:
-        """Wait for the chunk in hand, even if cancelled: its memory is not the caller's before."""
-        if self._task is not None:
-            await outwait(self._task)
+        """Wait for the chunks in hand, even if cancelled: their memory is not the caller's before."""
+        if self._under_way:
+            await outwait(asyncio.ensure_future(asyncio.wait(list(self._under_way))))
 
     def raise_crash(self) -> None:
-        if self._task is not None and self._task.done():
-            self._task.result()
+        if self._crashed is not None:
+            self._crashed.result()
 
     def _cost_s(self, known: Sequence[Incoming], fetch: Fetch) -> float:
         return self._gauge.speeds.decode_s(known[fetch.chunk].chunk.num_tokens, fetch.levels)
 
     async def _decode(self, jobs: Sequence[_Job]) -> None:
         began_s = self._clock()
-        try:
-            with span("kdn.decode", chunks=len(jobs), levels=max(job.levels for job in jobs)):
-                failures = await asyncio.to_thread(self._write, jobs)
-            took_s = self._clock() - began_s
-            for job, failure in zip(jobs, failures, strict=True):
-                self._note(job, failure, took_s / len(jobs))
-        finally:
-            self.busy = ()
-            self._changed.set()
+        with span("kdn.decode", chunks=len(jobs), levels=max(job.levels for job in jobs)):
+            failures = await asyncio.to_thread(self._write, jobs)
+        # Of two that were decoded side by side, the second took what it took after the first.
+        took_s = self._clock() - max(began_s, self._ended_s)
+        self._ended_s = self._clock()
+        for job, failure in zip(jobs, failures, strict=True):
+            self._note(job, failure, took_s / len(jobs))
 
     def _write(self, jobs: Sequence[_Job]) -> list[KdnError | None]:
         return self._sink.decode(

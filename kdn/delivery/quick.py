@@ -25,8 +25,9 @@ from kdn.delivery.transfer import Transfer
 MIN_BYTES = 1 << 20
 """Less is here before a fetcher has heard of it."""
 GATHER_S = 0.004
-GATHERED = 4
-"""As in `client.py`: chunks wait so long for others, or until a part of a batch is there."""
+GATHERED, GATHERED_BESIDE = 4, 2
+"""As in `client.py`: chunks wait so long for others, or until a part of a batch is there, a larger
+one beside a batch that is being decoded."""
 
 
 class Quick:
@@ -179,10 +180,13 @@ class Quick:
 
     def _decode(self, is_over: bool) -> None:
         self._decoder.raise_crash()
-        if self._decoder.busy or not self._waiting:
-            return
-        is_gathered = len(self._waiting) * GATHERED >= self._batch_chunks
-        if is_gathered or is_over or self._clock() >= self._waiting_s + GATHER_S:
+        while self._waiting and not self._decoder.is_full:
+            is_beside = bool(self._decoder.busy)
+            share = GATHERED_BESIDE if is_beside else GATHERED
+            is_gathered = len(self._waiting) * share >= self._batch_chunks
+            is_old = not is_beside and self._clock() >= self._waiting_s + GATHER_S
+            if not (is_gathered or is_over or is_old):
+                return
             batch = self._waiting[: self._batch_chunks]
             self._waiting = self._waiting[self._batch_chunks :]
             self._decoder.start(self._known, batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -45,6 +46,28 @@ class Batches:
         raise AssertionError("nothing is computed here")
 
 
+class SideBySide(Batches):
+    """The same, two at a time: none ends before there is another beside it, or no more to come."""
+
+    batches_at_once = 2
+
+    def __init__(self, num_chunks: int) -> None:
+        super().__init__()
+        self.most = 0
+        self._left, self._inside = num_chunks, 0
+        self._changed = threading.Condition()  # guards the three
+
+    def decode(self, batch: Sequence[Arrival]) -> list[KdnError | None]:
+        with self._changed:  # let go of while it waits
+            self._inside += 1
+            self._left -= len(batch)
+            self.most = max(self.most, self._inside)
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self.most == 2 or not self._left, 5.0)
+            self._inside -= 1
+            return super().decode(batch)
+
+
 class Trickle(Proxy):
     """Chunk after chunk, one every `every_s`; `most_bytes` of each, and then nothing any more."""
 
@@ -70,8 +93,8 @@ def world() -> World:
 
 def delivered(world: World, every_s: float, most_bytes: int = 1 << 30, **options: Any) -> Result:
     request = Request(
-        world.chunks, world.codec, world.expected_kld, Batches(), options.pop("deadline_s", 10.0),
-        enough_kld=world.expected_kld[-1],
+        world.chunks, world.codec, world.expected_kld, options.pop("sink", None) or Batches(),
+        options.pop("deadline_s", 10.0), enough_kld=world.expected_kld[-1],
     )  # fmt: skip
     policy = options.pop("policy", default)
 
@@ -127,3 +150,12 @@ def test_a_level_does_not_wait_for_others_that_do_not_come(world: World) -> None
     patient = Limits(silence_s=30.0)  # nobody asks again before the deadline
     result = delivered(world, 0.0, most_bytes, deadline_s=1.5, limits=patient)
     assert result.levels == (1,) * len(world.chunks)
+
+
+def test_a_sink_that_takes_two_batches_at_once_gets_two_and_each_chunk_once(world: World) -> None:
+    sink = SideBySide(len(world.chunks))
+    sink.batch_chunks = len(world.chunks) // 2
+    result = delivered(world, 0.0, sink=sink)
+    assert result.levels == world.all_levels
+    assert batches(result)
+    assert sink.most == 2

@@ -226,9 +226,9 @@ class _Work:
             self._found.notes.append(f"{one.name}: no seams (--seams-from)")
             return None
         what = f"fitting seams on {one.fitted_name}"
-        with self._found.timings.of("fitting seams"), self._told.of(what, 1) as step:
+        with self._found.timings.of("fitting seams"), self._told.of(what, 100) as step:
             seams = fitted_on(one.fitted_on, self._model, self._tokenizer, self._spec, step.part)
-            step.done(f"{len(one.fitted_on)} questions")
+            step.part(1.0)
         expected = {f"{share:g}": list(klds) for share, klds in seams.expected.items()}
         self._found.seams[one.name] = {"from": one.fitted_name, "expected": expected}
         return seams

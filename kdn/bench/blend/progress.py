@@ -1,4 +1,4 @@
-"""How far the benchmark is: a bar on a terminal, a line for each question elsewhere."""
+"""How far the benchmark is: a bar on a terminal, lines elsewhere; and a line for each question."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import Progress as Bars
-from rich.progress import TimeElapsedColumn
+
+from kdn.bench.progress import progress_bar
 
 
 class Step:
@@ -40,9 +40,7 @@ class Progress:
     """On stderr: stdout is for the report."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True, soft_wrap=True)
-        columns = (*Bars.get_default_columns(), TimeElapsedColumn())
-        self._bars = Bars(*columns, console=console, disable=not console.is_terminal)
+        self._bars = progress_bar()
 
     def __enter__(self) -> Progress:
         self._bars.start()

@@ -92,6 +92,10 @@ class SlotSink:
     def batch_chunks(self) -> int:
         return self._sink.batch_chunks
 
+    @property
+    def batches_at_once(self) -> int:
+        return self._sink.batches_at_once
+
     def decode(self, batch: Sequence[Arrival]) -> list[KdnError | None]:
         try:
             with self._job.writing():
