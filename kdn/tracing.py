@@ -276,7 +276,9 @@ def outgoing() -> dict[str, str]:
     headers = {}
     if own := _request_id.get():
         headers[REQUEST_HEADER] = own
-    if is_on():
+    if _is_left_out.get():  # by others, too
+        headers[TRACE_HEADER] = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"
+    elif is_on():
         from opentelemetry import trace
 
         if parent := _traceparent(trace.get_current_span()):
@@ -286,23 +288,30 @@ def outgoing() -> dict[str, str]:
 
 @contextmanager
 def received(
-    name: str, request_id: str | None, parent: str | None, **attributes: str | float
+    name: str,
+    request_id: str | None,
+    parent: str | None,
+    ago_s: float = 0.0,
+    **attributes: str | float,
 ) -> Iterator[Span]:
-    """A request that came with these headers, if it did."""
-    tracer = _tracer()
-    above = _remote(parent) if tracer is not None and parent else None
-    # Drawn before there is a span: making one and throwing it away costs a node 2 % of its speed.
-    is_left_out = above is None and random.random() >= _share
-    tokens = _request_id.set(checked_id(request_id)), _is_left_out.set(is_left_out)
+    """A request that came with these headers, if it did, so long ago."""
+    tokens = _request_id.set(checked_id(request_id)), _is_left_out.set(False)
     try:
+        tracer = _tracer()
+        above = _remote(parent) if tracer is not None and parent else None
+        # Drawn before there is a span: making one and throwing it away cost a node 2 % of its
+        # speed.
+        is_left_out = tracer is not None and above is None and random.random() >= _share
+        _is_left_out.set(is_left_out)
         if tracer is None or is_left_out:
             yield _OFF
             return
         from opentelemetry import context, trace
 
         own = tracer.start_span(
-            name, above or context.Context(), trace.SpanKind.SERVER, _full_names(attributes)
-        )
+            name, above or context.Context(), trace.SpanKind.SERVER, _full_names(attributes),
+            start_time=time.time_ns() - int(ago_s * 1e9),
+        )  # fmt: skip
         with _On(own) as one:
             yield one
     finally:

@@ -151,13 +151,16 @@ def test_start_sends_traces_by_the_sdk() -> None:
 @pytest.mark.parametrize("asked_for", [None, "parentbased_always_on"])
 def test_a_share_of_what_nobody_traces_is_recorded(asked_for: str | None) -> None:
     """And all of what others trace; of everything if the variable says so. What is left out has no
-    spans below it, and is the node's own business: the next request is drawn anew."""
+    spans below it, here or elsewhere; the next request is drawn anew."""
     code = (
         "from kdn import tracing; tracing.start('kdn-node', 0.0)\n"
         f"for parent in (None, 'none of the right form', '{GOOD}'):\n"
         "    with tracing.received('a', 'r1', parent), tracing.span('b') as inner:\n"
         "        print(inner is not tracing._OFF and inner._own.is_recording())\n"
-        "        print(tracing.TRACE_HEADER in tracing.outgoing())\n"
+        "        flags = int(tracing.outgoing()[tracing.TRACE_HEADER][-2:], 16)\n"
+        "        print(bool(flags & 1))\n"
+        f"        with tracing.received('c', 'r2', '{GOOD}'), tracing.span('d') as below:\n"
+        "            print(below is not tracing._OFF and below._own.is_recording())\n"
         "print(tracing.is_on())\n"
         "import os, sys; sys.stdout.flush(); os._exit(0)"
     )
@@ -167,4 +170,5 @@ def test_a_share_of_what_nobody_traces_is_recorded(asked_for: str | None) -> Non
         [sys.executable, "-c", code], timeout=60, env=environ, capture_output=True, text=True
     )
     every = str(asked_for is not None)
-    assert told.stdout.split() == [every] * 4 + ["True"] * 3
+    left_out = [every, every, "True"]
+    assert told.stdout.split() == [*left_out, *left_out, "True", "True", "True", "True"]

@@ -46,12 +46,11 @@ class Decoder:
         self._clock = clock
         self._under_way: dict[asyncio.Task[None], Sequence[_Job]] = {}
         self._crashed: asyncio.Task[None] | None = None
-        self._ended_s = 0.0  # the last batch
 
     @property
     def busy(self) -> list[Incoming]:
         """What is being decoded."""
-        return [job.one for jobs in self._under_way.values() for job in jobs]
+        return [job.one for job in self._jobs()]
 
     @property
     def is_full(self) -> bool:
@@ -63,25 +62,34 @@ class Decoder:
     ) -> list[Fetch]:
         """What to decode next, as many chunks as the sink likes at a time. `idle`: there is nothing
         to wait for."""
-        empty = [Fetch(one.number, one.assembly.levels) for one in known if _is_empty(one)]
-        work_s = sum(self._cost_s(known, fetch) for fetch in empty)
+        busy = {job.one.number for job in self._jobs()}
+        left_s -= sum(self._cost_s(job.one, job.levels) for job in self._jobs())
+        empty = [
+            Fetch(one.number, one.assembly.levels)
+            for one in known
+            if _is_empty(one) and one.number not in busy
+        ]
+        work_s = sum(self._cost_s(known[one.chunk], one.levels) for one in empty)
         order = [*fetches, *empty] if idle else fetches
         if left_s <= HASTE * work_s + MARGIN_S:
             order = [*empty, *fetches]
         picked: dict[int, Fetch] = {}
-        busy = {one.number for one in self.busy}
         for fetch in order:
             one = known[fetch.chunk]
             is_here = one.decoded < fetch.levels <= one.assembly.levels and is_waiting(one)
             if not is_here or fetch.chunk in busy:
                 continue
-            cost_s = self._cost_s(known, fetch)
+            cost_s = self._cost_s(one, fetch.levels)
             if fetch.chunk not in picked and cost_s < left_s:
                 picked[fetch.chunk] = fetch
                 left_s -= cost_s
                 if len(picked) == self._sink.batch_chunks:
                     break
         return list(picked.values())
+
+    def _jobs(self) -> list[_Job]:
+        """Under way."""
+        return [job for jobs in self._under_way.values() for job in jobs]
 
     def start(self, known: Sequence[Incoming], fetches: Sequence[Fetch]) -> None:
         assert not self.is_full
@@ -97,7 +105,7 @@ class Decoder:
         self._changed.set()
 
     async def finish(self) -> None:
-        """Wait for the chunks in hand, even if cancelled: their memory is not the caller's before."""
+        """Wait for all in hand, even if cancelled: their memory is not the caller's before."""
         if self._under_way:
             await outwait(asyncio.ensure_future(asyncio.wait(list(self._under_way))))
 
@@ -105,16 +113,15 @@ class Decoder:
         if self._crashed is not None:
             self._crashed.result()
 
-    def _cost_s(self, known: Sequence[Incoming], fetch: Fetch) -> float:
-        return self._gauge.speeds.decode_s(known[fetch.chunk].chunk.num_tokens, fetch.levels)
+    def _cost_s(self, one: Incoming, levels: int) -> float:
+        return self._gauge.speeds.decode_s(one.chunk.num_tokens, levels)
 
     async def _decode(self, jobs: Sequence[_Job]) -> None:
         began_s = self._clock()
         with span("kdn.decode", chunks=len(jobs), levels=max(job.levels for job in jobs)):
             failures = await asyncio.to_thread(self._write, jobs)
-        # Of two that were decoded side by side, the second took what it took after the first.
-        took_s = self._clock() - max(began_s, self._ended_s)
-        self._ended_s = self._clock()
+        # Side by side, each takes about as long as all of them one after the other.
+        took_s = (self._clock() - began_s) / len(self._under_way)
         for job, failure in zip(jobs, failures, strict=True):
             self._note(job, failure, took_s / len(jobs))
 

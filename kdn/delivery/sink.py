@@ -149,7 +149,8 @@ class RowsSink:
     def batches_at_once(self) -> int:
         """The host reads one into a buffer while the GPU decodes another: of 12 ms that 32 chunks
         of an 8B model take one after the other, the GPU works for 5."""
-        return 2 if self._rows.device.type == "cuda" else 1
+        device = self._rows.device
+        return 2 if device.type == "cuda" and self._codec.decodes_on(device) else 1
 
     def decode(self, batch: Sequence[Arrival]) -> list[KdnError | None]:
         """What fails leaves memory as it was, also where it held the chunk already, coarser."""

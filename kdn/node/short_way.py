@@ -24,7 +24,7 @@ from kdn.node.records import record
 from kdn.node.sending import FIRST_FRAME_BYTES
 from kdn.node.state import Node, client_named
 from kdn.store.base import Entry, Span
-from kdn.tracing import REQUEST_HEADER, TRACE_HEADER, Request, checked_id, is_on
+from kdn.tracing import REQUEST_HEADER, TRACE_HEADER, checked_id, is_on, received
 
 if TYPE_CHECKING:
     from kdn.node.connection import Connection
@@ -106,10 +106,12 @@ def answer(node: Node, connection: Connection, data: bytes) -> bool:
 
 def _trace(asked: Plain, tenant: Tenant, status: int, seconds: float) -> None:
     """The span that the ordinary way would have left, of what is already done."""
-    parent = Request.elsewhere(
-        checked_id(asked.headers.get(_REQUEST)), asked.headers.get(_TRACE, "")
-    )
-    parent.record(f"GET {ROUTE}", seconds, tenant=tenant.name, status=status)
+    headers = asked.headers
+    with received(
+        f"GET {ROUTE}", headers.get(_REQUEST), headers.get(_TRACE), seconds,
+        tenant=tenant.name, status=status,
+    ):  # fmt: skip
+        pass
 
 
 def _send(node: Node, connection: Connection, asked: Plain, tenant: Tenant, client: str) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kdn import tracing
 from kdn.node import short_way
 from kdn.node.short_way import recognise
 from kdn.store.evict import open_policy
@@ -33,6 +34,7 @@ from tests.node.harness import (
     tenant,
     with_node,
 )
+from tests.traces import recorded
 
 CASES = 1500
 PATH = f"/v1/chunks/{key_of(1).hex()}"
@@ -249,3 +251,25 @@ def test_a_store_that_has_nothing_at_hand(tmp_path: Path) -> None:
         assert (await node.ask("GET", PATH, Range="bytes=1-9"))[2] == stream[1:10]
 
     with_node(tmp_path, test, store=lambda: Distant(2**20, open_policy("lru")))
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_what_nobody_else_traces_is_drawn_on_the_short_way_too(
+    is_traced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "_share", 0.0)
+    parent = [f"traceparent: 00-{'a' * 32}-{'b' * 16}-01"] if is_traced else []
+
+    async def test(node: Running) -> None:
+        await node.put_chunk(1, 5000)
+        reader, writer = await connect(node)
+        writer.write(request(PATH, "Range: bytes=0-99"))  # from the disk into memory
+        await read_answer(reader, False)
+        with recorded() as spans:
+            writer.write(request(PATH, "Range: bytes=0-99", "X-Kdn-Request: r1", *parent))
+            assert (await read_answer(reader, False)).startswith(b"HTTP/1.1 206")
+            found = [(one.name, (one.attributes or {})["kdn.request"]) for one in spans.spans]
+        assert found == ([("GET /v1/{collection}/{key}", "r1")] if is_traced else [])
+        writer.close()
+
+    with_node(tmp_path, test)
