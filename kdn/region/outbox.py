@@ -209,6 +209,12 @@ class Outbox:
         try:
             async with asyncio.timeout(ASK_S):
                 there = await self._centre.lookup([entry.key for entry in batch])
+        except _REFUSALS as error:
+            if len(batch) == 1:
+                self._refuse(batch[0], error)
+                return True
+            # As of a tenant whose token is not the right one: that is not the others' affair.
+            return all([await self._send_all([entry]) for entry in batch])
         except (KdnError, OSError, TimeoutError) as error:
             logger.info("the centre cannot be reached: %s", error)
             return False
@@ -235,9 +241,7 @@ class Outbox:
             self.sent += 1
             return True
         except _REFUSALS as error:
-            self.refused += 1
-            self._not_before_s[entry.key] = self._clock() + REFUSED_PAUSE_S
-            logger.warning("the centre refuses %s: %s", entry.key.hex(), error)
+            self._refuse(entry, error)
             return True
         except (KdnError, OSError, TimeoutError) as error:
             logger.info("could not send %s: %s", entry.key.hex(), error)
@@ -245,6 +249,11 @@ class Outbox:
         finally:
             self._sending.discard(entry.key)
             await self._tell()
+
+    def _refuse(self, entry: Entry, error: KdnError) -> None:
+        self.refused += 1
+        self._not_before_s[entry.key] = self._clock() + REFUSED_PAUSE_S
+        logger.warning("the centre refuses %s: %s", entry.key.hex(), error)
 
     async def _read(self, entry: Entry) -> bytes | None:
         for store in (self.store, self._spare):

@@ -27,6 +27,9 @@ LOOKS = 2
 """At what is here, if it moves from one place to the other meanwhile."""
 CENTRE_S = 20.0
 """For the centre to answer a lookup, or to take an object that the outbox has no room for."""
+DOUBTFUL_S = 0.3
+"""A centre that did not answer the last time is waited for only so long. Engines want to know soon
+what is here."""
 
 
 class RegionStore(Store):
@@ -137,7 +140,8 @@ class RegionStore(Store):
         return found
 
     async def _ask_centre(self, keys: Sequence[bytes], head_bytes: int) -> list[Entry | None]:
-        """One question for all who ask the same meanwhile."""
+        """One question for all who ask the same meanwhile. It goes on when nobody waits for it any
+        more, and shows whether the centre is back."""
         new = [key for key in keys if (key, head_bytes) not in self._lookups]
         if new:
             task = asyncio.create_task(self._look_up(new, head_bytes))
@@ -145,8 +149,10 @@ class RegionStore(Store):
                 self._lookups[key, head_bytes] = task
         flights = dict.fromkeys(self._lookups[key, head_bytes] for key in keys)
         found: dict[bytes, Entry] = {}
-        for flight in flights:
-            found.update(await asyncio.shield(flight))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DOUBTFUL_S if self._tier.failures_in_row else None):
+                for flight in flights:
+                    found.update(await asyncio.shield(flight))
         return [found.get(key) for key in keys]
 
     async def _look_up(self, keys: Sequence[bytes], head_bytes: int) -> dict[bytes, Entry]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kdn.errors import NoSpaceError, RefusedError, StoreError
+from kdn.errors import NoSpaceError, NotAllowedError, RefusedError, StoreError
 from kdn.region import outbox as outbox_module
 from kdn.region.outbox import MAX_AT_ONCE, KeepAll, Outbox
+from kdn.region.store import DOUBTFUL_S
 from kdn.store.base import Entry
 from kdn.store.disk import open_disk
 from kdn.store.http import HttpStore
@@ -301,5 +303,53 @@ def test_what_was_refused_and_then_damaged_is_not_tried_for_ever(tmp_path: Path)
         assert box.lost == 1
         assert not box._not_before_s
         await box.close()
+
+    run(work())
+
+
+def test_a_refused_token_is_not_in_the_way_of_others(tmp_path: Path) -> None:
+    """The centre refuses even the question what it has of that tenant."""
+
+    class Strict(Watched):
+        async def lookup(self, keys: Sequence[bytes], **named: Any) -> list[Entry | None]:
+            if self.refuses & set(keys):
+                raise NotAllowedError("no such token")
+            return await super().lookup(keys, **named)
+
+    async def work() -> None:
+        centre = Strict()
+        centre.refuses = {key_of(0), key_of(3)}
+        box = Outbox(memory(), memory(), centre, _nothing)
+        for number in range(8):
+            await box.add(Entry(key_of(number), b"e", 1), b"x", xxh3_64_intdigest(b"x"))
+        await box.open()
+        await until(lambda: len(box) == 2)
+        assert [key in box for key in sorted(centre.refuses)] == [True, True]
+        assert (box.refused, box.failures, box.is_failing) == (2, 0, False)
+        await box.close()
+
+    run(work())
+
+
+def test_a_centre_that_did_not_answer_is_hardly_waited_for(tmp_path: Path) -> None:
+    """Engines give a lookup half a second: what is here must not be late for what is not. When the
+    centre is back, the question that nobody waited for shows it."""
+
+    async def work() -> None:
+        async with (
+            centre_and_link(tmp_path / "centre") as (_, link),
+            region(tmp_path / "r", link) as node,
+            store_at(node) as store,
+        ):
+            await put(store, 1, b"here")
+            await sent(node)
+            link.hold()
+            tier = depot_of(node).region._tier
+            tier.failed()
+            async with asyncio.timeout(5 * DOUBTFUL_S):
+                found = await store.lookup([key_of(1), key_of(2)])
+            assert [one is not None for one in found] == [True, False]
+            link.mend()
+            await until(lambda: not tier.failures_in_row)
 
     run(work())
