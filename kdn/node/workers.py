@@ -102,10 +102,16 @@ class _Supervisor:
     def __post_init__(self) -> None:
         node = self.config.node
         try:
+            self.folder = Path(tempfile.mkdtemp(prefix="kdn-node-"))  # for this user alone
+        except OSError as error:
+            raise UnsupportedError(
+                f"workers need a folder to meet in, and none can be made ({error}): set TMPDIR"
+            ) from error
+        try:
             self.sockets = _bind(node.host, node.port, node.workers)
         except OSError as error:
+            self.close()
             raise UnsupportedError(f"cannot listen on {node.host}:{node.port}: {error}") from error
-        self.folder = Path(tempfile.mkdtemp(prefix="kdn-node-"))  # for this user alone
         self.ledger = make_ledger(self.config)
         self.lifeline = os.pipe()
 

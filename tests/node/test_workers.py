@@ -15,6 +15,7 @@ import pytest
 
 from kdn.config import ClientSettings, Config, NodeSettings
 from kdn.errors import UnsupportedError
+from kdn.node import workers
 from kdn.node.tenants import token_hash
 from kdn.node.workers import check_workers
 from kdn.protocol.frames import split
@@ -317,6 +318,14 @@ def test_what_has_no_workers_says_so_at_once(tmp_path: Path) -> None:
     for other in ({"store": "redis://127.0.0.1"}, {"upstream": "http://127.0.0.1:1"}):
         with pytest.raises(UnsupportedError, match="workers"):
             check_workers(config_for(tmp_path, workers=2, **other))
+
+
+def test_without_a_folder_to_meet_in_it_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "away"))
+    with pytest.raises(UnsupportedError, match="TMPDIR"):
+        workers.run(config_for(tmp_path, workers=2))
 
 
 NEVER_OPENS = """
