@@ -52,6 +52,8 @@ MAX_TOKENS = 1 << 20
 MAX_KEYS = 4 * MAX_SPANS
 """Anchors of a prompt, which are looked up: so the first 270,000 tokens are searched. Up to 67,000
 tokens it is one request."""
+MOST_ANCHORS = 1024
+"""That are named, and one for each four tokens; texts have one in 16."""
 MAX_PLACES = 64
 """Positions of one anchor in a prompt; there are several if its text repeats itself."""
 MAX_MATCHES = 1 << 14
@@ -124,7 +126,8 @@ async def find_pieces(
 def _places(tokens: TokenIds, namespace: Namespace) -> dict[bytes, list[int]]:
     """Where the anchors of a prompt are, by their keys."""
     places: dict[bytes, list[int]] = {}
-    every = anchors_of(tokens, namespace.secret)
+    # A text of one token has an anchor everywhere: naming them all would hold up others.
+    every = anchors_of(tokens, namespace.secret)[: MOST_ANCHORS + len(tokens) // 4]
     for at, key in zip(every, anchor_keys(tokens, every, namespace), strict=True):
         if key not in places and len(places) == MAX_KEYS:
             break

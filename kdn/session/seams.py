@@ -60,6 +60,8 @@ async def find_seams(session: Session, tag: str = "") -> Seams | None:
     try:
         async with asyncio.timeout(FIND_S):
             shared_id = await _shared_id(session, name)
+            if shared_id is None and not session.is_read_only:
+                return None  # those of this machine may be another tenant's
             if shared_id is None or _digest(held) == shared_id:
                 return await asyncio.to_thread(_own, held, session.spec, path)
             data = await _fetch(session, shared_id)

@@ -170,6 +170,18 @@ def test_vllms_own_blocks_come_first() -> None:
     assert asked.cache_salt is None
 
 
+def test_exact_blocks_are_not_given_up_for_a_little_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdn.engines.vllm.scheduler.LEAST_GAIN", 0.2)
+    one = world()
+    asked = with_pieces()
+    begin(one, asked, found(asked))
+    assert one.side.matched(asked, 768) == (0, False)  # a join would have 896
+    assert asked.cache_salt is None
+    assert one.side.matched(asked, 640) == (None, False)
+    assert asked.cache_salt is not None
+    assert one.side.matched(asked, 768) == (128, True)  # of the same join, which is its own now
+
+
 def test_nothing_of_a_join_is_published() -> None:
     """Neither what was loaded nor what is computed on top; and its blocks stay lossy for whoever
     gets them."""

@@ -181,7 +181,7 @@ def test_chats_that_would_not_be_what_they_say(change: dict[str, Any]) -> None:
         {"prompt": None}, {"prompt": ["a", "b"]}, {"prompt": [[1, 2]]}, {"prompt": [1.5]},
         {"prompt": [True]}, {"prompt": [128]}, {"prompt": [-1]}, {"prompt": [2**70]},
         {"prompt": {"a": 1}}, {"prompt": "\ud800"}, {"suffix": "x"}, {"prompt_embeds": "x"},
-        {"truncate_prompt_tokens": -1}, {"kv_transfer_params": [1]},
+        {"truncate_prompt_tokens": -1}, {"kv_transfer_params": [1]}, {"echo": True},
     ],
 )  # fmt: skip
 def test_completions_that_would_not_be_what_they_say(change: dict[str, Any]) -> None:

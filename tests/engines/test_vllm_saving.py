@@ -138,6 +138,30 @@ def test_a_block_given_out_anew_is_the_models_own() -> None:
     assert len(save.chunks) == 4
 
 
+def test_nothing_is_published_on_top_of_what_another_connector_brought() -> None:
+    """It may be anything: what kdn has loaded with losses, kept elsewhere and loaded again."""
+    world = World()
+    world.arrive(asked := request("r", 1000), 0)
+    world.side.matched(asked, 256)
+    [save] = world.step(new=[(asked, list(range(8)), 512, 488)], brought=True).saves
+    assert [chunk.end for chunk in save.chunks] == [256]
+    world.side.finished("r")
+    # Its blocks are in vLLM's prefix cache now, those that were computed on top among them.
+    world.arrive(other := request("other", 1100), 0)
+    world.side._saving._saved_keys.clear()
+    [save] = world.step(new=[(other, [*range(7), *range(20, 22)], 896, 204)]).saves
+    assert [chunk.end for chunk in save.chunks] == [256]
+
+
+def test_what_the_model_computed_before_a_session_goes_on_is_its_own() -> None:
+    world = World()
+    world.arrive(asked := request("r", 1000), 0)
+    world.side.matched(asked, 0)
+    world.step(new=[(asked, list(range(8)), 0, 600)])
+    [save] = world.step(new=[(asked, list(range(8)), 600, 400)], brought=True).saves
+    assert [chunk.end for chunk in save.chunks][-1] == 992
+
+
 def test_a_preempted_request_begins_again() -> None:
     """Its blocks are others, and the first of them may hold losses now."""
     world = World()

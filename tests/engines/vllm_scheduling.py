@@ -49,11 +49,19 @@ class World:
             chunks = tuple(cut(request.prompt_token_ids[:known], SPACE))
             self.lookups[-1].set_result(Known(chunks))
 
-    def step(self, *, new: Any = (), cached: Any = (), resumed: Any = ()) -> Any:
-        """`new`: (request, blocks, computed, tokens); `cached`: (request, new blocks, tokens)."""
+    def step(
+        self, *, new: Any = (), cached: Any = (), resumed: Any = (), brought: bool = False
+    ) -> Any:
+        """`new`: (request, blocks, computed, tokens); `cached`: (request, new blocks, tokens). What
+        is computed and kdn has not loaded is in vLLM's prefix cache, of which kdn was told when it
+        was asked; `brought`: another connector has loaded it."""
         entries = [*cached, *resumed]
         for r, _, computed, _ in new:
             r.num_computed_tokens = computed
+        for r in [*(one[0] for one in new), *(one[0] for one in resumed)]:
+            state = self.side.states.get(r.request_id)
+            if state is not None and state.own_until < r.num_computed_tokens and not brought:
+                self.side.matched(r, r.num_computed_tokens)
         return self.side.step(
             SimpleNamespace(
                 scheduled_new_reqs=[

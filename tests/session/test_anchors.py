@@ -335,3 +335,23 @@ def test_an_export_has_no_anchors(tmp_path: Path) -> None:
             assert await found(session, HEAD, A) == []
 
     run(work())
+
+
+def test_a_prompt_of_one_token_is_not_hashed_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: list[int] = []
+
+    def counted(tokens: TokenIds, starts: Any, namespace: Any) -> list[bytes]:
+        named.append(len(starts))
+        return anchor_keys(tokens, starts, namespace)
+
+    monkeypatch.setattr(anchors, "anchor_keys", counted)
+
+    async def test(session: Session) -> None:
+        await share(session, A)
+        prompt = np.concatenate([HEAD, A, np.full(100_000, 7, dtype=np.uint32)])
+        assert await find_pieces(session, session.namespace, prompt) == [(20, 420)]
+
+    with_session(tmp_path / "data", test)
+    assert 0 < named[-1] < 30_000

@@ -189,3 +189,17 @@ def test_an_export_carries_them(tmp_path: Path, machine: Any) -> None:
     with start_web(files, tmp_path / "web") as web:
         with_session(web.url, find)
         assert not any(line.startswith(("PUT", "POST", "DELETE")) for line in web.requests())
+
+
+def test_seams_of_this_machine_are_not_those_of_another_place(tmp_path: Path) -> None:
+    """Without a secret, two tenants have the same names for them."""
+
+    async def share(session: Session) -> None:
+        await share_seams(session, random_seams())
+        assert await find_seams(session) is not None
+
+    async def other(session: Session) -> None:
+        assert await find_seams(session) is None
+
+    with_session(tmp_path / "one tenant's", share)
+    with_session(tmp_path / "another's", other)

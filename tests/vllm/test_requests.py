@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from kdn.cache.keys import Namespace
+from kdn.engines.vllm.checks import check_joins
 from kdn.engines.vllm.identity import Identity
 from kdn.engines.vllm.request_state import must_compute
 from kdn.errors import UnsupportedError
+from tests.codec.conftest import Tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 
@@ -63,3 +65,27 @@ def test_media_that_are_streamed_into_a_session() -> None:
     go_on(media)
     with pytest.raises(UnsupportedError, match="media"):
         identity.of(session)
+
+
+def test_a_connector_knows_whether_it_is_one_of_several() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from kdn.engines.vllm.connector import KdnConnector, _is_made_by_another
+
+    class One(KdnConnector):
+        def __init__(self) -> None:
+            self.is_beside_others = _is_made_by_another(self)
+
+    class Several(MultiConnector):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.one = One()
+
+    assert not One().is_beside_others
+    assert Several().one.is_beside_others
+
+
+def test_joins_are_refused_beside_other_connectors() -> None:
+    settings: Any = SimpleNamespace(blend="auto")
+    with pytest.raises(UnsupportedError, match="MultiConnector"):
+        check_joins(settings, Tiny.with_layers(2).spec, is_beside_others=True)
+    check_joins(SimpleNamespace(blend="off"), None, is_beside_others=True)  # type: ignore[arg-type]

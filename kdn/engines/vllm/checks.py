@@ -46,10 +46,18 @@ def check_config(config: Any, settings: Settings) -> None:
             raise UnsupportedError(f"kdn does not support {what}")
 
 
-def check_joins(settings: Settings, spec: ModelSpec) -> None:
-    """That pieces of this model can be joined, if they are to be."""
-    if settings.blend != "off":
-        check_joinable(spec)
+def check_joins(settings: Settings, spec: ModelSpec, *, is_beside_others: bool = False) -> None:
+    """That pieces of this model can be joined, if they are to be. Another connector may have asked
+    for a request's hashes before kdn gives its blocks others: it would keep joined values under the
+    names of exact ones."""
+    if settings.blend == "off":
+        return
+    if is_beside_others:
+        raise UnsupportedError(
+            f'blend: expected "off" beside other connectors (MultiConnector), found '
+            f"{settings.blend!r}: they could hand joined blocks to requests without a join"
+        )
+    check_joinable(spec)
 
 
 def separator_of(config: Any, settings: Settings) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -58,6 +59,9 @@ SEAMS_S = 15.0
 """For seams to be found and folded into the codec, while vLLM starts. Later they are found when
 they are needed."""
 
+MAKERS = 8
+"""Frames between a connector and who made it, at most."""
+
 
 @dataclass
 class KdnMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -70,6 +74,20 @@ class KdnWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     def aggregate(self, other: KdnWorkerMetadata) -> KdnWorkerMetadata:
         return KdnWorkerMetadata(self.report.joined(other.report))
+
+
+def _is_made_by_another(connector: KVConnectorBase_V1) -> bool:
+    """Whether it is one of several. vLLM tells a connector nothing of others; but whoever makes
+    several of them (`MultiConnector`) is a connector itself."""
+    frame = sys._getframe(1)
+    for _ in range(MAKERS):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        maker = frame.f_locals.get("self")
+        if isinstance(maker, KVConnectorBase_V1) and maker is not connector:
+            return True
+    return False
 
 
 class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -90,13 +108,13 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # A cache that is away must not fail requests. vLLM reads this after making its connector.
         transfer.kv_load_failure_policy = settings.load_failure
         self._spec = spec = spec_of_model(vllm_config.model_config, vllm_config.load_config)
-        check_joins(settings, spec)
+        check_joins(settings, spec, is_beside_others=_is_made_by_another(self))
         if role == KVConnectorRole.SCHEDULER and settings.blend == "separator":
             settings = replace(settings, separator=separator_of(vllm_config, settings))
         self._shared = SharedSession.acquire(
-            settings.session, spec, cache_dtype(vllm_config), device_of(vllm_config)
-        )
-        self._shared.seams.tag = settings.seams or ""
+            settings.session, spec, cache_dtype(vllm_config), device_of(vllm_config),
+            settings.seams or "",
+        )  # fmt: skip
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._taken = Taken(OF_EACH_RANK if rank else OF_VLLM)
         self._ranks: Ranks | None = None

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
+import torch
 
 from kdn.blend.pieces import Join, Piece
 from kdn.blend.seams import Seams
@@ -164,4 +165,6 @@ class PagedJoinSink(Placing):
         if not values.slice(start, end).is_complete:
             raise UnsupportedError("a layer lacks tokens, and vLLM's blocks cannot say so")
         with self._job.writing():
+            if self._job.after is not None:
+                torch.cuda.current_stream(self._paged.device).wait_event(self._job.after)
             self._paged.write(values, start, end, order.block_ids)

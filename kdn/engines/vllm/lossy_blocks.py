@@ -1,6 +1,7 @@
 """**No generation loss.** Blocks that were loaded with losses, or computed on top of such, are
 known by their ids: vLLM's prefix cache may hand them to any request. Nothing behind the first of
-them is published. A block counts as the model's own again when it is given out anew.
+them is published. A block counts as the model's own again when it is given out anew. Values that
+another connector has brought (`MultiConnector`) may be anything, so they count as lossy.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ class LossyBlocks:
     def placed(self, state: RequestState, block_ids: Sequence[int], num_computed: int) -> None:
         """A request begins, or begins again: its first `num_computed` tokens are there already."""
         held = -(-num_computed // self._block_tokens)
+        if num_computed > state.own_until:
+            for block_id in block_ids[state.own_until // self._block_tokens : held]:
+                self._mark(block_id, is_lossy=True)
         lossy = (number for number, one in enumerate(block_ids[:held]) if one in self._ids)
         first = next(lossy, None)
         state.exact_until = None if first is None else first * self._block_tokens

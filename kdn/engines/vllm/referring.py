@@ -35,7 +35,7 @@ TEMPLATE_FIELDS = (
     "reasoning_effort", "echo", "add_special_tokens", "mm_processor_kwargs", "media_io_kwargs",
 )  # fmt: skip
 """Of a chat: what changes its prompt, or makes vLLM pass over the tokens that it was given."""
-PROMPT_FIELDS = ("prompt_embeds", "suffix")
+PROMPT_FIELDS = ("prompt_embeds", "suffix", "echo")
 """Of a completion."""
 BOTH_FIELDS = ("truncate_prompt_tokens",)
 MAX_TOKEN_CHARS = 128

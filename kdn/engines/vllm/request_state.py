@@ -39,6 +39,8 @@ class RequestState:
     """The lookup is waited for until then, from when vLLM first asks."""
     local_tokens: int = 0
     """In vLLM's own prefix cache, as of the last question."""
+    own_until: int = 0
+    """Up to here, values are those of that cache, of kdn, or computed by the model since."""
     tried: int = -1
     """How often it had been preempted when its load began: one load for each time."""
     block_ids: list[int] = field(default_factory=list)

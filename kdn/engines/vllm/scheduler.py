@@ -43,6 +43,10 @@ SHORT_S = 0.003
 """An engine that computes nothing waits so long for a lookup, which may be about to end: to be
 asked again costs a step, and vLLM sleeps for a millisecond then."""
 
+LEAST_GAIN = 0.1
+"""Of a join: so much of it must be new. For less, values as the model computes them are not given
+up."""
+
 LookUp = Callable[[Sequence[int], Namespace, float, float], "Future[Known]"]
 """Tokens, whose, the divergence that is good enough, and the seconds for places to answer; with
 none, they are not asked, and only what this host holds is known."""
@@ -184,7 +188,7 @@ class SchedulerSide:
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after the local ones can be loaded; None: ask again."""
         state = self.states.get(request.request_id) or self.arrived(request)
-        state.local_tokens = local_tokens
+        state.local_tokens = state.own_until = local_tokens
         if state.asked != turn(request):
             self._begin_lookup(state)  # what it had may have been published meanwhile
         if state.lookup is None or state.tried == request.num_preemptions:
@@ -213,7 +217,8 @@ class SchedulerSide:
         end = self._in_blocks(min(known.end, most))
         if isinstance(known, KnownJoin) and known.join is not None and state.pieces != ():
             join_end = self._in_blocks(min(known.join.num_tokens, most))
-            if join_end > end:
+            exact_end = end if state.is_join else max(end, state.local_tokens)
+            if join_end - exact_end >= LEAST_GAIN * join_end:
                 return join_end, known
         return end, None
 
@@ -278,7 +283,7 @@ class SchedulerSide:
             settings.deadline_s, settings.quality, self._is_strict(state), self._num_loads,
             None if join is None else join.order(), state.origin.traceparent,
         )  # fmt: skip
-        state.tried = request.num_preemptions
+        state.tried, state.own_until = request.num_preemptions, end
         self._orders.append(order)
         self.loading[request.request_id] = order
         self.counts["hits"] += 1
@@ -349,6 +354,10 @@ class SchedulerSide:
                 self.lossy.placed(state, blocks[0], cached.num_computed_tokens[number])
             else:
                 self.lossy.extended(state, blocks[0])
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            if (state := self.states.get(request_id)) is not None:
+                computed = state.request.num_computed_tokens + num_tokens
+                state.own_until = max(state.own_until, computed)
         saves = [self._save(*item) for item in output.num_scheduled_tokens.items()]
         orders, self._orders = tuple(self._orders), []
         self._computing, self._patience_s = set(output.num_scheduled_tokens), SHORT_S

@@ -42,10 +42,11 @@ class SeamSource:
     """Its methods belong to the session's event loop. What is begun goes on in the background,
     whether or not somebody still waits for it: the next one finds it done."""
 
-    def __init__(self, session: Session, clock: Callable[[], float] = time.monotonic) -> None:
-        self._session, self._clock = session, clock
-        self.tag = ""
-        """Which are meant."""
+    def __init__(
+        self, session: Session, tag: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`tag`: which seams are meant."""
+        self._session, self._tag, self._clock = session, tag, clock
         self._finding: asyncio.Task[Fitted | None] | None = None
         self._folding: asyncio.Task[Codec] | None = None
         self._again_s = 0.0
@@ -79,7 +80,8 @@ class SeamSource:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _codec(self, found: Fitted, limit_s: float) -> Codec:
-        if self._folding is None:
+        failed = self._folding is not None and self._folding.done() and self._folding.exception()
+        if self._folding is None or failed:  # then once more: it may have lacked memory
             codec = self._session.codec
             self._folding = asyncio.create_task(asyncio.to_thread(codec.repaired, found.seams))
         async with asyncio.timeout(limit_s):
@@ -87,11 +89,11 @@ class SeamSource:
 
     async def _find(self) -> Fitted | None:
         try:
-            seams = await find_seams(self._session, self.tag)
+            seams = await find_seams(self._session, self._tag)
             if seams is not None:
                 data = await asyncio.to_thread(seams.to_bytes)
                 return Fitted(seams, blake2b(data, digest_size=16).digest())
-            logger.warning("nothing is joined: there are no seams with the tag %r", self.tag)
+            logger.warning("nothing is joined: there are no seams with the tag %r", self._tag)
         except (KdnError, OSError) as error:
             logger.warning("nothing is joined: %s", error)
         except Exception as error:

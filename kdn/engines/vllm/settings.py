@@ -31,6 +31,7 @@ from kdn.engines.vllm.piece_ranges import MAX_SEPARATOR_TOKENS
 from kdn.errors import UnsupportedError
 from kdn.places.places import Place, checked_places, is_read_only
 from kdn.session.quality import MAX_KLD, QUALITIES, enough_kld
+from kdn.session.seams import checked_tag
 from kdn.session.settings import SessionSettings
 
 logger = logging.getLogger(__name__)
@@ -189,7 +190,7 @@ def _separator(name: str, value: Any) -> tuple[int, ...] | str:
 
 
 def _tag(name: str, value: Any) -> str | None:
-    return None if value is None else checked_text(name, value, empty=True)
+    return None if value is None else checked_tag(checked_text(name, value, empty=True))
 
 
 _seconds = partial(checked_number, least=0, most=MAX_WAIT_S)

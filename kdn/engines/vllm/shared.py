@@ -32,7 +32,7 @@ from kdn.tracing import Request
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Key = tuple[SessionSettings, bytes, torch.dtype, str]
+Key = tuple[SessionSettings, bytes, torch.dtype, str, str]
 
 OPEN_S = 30.0
 CLOSE_S = 10.0
@@ -59,12 +59,17 @@ class SharedSession:
     _lock = threading.Lock()  # guards _every and _users
 
     def __init__(
-        self, settings: SessionSettings, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+        self,
+        settings: SessionSettings,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        seams_tag: str = "",
     ) -> None:
         self.session = Session(settings, spec, dtype, device=device)
         self.changed = threading.Event()
         """Set when a lookup or a load has ended."""
-        self.seams = SeamSource(self.session)
+        self.seams = SeamSource(self.session, seams_tag)
         self._users = 0
         self._under_way: set[asyncio.Task[Any]] = set()  # the loop's own
         self._offering: set[asyncio.Task[Any]] = set()  # the loop's own
@@ -86,14 +91,15 @@ class SharedSession:
         spec: ModelSpec,
         dtype: torch.dtype,
         device: torch.device = MAIN_MEMORY,
+        seams_tag: str = "",
     ) -> SharedSession:
         """The one of this process for these settings and this model, whose cache is of `dtype` and
-        lies on `device`."""
-        key = (settings, spec.fingerprint, dtype, str(device))
+        lies on `device`, and whose joins are repaired by the seams of that tag."""
+        key = (settings, spec.fingerprint, dtype, str(device), seams_tag)
         with cls._lock:
             shared = cls._every.get(key)
             if shared is None:
-                shared = cls(settings, spec, dtype, device)
+                shared = cls(settings, spec, dtype, device, seams_tag)
                 try:
                     warm_up(shared.session.codec)
                 except BaseException:
