@@ -1,4 +1,4 @@
-"""vLLM with the URL of a store instead of a node: what one engine publishes there, another loads."""
+"""vLLM with the URL of a store instead of a node: one engine publishes there, another one loads."""
 
 from __future__ import annotations
 
