@@ -251,7 +251,11 @@ class Outbox:
             await self._tell()
 
     def _refuse(self, entry: Entry, error: KdnError) -> None:
+        """Later again, behind all others."""
+        if self._waiting.get(entry.key) != entry:
+            return  # withdrawn
         self.refused += 1
+        self._waiting[entry.key] = self._waiting.pop(entry.key)
         self._not_before_s[entry.key] = self._clock() + REFUSED_PAUSE_S
         logger.warning("the centre refuses %s: %s", entry.key.hex(), error)
 

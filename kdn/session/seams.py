@@ -55,13 +55,13 @@ async def find_seams(session: Session, tag: str = "") -> Seams | None:
     """Those that were shared last under this tag; None if there are none. What is there and is
     wrong raises: FormatError or MismatchError."""
     name = _name(session, checked_tag(tag))
-    path = _local(name)
+    path = _local(session, name)
     held = await asyncio.to_thread(_read, path)
     try:
         async with asyncio.timeout(FIND_S):
             shared_id = await _shared_id(session, name)
             if shared_id is None and not session.is_read_only:
-                return None  # those of this machine may be another tenant's
+                return None  # or not any more: those of this machine are no newer
             if shared_id is None or _digest(held) == shared_id:
                 return await asyncio.to_thread(_own, held, session.spec, path)
             data = await _fetch(session, shared_id)
@@ -79,7 +79,7 @@ async def share_seams(session: Session, seams: Seams, tag: str = "") -> None:
     seams.check_for(session.spec)
     data = await asyncio.to_thread(seams.to_bytes)
     seams_id = _digest(data)
-    await asyncio.to_thread(_kept, data, seams_id, session.spec, _local(name))
+    await asyncio.to_thread(_kept, data, seams_id, session.spec, _local(session, name))
     if session.is_read_only:
         return
     try:
@@ -171,8 +171,11 @@ def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=ID_BYTES).digest()
 
 
-def _local(name: str) -> Path:
-    return cache_folder() / "seams" / f"{name}.safetensors"
+def _local(session: Session, name: str) -> Path:
+    """One for each place and tenant there: without a secret, all of them have the same name."""
+    own = (*map(str, session.settings.where), session.settings.credentials.token or "")
+    place = blake2b(repr(own).encode(), digest_size=8, person=b"kdn-seams").hexdigest()
+    return cache_folder() / "seams" / f"{name}-{place}.safetensors"
 
 
 def _name(session: Session, tag: str) -> str:

@@ -153,6 +153,24 @@ def test_nothing_is_published_on_top_of_what_another_connector_brought() -> None
     assert [chunk.end for chunk in save.chunks] == [256]
 
 
+def test_who_shares_blocks_with_it_in_the_same_step_is_no_better() -> None:
+    """A request that comes back counts before one that is new, whatever vLLM lists first."""
+    world = World()
+    world.arrive(asked := request("r", 1000), 0)
+    world.side.matched(asked, 0)
+    world.step(new=[(asked, list(range(8)), 0, 100)])
+    asked.num_preemptions, asked.num_computed_tokens = 1, 512
+    world.side.matched(asked, 0)
+    world.arrive(other := request("other", 1000), 0)
+    world.side.matched(other, 512)
+    step = world.step(
+        new=[(other, [*range(30, 34), *range(40, 44)], 512, 488)],
+        resumed=[(asked, [*range(30, 34), *range(50, 54)], 488)],
+        brought=True,
+    )
+    assert step.saves == ()
+
+
 def test_what_the_model_computed_before_a_session_goes_on_is_its_own() -> None:
     world = World()
     world.arrive(asked := request("r", 1000), 0)

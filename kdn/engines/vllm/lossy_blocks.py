@@ -26,12 +26,17 @@ class LossyBlocks:
             is_exact = (number + 1) * self._block_tokens <= exact_until
             self._mark(order.block_ids[number], is_lossy=not is_exact)
 
-    def placed(self, state: RequestState, block_ids: Sequence[int], num_computed: int) -> None:
-        """A request begins, or begins again: its first `num_computed` tokens are there already."""
+    def brought(self, state: RequestState, block_ids: Sequence[int], num_computed: int) -> None:
+        """Of a request that begins, or begins again: what nobody here has loaded or computed. This
+        comes before any is `placed`: others of the same step may share its blocks."""
         held = -(-num_computed // self._block_tokens)
         if num_computed > state.own_until:
             for block_id in block_ids[state.own_until // self._block_tokens : held]:
                 self._mark(block_id, is_lossy=True)
+
+    def placed(self, state: RequestState, block_ids: Sequence[int], num_computed: int) -> None:
+        """A request begins, or begins again: its first `num_computed` tokens are there already."""
+        held = -(-num_computed // self._block_tokens)
         lossy = (number for number, one in enumerate(block_ids[:held]) if one in self._ids)
         first = next(lossy, None)
         state.exact_until = None if first is None else first * self._block_tokens

@@ -342,18 +342,21 @@ class SchedulerSide:
 
     def step(self, output: Any) -> Step:
         """What the worker is to do beside the step that vLLM has just planned."""
-        for new in output.scheduled_new_reqs:
-            if (state := self.states.get(new.req_id)) is not None:
-                self.lossy.placed(state, new.block_ids[0], new.num_computed_tokens)
+        placed = [(one.req_id, one.block_ids, one.num_computed_tokens)
+                  for one in output.scheduled_new_reqs]  # fmt: skip
         cached = output.scheduled_cached_reqs
         for number, request_id in enumerate(cached.req_ids):
             state, blocks = self.states.get(request_id), cached.new_block_ids[number]
             if state is None or blocks is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                self.lossy.placed(state, blocks[0], cached.num_computed_tokens[number])
+                placed.append((request_id, blocks, cached.num_computed_tokens[number]))
             else:
                 self.lossy.extended(state, blocks[0])
+        for note in (self.lossy.brought, self.lossy.placed):
+            for request_id, blocks, num_computed in placed:
+                if (state := self.states.get(request_id)) is not None:
+                    note(state, blocks[0], num_computed)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             if (state := self.states.get(request_id)) is not None:
                 computed = state.request.num_computed_tokens + num_tokens
