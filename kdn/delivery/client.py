@@ -167,8 +167,8 @@ class Delivery:
         try:
             await self._look_up(until_s)
             if self.known:
-                await self._fetch_quickly()
-                await self._carry_out()
+                if not await self._fetch_quickly():
+                    await self._carry_out()
             elif self.front.is_busy:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self.request.deadline_s - self.now_s()):
@@ -215,15 +215,16 @@ class Delivery:
             return self._told
         return Known(streams=await look_up(self.question, self.endpoints, until_s))
 
-    async def _fetch_quickly(self) -> None:
-        """Let the fetcher bring the plan, if all of it will surely be here soon."""
+    async def _fetch_quickly(self) -> bool:
+        """Let the fetcher bring the plan, if all of it will surely be here soon. Whether nothing is
+        left to do."""
         fetcher, course = self._fetcher, self.course
         if fetcher is None or self.request.compute is not None or not fetcher.is_ready():
-            return
+            return False
         course.plan_anew()
         surely_s = course.surely_s(QUICK_S)
         if surely_s is None:
-            return
+            return False
         quick = Quick(
             fetcher, self.known, self.transfer, self.decoder, self.request.sink.batch_chunks,
             self.question.clock,
@@ -232,9 +233,7 @@ class Delivery:
         limit_s = max(QUICK_LEAST_S, LATE * left_s)
         limit_s = min(limit_s, (self.request.deadline_s - self.now_s()) / 2)
         await quick.run(course.plan.fetches, self.endpoints, limit_s)
-        if not any(self.known[one.chunk].decoded < one.levels for one in course.plan.fetches):
-            self.transfer.changed.clear()
-            course.is_stale = False
+        return all(self.known[one.chunk].decoded >= one.levels for one in course.plan.fetches)
 
     # the loop
 

@@ -37,7 +37,7 @@ from kdn.store.tls import client_tls
 TELL_S = 0.001
 LOOK_S = 2.0
 """So often it looks whether its engine still lives, should the socket not show it."""
-PIECES = 2
+PIECES = 4
 """Requests to each connection, so that none is done long before the others."""
 PIECE_BYTES = 1 << 20
 

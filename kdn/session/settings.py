@@ -51,8 +51,9 @@ class SessionSettings:
     process has configured it, that is done anyway."""
     resolve_s: float = RESOLVE_S
     """How long the addresses of a name are taken to be the same."""
-    fetch_connections: int = 0
-    """Over so many a process of its own receives what is delivered; 0: there is none."""
+    fetch_connections: int | None = None
+    """Over so many a process of its own receives what is delivered; 0: there is none. None: as
+    suits the machine (`connections_here`)."""
 
     @property
     def secret(self) -> bytes:

@@ -16,6 +16,7 @@ from kdn.engines.vllm.settings import Settings
 from kdn.engines.vllm.shared import SharedSession
 from kdn.errors import UnsupportedError
 from kdn.session.loop import LoopThread
+from kdn.session.session import FETCH_CONNECTIONS, FETCHER_CORES, connections_here
 from tests.engines.vllm_ranks import ended, fits, ranks_of
 from tests.engines.vllm_working import load, make_worker, order, publish, shared_session
 from tests.node.harness import config_for, running
@@ -91,10 +92,12 @@ def test_ranks_share_what_a_fetcher_brings(tmp_path: Path) -> None:
         assert num_orders(shared) == 1
 
 
-def test_there_is_none_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_cores_that_decode_have_none_unless_it_is_asked_for(tmp_path: Path) -> None:
     with node(tmp_path) as url, shared_session(url) as shared:
         assert shared.session.fetcher is None
-    assert Settings.parse({"url": "http://a"}).session.fetch_connections == 0
+    assert Settings.parse({"url": "http://a"}).session.fetch_connections is None
+    assert connections_here(FETCHER_CORES) == FETCH_CONNECTIONS
+    assert not connections_here(FETCHER_CORES - 1)
     own = Settings.parse({"url": "http://a", "fetch_connections": 6})
     assert own.session.fetch_connections == 6
     with pytest.raises(UnsupportedError, match="fetch_connections"):

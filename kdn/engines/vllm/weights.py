@@ -16,11 +16,12 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+
+from kdn.codec.klt.replays import RECORDED_TIME, Replays
 
 SAMPLE = 1 << 16
 """Elements. A comparison takes 0.13 ms with 8 billion parameters in bfloat16 on an H200, where
@@ -29,6 +30,8 @@ it takes 0.6 ms in one thread of a Xeon, 8 ms in two on a busy machine; vLLM rea
 in about 0.7 s."""
 LEAST = 64
 """Elements of every parameter, however small its part of the model is."""
+Views = list[list[torch.Tensor]]
+"""Into live memory: a list for each kind of element and device."""
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -68,9 +71,12 @@ class Weights:
         self._pointers: list[int] = []
         self._views: list[list[torch.Tensor]] = []
         self._first = self._sample()
-        self._gpu = next((one.device for one in self._first if one.is_cuda), None)
-        make: Any = torch.cuda.Stream
-        self._beside: Any = None if self._gpu is None else make(self._gpu)
+        self._beside: _Beside | None = None
+        gpu = next((one.device for one in self._first if one.is_cuda), None)
+        if gpu is not None:
+            self._beside = _Beside(gpu)
+            for _ in range(RECORDED_TIME):  # the first load is not to wait for recording
+                self.have_changed()
 
     @property
     def num_sampled(self) -> int:
@@ -78,63 +84,108 @@ class Weights:
 
     def have_changed(self, after: torch.cuda.Event | None = None) -> bool:
         """Of what a GPU computes, this waits for `after` alone."""
-        beside: AbstractContextManager[Any] = nullcontext()
-        if self._beside is not None:
-            beside = torch.cuda.stream(self._beside)
-            if after is not None:
-                self._beside.wait_event(after)
-        with beside:
+        if self._beside is None:
             return self.look()()
+        views = self._live()
+        if views is None or [sum(map(len, own)) for own in views] != [*map(len, self._first)]:
+            return True
+        return self._beside.differ(views, self._first, after)
 
     def look(self) -> Callable[[], bool]:
         """Compare, after what is queued in the current stream of a GPU. What this returns waits for
         the answer: whether they have changed. What cannot be read any more is not what it was."""
-        if any(_linear(one) is not function for one, function in self._packed):
+        views = self._live()
+        if views is None:
             return lambda: True
-        try:
-            now = self._sample()
-        except (KeyError, RuntimeError):
-            return lambda: True
+        now = _sampled(views)
         if [one.shape for one in now] != [one.shape for one in self._first]:
             return lambda: True
-        if self._gpu is None:
+        if self._beside is None:
             changed = not all(map(torch.equal, now, self._first))
             return lambda: changed
-        pairs = zip(now, self._first, strict=True)
-        return _awaited([(a != b).any().to(self._gpu) for a, b in pairs])
+        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        _compare(now, self._first, answer)
+        there = _event()
+        there.record()
 
-    def _sample(self) -> list[torch.Tensor]:
-        """One tensor for each kind of element and device. Parameters that have moved are looked at
+        def wait() -> bool:
+            there.synchronize()
+            return bool(answer)
+
+        return wait
+
+    def _live(self) -> Views | None:
+        """What is to be compared, where it is now; None if it cannot be read any more."""
+        if any(_linear(one) is not function for one, function in self._packed):
+            return None
+        try:
+            return self._where()
+        except (KeyError, RuntimeError):
+            return None
+
+    def _where(self) -> Views:
+        """One list for each kind of element and device. Parameters that have moved are looked at
         where they are now: it is their values that count."""
         live = [one for found, name in self._places if (one := found[name]) is not None]
         pointers = [one.data_ptr() for one in live]
         if pointers != self._pointers:
             self._pointers, self._views = pointers, _spread(live)
-        return [torch.cat(views) for views in self._views]
+        return self._views
+
+    def _sample(self) -> list[torch.Tensor]:
+        return _sampled(self._where())
 
 
-def _awaited(on_gpu: Sequence[torch.Tensor]) -> Callable[[], bool]:
-    """Whether one of these is true, without waiting for it yet."""
-    any_true = torch.stack(list(on_gpu)).any()
-    answer = torch.empty((), dtype=torch.bool, pin_memory=True)
-    answer.copy_(any_true, non_blocking=True)
+class _Beside:
+    """Compares in a stream of its own, by launches that are recorded: some hundred views of
+    parameters take vLLM's thread a millisecond and a half otherwise, at each load. Used by one
+    thread at a time, which waits for the answer."""
+
+    def __init__(self, gpu: torch.device) -> None:
+        make: Any = torch.cuda.Stream
+        self._stream: Any = make(gpu)
+        self._replays = Replays(gpu)
+        self._answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        self._there = _event()
+
+    def differ(
+        self, views: Views, first: Sequence[torch.Tensor], after: torch.cuda.Event | None
+    ) -> bool:
+        if after is not None:
+            self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            self._replays.run(
+                "compare", (views,), lambda: _compare(_sampled(views), first, self._answer)
+            )
+            self._there.record()
+        self._there.synchronize()
+        return bool(self._answer)
+
+
+def _event() -> Any:
     make: Any = torch.cuda.Event
-    there = make(blocking=True)
-    there.record()
+    return make(blocking=True)
 
-    def wait() -> bool:
-        there.synchronize()
-        return bool(answer)
 
-    return wait
+def _sampled(views: Views) -> list[torch.Tensor]:
+    return [torch.cat(own) for own in views]
+
+
+def _compare(
+    now: Sequence[torch.Tensor], first: Sequence[torch.Tensor], answer: torch.Tensor
+) -> None:
+    """Whether one differs, into pinned memory, without waiting for it."""
+    device = next(one.device for one in first if one.is_cuda)
+    differ = [(a != b).any().to(device) for a, b in zip(now, first, strict=True)]
+    answer.copy_(torch.stack(differ).any(), non_blocking=True)
 
 
 def _linear(module: nn.Module) -> object:
     return module.__dict__.get("cpu_linear")
 
 
-def _spread(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Views into live memory, the larger the parameter the more of it."""
+def _spread(parameters: Sequence[torch.Tensor]) -> Views:
+    """The larger the parameter, the more of it."""
     there = [one.data for one in parameters if one.numel() and not one.is_meta]
     distinct = {(one.data_ptr(), one.numel()): one for one in there}
     total = sum(one.numel() for one in distinct.values())
