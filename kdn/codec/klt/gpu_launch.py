@@ -24,7 +24,7 @@ from kdn.cache.keys import Chunk
 from kdn.cache.rows import TokenRows
 from kdn.codec.format import Bitstream
 from kdn.codec.klt.gpu_input import Filling, Job, Slab, SlabMaker, split_slabs
-from kdn.codec.klt.gpu_memory import InputBuffer, InputRing, Scratch, size_of
+from kdn.codec.klt.gpu_memory import InputBuffer, InputRing, Scratch, StatusPool, size_of
 from kdn.codec.klt.gpu_tables import Tensor
 from kdn.codec.klt.gpu_target import Target
 from kdn.codec.klt.replays import Replays
@@ -53,13 +53,15 @@ class Launched:
     status: Tensor
     done: Event
     unread: Sequence[int]
+    statuses: StatusPool
 
     def failed(self) -> list[int]:
-        """Waits until it is decoded, while others run; says which jobs are not written."""
+        """Waits until it is decoded, while others run; says which jobs are not written. Once."""
         if self.done is not None:
             self.done.synchronize()
         status = self.status[: len(self.jobs)].numpy()
         found = {*np.flatnonzero(status).tolist(), *self.unread}
+        self.statuses.give_back(self.status)
         return [self.jobs[i] for i in sorted(found)]
 
 
@@ -95,6 +97,7 @@ class Launcher(ABC):
         self._owns_memory = beside is None
         self._scratch: Scratch = Scratch(device) if beside is None else beside._scratch
         self._ring: InputRing = InputRing(device) if beside is None else beside._ring
+        self._statuses = StatusPool(device)
         self._targets: dict[tuple[object, ...], Target] = {}
         self._replays = Replays(device)
         self._recorded_in = 0  # where scratch was then: `times_moved`
@@ -254,10 +257,10 @@ class Launcher(ABC):
     def _launched(
         self, run: range, status: Tensor, buffer: InputBuffer, unread: Sequence[int]
     ) -> Launched:
-        found = torch.empty(status.shape, dtype=status.dtype, pin_memory=status.is_cuda)
-        found.copy_(status, non_blocking=True)
+        found = self._statuses.take(len(status))
+        found[: len(status)].copy_(status, non_blocking=True)
         buffer.used = self._streams.mark()
-        return Launched(run, found, buffer.used, unread)
+        return Launched(run, found, buffer.used, unread, self._statuses)
 
     def slab(
         self,

@@ -10,6 +10,7 @@ is `used`. On a CPU, where Triton is interpreted, there are no streams and nothi
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -137,6 +138,32 @@ class InputRing:
             buffer = InputBuffer.of(self._device, size, size + spare, streams)
             self._buffers[index] = buffer
         return buffer
+
+
+class StatusPool:
+    """Pinned memory for what kernels say of chunks, used again and again, from any thread.
+
+    Not PyTorch's for each slab: what comes back to its allocator leaves an event in the stream that
+    used it. If another thread records launches there just then, that event is part of the
+    recording, and the next allocation of pinned memory fails."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_pinned = device.type == "cuda"
+        self._free: deque[torch.Tensor] = deque()
+
+    def take(self, count: int) -> torch.Tensor:
+        """Room for so many chunks, or more."""
+        try:
+            found = self._free.pop()
+        except IndexError:
+            found = torch.empty(0, dtype=torch.int32)
+        if len(found) >= count:
+            return found
+        size = max(count, SLAB_CHUNKS)
+        return torch.empty(size, dtype=torch.int32, pin_memory=self._is_pinned)
+
+    def give_back(self, status: torch.Tensor) -> None:
+        self._free.append(status)
 
 
 def aligned(size: int) -> int:

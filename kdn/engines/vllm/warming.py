@@ -63,8 +63,9 @@ def warm_up_gpu(
     codec: Codec, rows: TokenRows, dtype: torch.dtype, repaired: Codec | None = None
 ) -> None:
     """What decodes into this memory, at every number of levels, and what encodes values of `dtype`
-    on its device, if the codec does that there. Nothing is written. What does not work says so when
-    it is needed, too. `repaired`: what decodes joins of the same streams."""
+    on its device, if the codec does that there. Of all that, one token is written, to the first
+    slot: no request has any yet. What does not work says so when it is needed, too. `repaired`:
+    what decodes joins of the same streams."""
     if not codec.decodes_on(rows.device):
         return
     began_s = time.monotonic()
@@ -73,18 +74,30 @@ def warm_up_gpu(
     try:
         caches = [_values(codec, chunk, rows.device, dtype) for chunk in chunks]
         streams = codec.encode_batch(list(zip(chunks, caches, strict=True)))
-        for chunk, data in zip(chunks, streams, strict=True):
-            nowhere = np.full(chunk.num_tokens, NOWHERE, dtype=np.int64)
-            if isinstance(data, KdnError):
-                raise data
-            for levels in range(1, codec.num_levels + 1):
-                one = Coded(Bitstream.parse(data), chunk, levels, nowhere)
-                for batch in ([one], [one] * GPU_BATCH_CHUNKS):
-                    for decoder in filter(None, (codec, repaired)):
-                        decoder.decode_rows(batch, rows)
+        for levels in range(1, codec.num_levels + 1):
+            first, full, last = (
+                _coded(chunk, data, levels) for chunk, data in zip(chunks, streams, strict=True)
+            )
+            others = [full] * (GPU_BATCH_CHUNKS - 1)
+            later = [[full], [last], [full, *others], [*others, last]]
+            for batch in ([first], [first, *others], *later):
+                codec.decode_rows(batch, rows)
+            if repaired is not None:  # no kernel repairs sinks
+                for batch in later:
+                    repaired.decode_rows(batch, rows)
     except (KdnError, RuntimeError) as error:
         logger.warning("kdn: the codec %s did not warm up: %r", codec.name, error)
     logger.info("kdn: compiled for %s in %.1f s", rows.device, time.monotonic() - began_s)
+
+
+def _coded(chunk: Chunk, data: bytes | KdnError, levels: int) -> Coded:
+    """For nowhere, but for a context's first token: sinks that nobody wants are not decoded."""
+    if isinstance(data, KdnError):
+        raise data
+    slots = np.full(chunk.num_tokens, NOWHERE, dtype=np.int64)
+    if chunk.start == 0:
+        slots[0] = 0
+    return Coded(Bitstream.parse(data), chunk, levels, slots)
 
 
 def _chunks(codec: Codec, count: int, more: int = 0) -> list[Chunk]:
