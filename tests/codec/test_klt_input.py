@@ -17,7 +17,15 @@ from kdn.codec.format import Bitstream, Section, write
 from kdn.codec.klt import KltCodec
 from kdn.codec.klt.gpu_input import Job, Slab, SlabMaker, spare_words, split_slabs, token_rows
 from kdn.codec.klt.gpu_launch import Batching, Launcher
-from kdn.codec.klt.gpu_memory import InputBuffer, InputRing, Scratch, aligned, size_of
+from kdn.codec.klt.gpu_memory import (
+    SLAB_CHUNKS,
+    InputBuffer,
+    InputRing,
+    Scratch,
+    StatusPool,
+    aligned,
+    size_of,
+)
 from kdn.codec.klt.gpu_tables import Coding, Pairs
 from kdn.codec.klt.gpu_target import Channels, Target
 from kdn.codec.klt.kinds import KIND_ENTERING, KIND_SINKS, KIND_TOKENS
@@ -362,3 +370,13 @@ def test_channels_are_found_by_head_strides() -> None:
     far, _ = channels.of((1 << 40, 16))
     assert far.dtype == torch.int64
     assert channels.of((16, 1000))[0] is first
+
+
+def test_memory_for_answers_is_used_again_and_grows_where_it_must() -> None:
+    pool = StatusPool(torch.device("cpu"))
+    first, second = pool.take(4), pool.take(4)
+    assert first.data_ptr() != second.data_ptr()
+    pool.give_back(first)
+    assert pool.take(SLAB_CHUNKS).data_ptr() == first.data_ptr()
+    pool.give_back(second)
+    assert len(pool.take(SLAB_CHUNKS + 1)) == SLAB_CHUNKS + 1
