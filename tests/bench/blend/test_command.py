@@ -22,7 +22,7 @@ FIELDS = {
     "computed_tokens", "bytes",
 }  # fmt: skip
 NAMES = {"full", "prefix", "join", "cacheblend", "epic", "question", "seams", "seams+question"}
-SMALL = SeamOptions(joins=4, questions=1, pieces=4, join_tokens=256, rank=8)
+SMALL = SeamOptions(joins=4, answers=2, pieces=4, join_tokens=256, rank=8)
 
 Run = Callable[..., dict[str, Any]]
 
