@@ -210,7 +210,7 @@ class _Fitting:
         return self.num_read if self.has_texts else max(0, self.num_read - num_joins)
 
     def _num_steps(self, first: Sequence[_Asked], second: Sequence[_Asked]) -> int:
-        own = sum(len(one.orders) for one in second if self.halves[1].is_own(one.pieces))
+        own = sum(self.halves[1].is_own(one.pieces) for one in second)
         measured = sum(len(one.orders) * (1 + len(one.questions)) for one in [*first, *second])
         return self.num_read + self._num_more(own) + measured + 3
 
@@ -223,8 +223,11 @@ class _Fitting:
             self._add(sums, drawn, read_join(self.model, self.spec, drawn), self._full(drawn))
             self.progress.step("reading joins")
 
-    def _add(self, sums: JoinSums, drawn: Drawn, joined: KVCache, full: KVCache) -> None:
-        sums.add(columns_of(joined, self.spec), columns_of(full, self.spec), drawn.moved_from)
+    def _add(
+        self, sums: JoinSums, drawn: Drawn, joined: KVCache, full: KVCache, again: bool = False
+    ) -> None:
+        columns = columns_of(joined, self.spec), columns_of(full, self.spec)
+        sums.add(*columns, drawn.moved_from, again)
 
     def _full(self, drawn: Drawn) -> KVCache:
         return read_in_full(self.model, drawn.tokens)
@@ -288,7 +291,7 @@ class _Fitting:
         for row, (one, order) in enumerate(zip(drawn, asked.orders, strict=True)):
             joined = put_together(self.spec, [apart[i] for i in order], len(self.head))
             if is_own:
-                self._add(sums, one, joined, fulls[row])
+                self._add(sums, one, joined, fulls[row], again=row > 0)
             repaired = repaired_join(seams, self.spec, joined, one.moved_from)
             self.progress.step("reading joins")
             for probe in probes:

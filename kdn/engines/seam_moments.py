@@ -102,10 +102,13 @@ class JoinSums:
         )
         return found
 
-    def add(self, joined: torch.Tensor, full: torch.Tensor, start: int) -> None:
+    def add(
+        self, joined: torch.Tensor, full: torch.Tensor, start: int, again: bool = False
+    ) -> None:
         """A join's columns [layers, tokens, 2, values], as joined and as read in full; its tokens
-        from `start` on."""
-        self.num_joins += 1
+        from `start` on. `again`: the last one's pieces in another order, which belong together:
+        no ridge is chosen on pieces that were fitted on in some order."""
+        self.num_joins += not again
         is_checked = self.num_joins % CHECKED_EVERY == 0
         for index, layers in enumerate(self.blocks):
             own = [block_columns(one, layers, start) for one in (joined, full)]

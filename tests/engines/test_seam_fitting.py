@@ -16,6 +16,7 @@ from kdn.engines.join_reading import (
     _read_together,
     cache_of,
     columns_of,
+    put_together,
     read_apart,
     read_in_full,
     read_join,
@@ -176,6 +177,10 @@ def test_pieces_are_read_together_as_each_by_itself(model: Any) -> None:
     for found, expected in zip(together, read_apart(model, head, own), strict=True):
         assert torch.allclose(found.keys, expected.keys, atol=1e-4)
         assert torch.allclose(found.values, expected.values, atol=1e-4)
+    spec = spec_of(model)
+    found, expected = put_together(spec, together, 3), read_join(model, spec, Drawn(head, own))
+    assert torch.allclose(found.keys, expected.keys, atol=1e-4)
+    assert torch.allclose(found.values, expected.values, atol=1e-4)
 
 
 def test_sums_of_two_halves_are_the_sums_of_all() -> None:
@@ -194,6 +199,17 @@ def test_sums_of_two_halves_are_the_sums_of_all() -> None:
     for found, expected in zip(first.solved([0.1, 1], 4), every.solved([0.1, 1], 4), strict=True):
         assert torch.allclose(found.down @ found.up, expected.down @ expected.up, atol=1e-4)
         assert torch.allclose(found.bias, expected.bias, atol=1e-4)
+
+
+def test_no_ridge_is_chosen_on_pieces_that_were_fitted_on_in_another_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sums = JoinSums([(0, 1)])
+    for _ in range(8):
+        for again in (False, True, True):
+            sums.add(*torch.randn(2, 1, 50, 2, 8, generator=generator), 20, again)
+    assert sums.num_joins == 8
+    assert sums._every[0].count == 8 * 3 * 30
+    assert sums._checked[0].count == 2 * 3 * 30  # of the fourth join and of the eighth, all orders
 
 
 Part = tuple[int, ...]
@@ -277,9 +293,9 @@ def test_every_question_is_measured_by_seams_that_have_not_seen_it(
     measured = []
     add, solved, measure = work._add, work._solved, work._measured
 
-    def adds(sums: JoinSums, drawn: Drawn, *read: Any) -> None:
+    def adds(sums: JoinSums, drawn: Drawn, *read: Any, **named: Any) -> None:
         fitted.setdefault(id(sums), set()).update(map(tuple, drawn.pieces))
-        add(sums, drawn, *read)
+        add(sums, drawn, *read, **named)
 
     def solves(sums: JoinSums) -> Seams:
         seams = solved(sums)
