@@ -51,7 +51,7 @@ LEAST_PIECE = 8
 """Tokens of a piece; shorter ones say nothing of seams."""
 TOPIC_TOKENS = 8
 """Of a piece, to make up a question about it."""
-ANSWERS = {"cpu": 48, "cuda": 128}
+ANSWERS = {"cpu": 40, "cuda": 128}
 """To measure with: what they cost on two cores is most of fitting, on a GPU it is little."""
 
 OnProgress = Callable[[str, float, float], None]
@@ -165,7 +165,7 @@ class _Fitting:
         order = self.random.permutation(len(examples))
         parted = (replace(examples[i], pieces=self._as_many_as_fit(examples[i])) for i in order)
         asked = [one for one in parted if len(one.pieces) > 1][:most]
-        self.num_examples, self.has_texts = len(asked), bool(pieces)
+        self.num_examples, self.has_texts = len(asked), bool(asked and pieces)
         not_asked = (piece for one in examples for piece in one.pieces)
         self.halves = in_halves(self._parts([*pieces, *not_asked]), asked, self.random)
 
