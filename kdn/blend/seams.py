@@ -76,7 +76,8 @@ class Seams:
     """Fingerprint of the model."""
     blocks: Sequence[Block]
     expected: Mapping[float, tuple[float, float]] = field(default_factory=dict)
-    """By share of recomputed tokens: KLD at the first token and over 16, on joins kept apart."""
+    """By share of recomputed tokens: KLD at the first token and over 16, where nothing of a join
+    was fitted on."""
     joined: tuple[float, float] | None = None
     """The same where nothing is repaired or recomputed."""
     intervals: Mapping[float, Intervals] = field(default_factory=dict)
