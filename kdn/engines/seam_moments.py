@@ -7,12 +7,13 @@ any strength, cut to the rank that predicts best in an error metric.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kdn.blend.seams import Block
+from kdn.codec.threads import parallel_map
 
 Layers = tuple[int, int]
 
@@ -125,13 +126,24 @@ class JoinSums:
         for own, more in pairs:
             own.merge(more)
 
-    def solved(self, ridges: Sequence[float], rank: int) -> Iterator[Block]:
-        """The map of each block, with the ridge that predicts best on the joins left out for it."""
-        for sums, checked in zip(self._every, self._checked, strict=True):
+    def solved(self, ridges: Sequence[float], rank: int) -> list[Block]:
+        """The map of each block, with the ridge that predicts best on the joins left out for it.
+
+        On a CPU each block has one core. The matrices are small: threads that share them wait for
+        each other, and where other programs compete for the cores, 100 times as long as they work.
+        """
+
+        def solve(pair: tuple[Moments, Moments]) -> Block:
+            sums, checked = pair
             every = sums.centred()
             weight = 1 / every.deviation  # all columns count alike, whatever their size
             ridge = _best_ridge(sums, checked, weight, ridges, rank)
-            yield fit_block(every, weight, ridge, rank)
+            return fit_block(every, weight, ridge, rank)
+
+        pairs = list(zip(self._every, self._checked, strict=True))
+        if self._every[0].gram.device.type == "cpu":
+            return parallel_map(solve, pairs)
+        return [solve(pair) for pair in pairs]
 
 
 def _best_ridge(
