@@ -19,7 +19,7 @@ from kdn.checked import MAX_COUNT, checked_name, checked_output
 from kdn.cli.client import Door, read_text, run_with
 
 if TYPE_CHECKING:
-    from kdn.blend.seams import Seams
+    from kdn.blend.seams import Intervals, Seams
     from kdn.client.asynchronous import AsyncClient
     from kdn.client.fitting import Asked
 
@@ -83,15 +83,22 @@ def progress(console: Console) -> Iterator[Callable[[str, float, float], None]]:
 
 
 def report(seams: Seams, tag: str) -> dict[str, Any]:
-    """For programs."""
-    joined = seams.joined or (None, None)
-    rows: list[dict[str, Any]] = [
-        {"method": "join", "share": 0.0, "kld_first": joined[0], "kld": joined[1]}
-    ]
-    for share, (first, mean) in sorted(seams.expected.items()):
+    """For programs. Intervals are null where there were too few questions to tell."""
+    rows = [_row("join", 0.0, seams.joined, seams.joined_intervals)]
+    for share, klds in sorted(seams.expected.items()):
         method = "seams+question" if share else "seams"
-        rows.append({"method": method, "share": share, "kld_first": first, "kld": mean})
+        rows.append(_row(method, share, klds, seams.intervals.get(share)))
     return {"model": seams.model.hex(), "tag": tag, "bytes": len(seams.to_bytes()), "rows": rows}
+
+
+def _row(
+    method: str, share: float, klds: tuple[float, float] | None, intervals: Intervals | None
+) -> dict[str, Any]:
+    (first, mean), (first_in, mean_in) = klds or (None, None), intervals or (None, None)
+    return {
+        "method": method, "share": share, "kld_first": first, "kld_first_interval": first_in,
+        "kld": mean, "kld_interval": mean_in,
+    }  # fmt: skip
 
 
 def show(seams: Seams, tag: str) -> None:
@@ -99,8 +106,18 @@ def show(seams: Seams, tag: str) -> None:
     table = Table("", "KLD, first token", "KLD, 16 tokens")
     for row in told["rows"]:
         name = f"{row['method']}, {row['share']:.0%} recomputed" if row["share"] else row["method"]
-        table.add_row(name, f"{row['kld_first']:.4f}", f"{row['kld']:.4f}")
+        first, mean = (_shown(row[key], row[f"{key}_interval"]) for key in ("kld_first", "kld"))
+        table.add_row(name, first, mean)
     console = Console(highlight=False)
     console.print(table)
+    if any(row["kld_interval"] is None for row in told["rows"]):
+        console.print("with more questions, the report would say how sure it is")
+    else:
+        console.print("in brackets: 90 % intervals of these means")
     called = f"the tag {tag!r}" if tag else "no tag"
     console.print(f"seams of {told['bytes'] / 1e6:.1f} MB, stored under {called}", markup=False)
+
+
+def _shown(kld: float, interval: tuple[float, float] | None) -> str:
+    sure = "" if interval is None else f" ({interval[0]:.2g}-{interval[1]:.2g})"
+    return f"{kld:.4f}{sure}"

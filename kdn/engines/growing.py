@@ -10,12 +10,13 @@ with what the memory was used for until then: `Room.after` says when.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from kdn.cache.keys import Chunk
@@ -107,6 +108,18 @@ def growing_cache(config: PreTrainedConfig, room: Room | None = None) -> Dynamic
     for index, place in enumerate(kv_indices(past)):
         if type(past.layers[place]) is DynamicLayer:
             past.layers[place] = GrowingLayer() if room is None else room.layer(index, 0)
+    return past
+
+
+def together(config: PreTrainedConfig, pasts: Sequence[Cache]) -> DynamicCache:
+    """A copy of several caches that hold as many tokens, each as a row of one."""
+    past = growing_cache(config)
+    for index, layers in enumerate(zip(*(one.layers for one in pasts), strict=True)):
+        past.update(
+            torch.cat([layer.keys for layer in layers]),
+            torch.cat([layer.values for layer in layers]),
+            index,
+        )
     return past
 
 

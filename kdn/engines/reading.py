@@ -47,14 +47,29 @@ def forward(
     after every one [tokens, vocabulary]. At `positions`, under a `mask`, if they are not those of
     tokens that follow each other."""
     ids = torch.as_tensor(np.asarray(tokens, dtype=np.int64), device=model.device)[None]
+    logits = forward_rows(model, ids, past, every=every, mask=mask, positions=positions)[0]
+    return logits if every else logits[-1]
+
+
+def forward_rows(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    past: Cache,
+    *,
+    every: bool = False,
+    mask: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`forward` of several contexts, which are as long: token ids [rows, tokens] after as many rows
+    of `past`. Logits [rows, tokens, vocabulary]; unless `every`, those of the last one are last."""
     options: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
     if positions is not None:
         options["position_ids"] = positions[None]
     if not every and _keeps_logits(model):
         options["logits_to_keep"] = 1
     with torch.inference_mode():
-        logits: torch.Tensor = model(ids, past_key_values=past, use_cache=True, **options).logits[0]
-    return logits if every else logits[-1]
+        logits: torch.Tensor = model(ids, past_key_values=past, use_cache=True, **options).logits
+    return logits
 
 
 def pieces(start: int, end: int, chunks: int = 1) -> Iterator[tuple[int, int]]:

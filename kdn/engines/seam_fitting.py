@@ -1,15 +1,23 @@
 """Fits seams: draws joins of pieces, reads them both ways, solves for the map, and measures it.
 
-1. Some pieces are kept apart. Joins of the others are drawn at random and read twice, piece by
-   piece and in full (`join_reading.py`); only sums over their tokens are kept (`seam_moments.py`).
-2. Each layer gets the ridge that predicts best on every fourth join, left out for that; then all
-   joins count. Why a map of low rank for each layer alone: docs/decisions/0008-blending.md.
-3. Joins of the pieces kept apart are repaired, and questions about them answered, with some tokens
-   recomputed and with none: the divergence from the full reading is what the seams promise.
+1. Pieces and questions are divided into two halves (`seam_halves.py`).
+2. Joins of the first half are drawn at random and read twice, piece by piece and in full
+   (`join_reading.py`). Only sums over their tokens are kept (`seam_moments.py`). From them follows
+   a first map: for each layer alone, of low rank, with the ridge that predicts best on every fourth
+   join, left out for that. Why: docs/decisions/0008-blending.md.
+3. Joins that questions of the second half are asked about are read both ways, repaired by that map,
+   and the questions answered, with some tokens recomputed and with none. What was read counts for a
+   second map, which measures the questions of the first half likewise.
+4. The seams follow from all sums. What they promise is what these two maps of half the sums left:
+   the mean divergence from the full reading, and how sure that mean is (`uncertainty.py`).
+
+An answer's divergence is chance for the most part: asked again with the same pieces in another
+order, a question differs from itself as much as from others. So each is asked in several orders.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,27 +26,33 @@ from typing import Any
 import numpy as np
 import torch
 
-from kdn.blend.seams import Block, Seams
+from kdn.blend.seams import Intervals, Seams
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.engines.join_quality import AnswerProbe, AnswerQuality
-from kdn.engines.join_reading import Drawn, columns_of, drawn_at_random, read_in_full, read_join
+from kdn.engines.join_reading import (
+    Drawn,
+    columns_of,
+    drawn_at_random,
+    put_together,
+    read_apart,
+    read_in_full,
+    read_join,
+)
 from kdn.engines.prompts import CHAT, PLAIN, Prompts
-from kdn.engines.seam_moments import Moments, block_columns, fit_block, left_over, spans
+from kdn.engines.seam_halves import Example, Half, Part, in_halves
+from kdn.engines.seam_moments import JoinSums, spans
+from kdn.engines.uncertainty import mean_interval
 from kdn.errors import UnsupportedError
 
-LEAST_PIECES = 6
-LEAST_TOKENS = 1024
+__all__ = ["DEFAULTS", "Example", "SeamOptions", "fit_seams"]
+
 LEAST_PIECE = 8
 """Tokens of a piece; shorter ones say nothing of seams."""
-KEPT_APART = 0.3
-"""Part of the pieces."""
-ASKED = 0.5
-"""Part of the examples, at most: figures of a few questions say little, and some passages are
-enough to fit on."""
-CHECKED_EVERY = 4
 TOPIC_TOKENS = 8
 """Of a piece, to make up a question about it."""
+ANSWERS = {"cpu": 40, "cuda": 128}
+"""To measure with: what they cost on two cores is most of fitting, on a GPU it is little."""
 
 OnProgress = Callable[[str, float, float], None]
 """Told what is being done, which part of all work is done, and how many seconds are left."""
@@ -49,10 +63,15 @@ class SeamOptions:
     """What may be traded: quality against time and size."""
 
     joins: int = 16
-    questions: int = 24
-    """To measure with. They differ by as much as their mean: with fewer, chance decides."""
-    made_up: int = 3
-    """About each join that is measured, where there are no examples."""
+    """To fit on, at least. Those that are measured count, too."""
+    answers: int | None = None
+    """To measure with, if there are so many; None: ANSWERS, by the model's device."""
+    questions: int = 48
+    """Among them: more are not asked."""
+    orders: int = 6
+    """Of the pieces of a question, at most."""
+    made_up: int = 2
+    """Questions about each join that is measured, where there are no examples."""
     pieces: int = 16
     """In a join, at most."""
     join_tokens: int = 2048
@@ -68,14 +87,6 @@ class SeamOptions:
 DEFAULTS = SeamOptions()
 
 
-@dataclass(frozen=True)
-class Example:
-    """A question, and the pieces (their own tokens) that it is asked about."""
-
-    question: str
-    pieces: Sequence[Sequence[int]]
-
-
 def fit_seams(
     model: Any,
     prompts: Prompts,
@@ -88,9 +99,8 @@ def fit_seams(
     on_progress: OnProgress = lambda what, done, left_s: None,
 ) -> Seams:
     """Seams of `model` for joins of pieces like these (own tokens of each, without the head; None:
-    the beginning of a conversation). Some of the examples measure them, the pieces of the others
-    are fitted on, too; without examples, questions are made up. Deterministic for the same machine,
-    pieces and options."""
+    the beginning of a conversation) and like those of the examples, which measure them; without
+    examples, questions are made up. Deterministic for the same machine, pieces and options."""
     check_windows(spec)
     own = prompts.begin() if head is None else head
     work = _Fitting(model, prompts, spec, list(own), options)
@@ -120,8 +130,22 @@ class _Progress:
         self.tell(what, self.done / self.total, passed_s * (self.total - self.done) / self.done)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Pieces, in some orders, and questions about them."""
+
+    pieces: Sequence[Sequence[int]]
+    orders: Sequence[Sequence[int]]
+    questions: Sequence[str]
+
+
+Klds = list[tuple[float, float]]
+"""At the first token and over all: joined, repaired, and repaired with each share recomputed."""
+
+
 class _Fitting:
     progress: _Progress
+    halves: tuple[Half, Half]
 
     def __init__(
         self, model: Any, prompts: Prompts, spec: ModelSpec, head: list[int], options: SeamOptions
@@ -131,159 +155,183 @@ class _Fitting:
         config = model.config.get_text_config(decoder=True)
         longest = getattr(config, "max_position_embeddings", None) or 2 * options.join_tokens
         self.join_tokens = min(options.join_tokens, longest // 2)
+        self.answers = options.answers or ANSWERS.get(model.device.type, ANSWERS["cuda"])
         self.random = np.random.default_rng(options.seed)
-        self.fitted_on: list[list[int]] = []
-        self.kept_apart: list[list[int]] = []
-        self.asked: list[Example] = []
-        """Kept apart, too."""
+        self.blocks = spans(spec.num_layers, options.block_layers)
 
     def take(self, pieces: Sequence[Sequence[int]], examples: Sequence[Example]) -> None:
-        """Decide what is fitted on and what is kept apart; UnsupportedError if there is little."""
-        shuffled = [examples[index] for index in self.random.permutation(len(examples))]
-        apart = min(self.options.questions, round(ASKED * len(shuffled)))
-        asked = [replace(one, pieces=self._parts(one.pieces)) for one in shuffled[:apart]]
-        self.asked = [one for one in asked if len(one.pieces) > 1]
-        others = [piece for one in shuffled[apart:] for piece in one.pieces]
-        seen = {tuple(piece) for one in self.asked for piece in one.pieces}
-        parts = [part for part in self._parts([*pieces, *others]) if tuple(part) not in seen]
-        tokens = sum(map(len, parts))
-        if len(parts) < LEAST_PIECES or tokens < LEAST_TOKENS:
-            raise UnsupportedError(
-                f"seams need at least {LEAST_TOKENS:,} tokens of text in {LEAST_PIECES} pieces "
-                f"(long ones are cut into several), found {tokens:,} in {len(parts)}: give more"
-            )
-        order = [parts[index] for index in self.random.permutation(len(parts))]
-        apart = 0 if self.asked else max(2, round(KEPT_APART * len(parts)))
-        self.kept_apart, self.fitted_on = order[:apart], order[apart:]
+        """Divide what there is into halves; UnsupportedError if there is little."""
+        most = min(self.options.questions, self.answers)
+        order = self.random.permutation(len(examples))
+        parted = (replace(examples[i], pieces=self._as_many_as_fit(examples[i])) for i in order)
+        asked = [one for one in parted if len(one.pieces) > 1][:most]
+        self.num_examples, self.has_texts = len(asked), bool(asked and pieces)
+        not_asked = (piece for one in examples for piece in one.pieces)
+        self.halves = in_halves(self._parts([*pieces, *not_asked]), asked, self.random)
 
-    def _parts(self, pieces: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _parts(self, pieces: Sequence[Sequence[int]]) -> list[Part]:
         """Long ones cut, each once, and no very short ones."""
         most = self.join_tokens // 4
-        parts = [
-            list(piece[at : at + most]) for piece in pieces for at in range(0, len(piece), most)
-        ]
-        unique = {tuple(part): part for part in parts if len(part) >= LEAST_PIECE}
-        return list(unique.values())
+        parts = (
+            tuple(piece[at : at + most]) for piece in pieces for at in range(0, len(piece), most)
+        )
+        return list(dict.fromkeys(part for part in parts if len(part) >= LEAST_PIECE))
+
+    def _as_many_as_fit(self, example: Example) -> list[Part]:
+        """Its first pieces."""
+        parts = self._parts(example.pieces)
+        ends = np.cumsum([len(part) for part in parts])
+        return parts[: max(2, int((ends <= self.join_tokens).sum()))]
 
     def run(self, on_progress: OnProgress) -> Seams:
-        asked = 2 * len(self.asked) or self._made_up_joins * (1 + self.options.made_up)
-        self.progress = _Progress(on_progress, self.options.joins + 1 + asked)
+        first, second = ([*self._asked(half)] for half in self.halves)
+        self.progress = _Progress(on_progress, self._num_steps(first, second))
         try:
-            blocks = tuple(self._fit())
+            sums = JoinSums(self.blocks)
+            self._read_some(self.halves[0], sums, self.num_read)
+            by_first, others = self._solved(sums), sums.empty()
+            found = [self._measured(one, self.halves[1], by_first, others) for one in second]
+            self._read_some(self.halves[1], others, self._num_more(others.num_joins))
+            by_second = self._solved(others)
+            sums.merge(others)
+            found += [self._measured(one, self.halves[0], by_second, sums) for one in first]
+            return _with_report(self._solved(sums), found, self.options)
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise UnsupportedError(f"this model's values cannot be fitted: {error}") from error
-        self.progress.step("fitting")
-        # As readers get them: what is measured is what was rounded.
-        seams = Seams.from_bytes(Seams(self.spec.fingerprint, blocks).to_bytes())
-        return self._measured(seams)
+
+    @property
+    def num_read(self) -> int:
+        """Joins of each half, at least."""
+        return max(1, self.options.joins // 2)
+
+    def _num_more(self, num_joins: int) -> int:
+        """What is drawn at random in the second half, when so many joins were measured there: what
+        is lacking. Questions say nothing of texts that nobody asks about."""
+        return self.num_read if self.has_texts else max(0, self.num_read - num_joins)
+
+    def _num_steps(self, first: Sequence[_Asked], second: Sequence[_Asked]) -> int:
+        own = sum(self.halves[1].is_own(one.pieces) for one in second)
+        measured = sum(len(one.orders) * (1 + len(one.questions)) for one in [*first, *second])
+        return self.num_read + self._num_more(own) + measured + 3
 
     # fitting
 
-    def _fit(self) -> Iterator[Block]:
-        for sums, checked in zip(*self._read_joins(), strict=True):
-            every = sums.centred()
-            weight = 1 / every.deviation  # all columns count alike, whatever their size
-            yield fit_block(every, weight, self._ridge(sums, checked, weight), self.options.rank)
-
-    def _ridge(self, sums: Moments, checked: Moments, weight: torch.Tensor) -> float:
-        """The one that predicts best what is checked, fitted on the others."""
-        if not checked.count:
-            return self.options.ridges[-1]
-        rest = sums.without(checked).centred()
-        return min(
-            self.options.ridges,
-            key=lambda one: left_over(
-                fit_block(rest, weight, one, self.options.rank), checked, weight
-            ),
-        )
-
-    def _read_joins(self) -> tuple[list[Moments], list[Moments]]:
-        """Sums of all joins by block, and of those that the ridge is chosen on."""
-        every: list[Moments] = []
-        checked: list[Moments] = []
-        layers = spans(self.spec.num_layers, self.options.block_layers)
-        for number in range(self.options.joins):
-            drawn = self._draw(self.fitted_on)
-            joined, full = self._read(drawn)
-            for index, span in enumerate(layers):
-                own = [block_columns(one, span, drawn.moved_from) for one in (joined, full)]
-                if not number:
-                    origin = own[0].mean(0)
-                    every.append(Moments.zeros(span, origin))
-                    checked.append(Moments.zeros(span, origin))
-                every[index].add(*own)
-                if number % CHECKED_EVERY == CHECKED_EVERY - 1:
-                    checked[index].add(*own)
+    def _read_some(self, half: Half, sums: JoinSums, count: int) -> None:
+        """Joins of its pieces, drawn at random."""
+        for _ in range(count):
+            drawn = Drawn(self.head, self._draw(half))
+            self._add(sums, drawn, read_join(self.model, self.spec, drawn), self._full(drawn))
             self.progress.step("reading joins")
-        return every, checked
 
-    def _draw(self, pieces: Sequence[Sequence[int]]) -> Drawn:
+    def _add(
+        self, sums: JoinSums, drawn: Drawn, joined: KVCache, full: KVCache, again: bool = False
+    ) -> None:
+        columns = columns_of(joined, self.spec), columns_of(full, self.spec)
+        sums.add(*columns, drawn.moved_from, again)
+
+    def _full(self, drawn: Drawn) -> KVCache:
+        return read_in_full(self.model, drawn.tokens)
+
+    def _solved(self, sums: JoinSums) -> Seams:
+        """As readers get them: what is measured is what was rounded."""
+        blocks = tuple(sums.solved(self.options.ridges, self.options.rank))
+        self.progress.step("fitting")
+        return Seams.from_bytes(Seams(self.spec.fingerprint, blocks).to_bytes())
+
+    def _draw(self, half: Half) -> Sequence[Part]:
         """At least two pieces, else there is nothing to repair."""
         count = int(self.random.integers(2, max(3, self.options.pieces + 1)))
-        count = max(count, min(self.options.pieces, len(pieces)) // 2)
-        return drawn_at_random(
-            self.head, pieces, count, self.join_tokens + len(self.head), self.random
-        )
-
-    def _read(self, drawn: Drawn) -> tuple[torch.Tensor, torch.Tensor]:
-        joined = columns_of(read_join(self.model, self.spec, drawn), self.spec)
-        return joined, columns_of(read_in_full(self.model, drawn.tokens), self.spec)
+        count = max(count, min(self.options.pieces, len(half.pieces)) // 2)
+        return drawn_at_random(half.pieces, count, self.join_tokens, self.random)
 
     # measuring
 
-    def _measured(self, seams: Seams) -> Seams:
-        found: list[list[AnswerQuality]] = []
-        for drawn, questions in self._joins_to_measure():
-            joined = read_join(self.model, self.spec, drawn)
-            full = read_in_full(self.model, drawn.tokens)
-            repaired = repaired_join(seams, self.spec, joined, drawn.moved_from)
+    def _asked(self, half: Half) -> Iterator[_Asked]:
+        """Its examples; where there are none at all, questions that are made up."""
+        if not self.num_examples:
+            yield from self._made_up(half)
+        for number, one in enumerate(half.examples):
+            least, more = divmod(self.answers, self.num_examples)
+            count = least + (2 * number < more)  # of each half the first few
+            orders = self._orders(len(one.pieces), min(count, self.options.orders))
+            yield _Asked(one.pieces, orders, [one.question])
+
+    def _made_up(self, half: Half) -> Iterator[_Asked]:
+        count = min(self.answers, self.options.questions) / 2  # the other half has as many
+        for _ in range(math.ceil(count / self.options.made_up)):
+            pieces = self._draw(half)
+            topics = (self._topic(pieces) for _ in range(self.options.made_up))
+            questions = [f"What is said about {one}?" for one in topics]
+            yield _Asked(pieces, [range(len(pieces))], questions)
+
+    def _orders(self, num_pieces: int, count: int) -> list[tuple[int, ...]]:
+        """Their own, and others; fewer than `count` if there are hardly more."""
+        own = tuple(range(num_pieces))
+        others = (tuple(self.random.permutation(num_pieces).tolist()) for _ in range(4 * count))
+        return list(dict.fromkeys([own, *others]))[:count]
+
+    def _topic(self, pieces: Sequence[Part]) -> str:
+        """Some words of some piece."""
+        piece = pieces[int(self.random.integers(len(pieces)))]
+        start = int(self.random.integers(max(1, len(piece) - TOPIC_TOKENS)))
+        return self.prompts.text(piece[start : start + TOPIC_TOKENS]).strip()
+
+    def _measured(self, asked: _Asked, half: Half, seams: Seams, sums: JoinSums) -> Klds:
+        """Means over the orders and the questions; `seams` have seen nothing of it. What is read
+        is added to the sums of its half."""
+        apart = read_apart(self.model, self.head, asked.pieces)
+        drawn = [Drawn(self.head, [asked.pieces[i] for i in order]) for order in asked.orders]
+        fulls = [self._full(one) for one in drawn]
+        style = CHAT if self.prompts.has_template else PLAIN
+        probes = [
+            AnswerProbe(self.model, fulls, self.prompts.ask(question, style))
+            for question in asked.questions
+        ]
+        is_own, found = half.is_own(asked.pieces), []
+        for row, (one, order) in enumerate(zip(drawn, asked.orders, strict=True)):
+            joined = put_together(self.spec, [apart[i] for i in order], len(self.head))
+            if is_own:
+                self._add(sums, one, joined, fulls[row], again=row > 0)
+            repaired = repaired_join(seams, self.spec, joined, one.moved_from)
             self.progress.step("reading joins")
-            for question in questions:
-                probe = AnswerProbe(self.model, full, question)
-                own = [probe.measure(joined), probe.measure(repaired)]
-                found.append([*own, *self._recomputed(probe, repaired, drawn)])
+            for probe in probes:
+                answers = probe.measure(row, [joined, repaired])
+                found.append([*answers, *self._recomputed(probe, row, repaired, one)])
                 self.progress.step("measuring")
-        joined_klds, *klds = [_mean(column) for column in zip(*found, strict=True)]
-        shares = [0.0, *self.options.shares]  # without the latter, if it cannot be recomputed
-        return replace(seams, expected=dict(zip(shares, klds, strict=False)), joined=joined_klds)
+        return [_mean(column) for column in zip(*found, strict=True)]
 
     def _recomputed(
-        self, probe: AnswerProbe, repaired: KVCache, drawn: Drawn
+        self, probe: AnswerProbe, row: int, repaired: KVCache, drawn: Drawn
     ) -> list[AnswerQuality]:
         """For each share; none if this model's attention cannot be looked into."""
+        shares = self.options.shares
         try:
-            return probe.measure_recomputed(
-                repaired, drawn.tokens, drawn.moved_from, self.options.shares
-            )
+            return probe.measure_recomputed(row, repaired, drawn.tokens, drawn.moved_from, shares)
         except UnsupportedError:
             return []
 
-    @property
-    def _made_up_joins(self) -> int:
-        return -(-self.options.questions // self.options.made_up)
 
-    def _joins_to_measure(self) -> Iterator[tuple[Drawn, list[list[int]]]]:
-        """Joins of what was kept apart, with questions about each."""
-        style = CHAT if self.prompts.has_template else PLAIN
-        for one in self.asked:
-            yield self._drawn_as_it_is(one), [self.prompts.ask(one.question, style)]
-        for _ in range(0 if self.asked else self._made_up_joins):
-            drawn = self._draw(self.kept_apart)
-            topics = [self._topic(drawn) for _ in range(self.options.made_up)]
-            yield drawn, [self.prompts.ask(f"What is said about {one}?", style) for one in topics]
+def _with_report(seams: Seams, found: Sequence[Klds], options: SeamOptions) -> Seams:
+    """`found`: of each join that questions were asked about. Answers about one join are alike, so
+    they count as one."""
+    every = np.array(found).transpose(1, 2, 0)
+    means = [(float(first), float(mean)) for first, mean in every.mean(2)]
+    intervals = [_intervals(*both) for both in every]
+    shares = [0.0, *options.shares][: len(means) - 1]  # only 0 if nothing can be recomputed
+    return replace(
+        seams,
+        expected=dict(zip(shares, means[1:], strict=True)),
+        joined=means[0],
+        intervals={
+            share: own for share, own in zip(shares, intervals[1:], strict=True) if own is not None
+        },
+        joined_intervals=intervals[0],
+    )
 
-    def _drawn_as_it_is(self, example: Example) -> Drawn:
-        """In its own order, as many pieces as fit."""
-        room = self.join_tokens
-        ends = np.cumsum([len(piece) for piece in example.pieces])
-        count = max(2, int((ends <= room).sum()))
-        return Drawn(self.head, example.pieces[:count])
 
-    def _topic(self, drawn: Drawn) -> str:
-        """Some words of some piece."""
-        piece = drawn.pieces[int(self.random.integers(len(drawn.pieces)))]
-        start = int(self.random.integers(max(1, len(piece) - TOPIC_TOKENS)))
-        return self.prompts.text(piece[start : start + TOPIC_TOKENS]).strip()
+def _intervals(first: Sequence[float], mean: Sequence[float]) -> Intervals | None:
+    one, other = mean_interval(first), mean_interval(mean)
+    return None if one is None or other is None else (one, other)
 
 
 def repaired_join(seams: Seams, spec: ModelSpec, joined: KVCache, moved_from: int) -> KVCache:

@@ -13,8 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from kdn.blend.seams import Block
+from kdn.codec.threads import parallel_map
 
 Layers = tuple[int, int]
+
+CHECKED_EVERY = 4
+"""Joins, one of which is left out for choosing ridges."""
 
 
 @dataclass
@@ -61,6 +65,16 @@ class Moments:
             self.squares - part.squares,
         )  # fmt: skip
 
+    def merge(self, other: Moments) -> None:
+        """Also over other tokens, with the same origin."""
+        self.count += other.count
+        for own, more in zip(self._sums, other._sums, strict=True):
+            own += more
+
+    @property
+    def _sums(self) -> tuple[torch.Tensor, ...]:
+        return self.inputs, self.outputs, self.gram, self.cross, self.squares
+
     def centred(self) -> Centred:
         mean_in, mean_out = self.inputs / self.count, self.outputs / self.count
         return Centred(
@@ -70,6 +84,77 @@ class Moments:
             self.gram / self.count - torch.outer(mean_in, mean_in),
             self.cross / self.count - torch.outer(mean_in, mean_out),
         )
+
+
+class JoinSums:
+    """Over joins, by block of layers: sums over all of them, and over every fourth, on which ridges
+    are chosen."""
+
+    def __init__(self, blocks: Sequence[Layers]) -> None:
+        self.blocks, self.num_joins = blocks, 0
+        self._every: list[Moments] = []
+        self._checked: list[Moments] = []
+
+    def empty(self) -> JoinSums:
+        """With the same origins, to be merged later."""
+        found = JoinSums(self.blocks)
+        found._every, found._checked = (
+            [Moments.zeros(one.layers, one.origin) for one in self._every] for _ in range(2)
+        )
+        return found
+
+    def add(
+        self, joined: torch.Tensor, full: torch.Tensor, start: int, again: bool = False
+    ) -> None:
+        """A join's columns [layers, tokens, 2, values], as joined and as read in full; its tokens
+        from `start` on. `again`: the last one's pieces in another order, which belong together:
+        no ridge is chosen on pieces that were fitted on in some order."""
+        self.num_joins += not again
+        is_checked = self.num_joins % CHECKED_EVERY == 0
+        for index, layers in enumerate(self.blocks):
+            own = [block_columns(one, layers, start) for one in (joined, full)]
+            if len(self._every) == index:
+                for sums in (self._every, self._checked):
+                    sums.append(Moments.zeros(layers, own[0].mean(0)))
+            self._every[index].add(*own)
+            if is_checked:
+                self._checked[index].add(*own)
+
+    def merge(self, other: JoinSums) -> None:
+        self.num_joins += other.num_joins
+        pairs = zip(self._every + self._checked, other._every + other._checked, strict=True)
+        for own, more in pairs:
+            own.merge(more)
+
+    def solved(self, ridges: Sequence[float], rank: int) -> list[Block]:
+        """The map of each block, with the ridge that predicts best on the joins left out for it.
+
+        On a CPU each block has one core. The matrices are small: threads that share them wait for
+        each other, and where other programs compete for the cores, 100 times as long as they work.
+        """
+
+        def solve(pair: tuple[Moments, Moments]) -> Block:
+            sums, checked = pair
+            every = sums.centred()
+            weight = 1 / every.deviation  # all columns count alike, whatever their size
+            ridge = _best_ridge(sums, checked, weight, ridges, rank)
+            return fit_block(every, weight, ridge, rank)
+
+        pairs = list(zip(self._every, self._checked, strict=True))
+        if self._every[0].gram.device.type == "cpu":
+            return parallel_map(solve, pairs)
+        return [solve(pair) for pair in pairs]
+
+
+def _best_ridge(
+    sums: Moments, checked: Moments, weight: torch.Tensor, ridges: Sequence[float], rank: int
+) -> float:
+    if not checked.count:
+        return ridges[-1]
+    rest = sums.without(checked).centred()
+    return min(
+        ridges, key=lambda one: left_over(fit_block(rest, weight, one, rank), checked, weight)
+    )
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,28 @@ def test_bytes_hold_all_of_it() -> None:
     back.check_for(SPEC)
 
 
+def test_intervals_are_kept_and_older_bytes_have_none() -> None:
+    plain = random_seams()
+    data = plain.to_bytes()
+    assert b"interval" not in data  # as they were before there were any
+    assert not Seams.from_bytes(data).intervals
+    sure = replace(
+        plain,
+        intervals={0.0: ((0.03, 0.08), (0.07, 0.2)), 0.15: ((0.005, 0.02), (0.0, 0.04))},
+        joined_intervals=((0.2, 0.5), (0.1, 0.3)),
+    )
+    back = Seams.from_bytes(sure.to_bytes())
+    assert (back.intervals, back.joined_intervals) == (sure.intervals, sure.joined_intervals)
+    assert (back.expected, back.joined) == (plain.expected, plain.joined)
+    assert back.to_bytes() == sure.to_bytes()
+
+
+def test_fields_of_later_versions_are_left_alone() -> None:
+    """So a reader from before there were intervals reads seams that have some."""
+    data = changed(nothing, lambda meta: meta.update(later=[1]))
+    assert Seams.from_bytes(data).to_bytes() == random_seams().to_bytes()
+
+
 def test_a_repair_adds_the_map_of_unrotated_values() -> None:
     seams = random_seams()
     shape = (SPEC.num_layers, 5, SPEC.num_kv_heads, SPEC.head_dim)
@@ -112,6 +134,14 @@ HOSTILE: dict[str, bytes] = {
     "a model of numbers": changed(nothing, lambda meta: meta.update(model=[1])),
     "twice": changed(nothing, lambda meta: meta.update(expected=[[0.1, 1, 0.0]] * 2)),
     "one divergence": changed(nothing, lambda meta: meta.update(joined=[0.1])),
+    "an interval of text": changed(nothing, lambda meta: meta.update(intervals="0")),
+    "a backward interval": changed(
+        nothing, lambda meta: meta.update(intervals=[[0.0, [0.2, 0.1], [0.1, 0.2]]])
+    ),
+    "half an interval": changed(nothing, lambda meta: meta.update(intervals=[[0.0, [0.1, 0.2]]])),
+    "an endless interval": changed(
+        nothing, lambda meta: meta.update(joined_intervals=[[0.1, 1e999], [0.1, 0.2]])
+    ),
     "a list": changed(nothing, lambda meta: meta.update(expected=None)),
 }
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kdn.cli.seams import Material
+from kdn.cli.seams import Material, report, show
 from kdn.errors import FormatError, UnsupportedError
+from tests.blend.test_seams import random_seams
 from tests.cli.test_client import kdn, model
 from tests.client.test_seams import TEXTS, small
 
@@ -38,6 +40,18 @@ def test_a_report_for_people_and_for_programs(model: Any, tmp_path: Path) -> Non
         ("seams+question", 0.3),
     ]  # fmt: skip
     assert all(row["kld_first"] >= 0 and row["kld"] >= 0 for row in told["rows"])
+    assert all(row["kld_interval"] is None for row in told["rows"])  # of two questions
+    assert "with more questions" in shown
+
+
+def test_a_report_says_how_sure_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    intervals = ((0.2, 0.5), (0.1, 0.3))
+    seams = replace(random_seams(), intervals={0.0: intervals}, joined_intervals=intervals)
+    rows = report(seams, "")["rows"]
+    assert [row["kld_first_interval"] for row in rows] == [(0.2, 0.5), (0.2, 0.5), None]
+    assert [row["kld_interval"] for row in rows] == [(0.1, 0.3), (0.1, 0.3), None]
+    show(seams, "")
+    assert "0.2000 (0.1-0.3)" in capsys.readouterr().out
 
 
 def test_what_is_given_is_a_file_or_a_name(tmp_path: Path) -> None:

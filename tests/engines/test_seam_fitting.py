@@ -11,15 +11,32 @@ import torch
 
 from kdn.blend.seams import Block, Seams
 from kdn.engines.join_quality import AnswerProbe
-from kdn.engines.join_reading import Drawn, cache_of, columns_of, read_in_full, read_join
+from kdn.engines.join_reading import (
+    Drawn,
+    _read_together,
+    cache_of,
+    columns_of,
+    put_together,
+    read_apart,
+    read_in_full,
+    read_join,
+)
 from kdn.engines.prompts import Prompts
-from kdn.engines.seam_fitting import Example, SeamOptions, _Fitting, fit_seams, repaired_join
-from kdn.engines.seam_moments import Moments, block_columns, fit_block, left_over
+from kdn.engines.seam_fitting import (
+    Example,
+    SeamOptions,
+    _Asked,
+    _Fitting,
+    fit_seams,
+    repaired_join,
+)
+from kdn.engines.seam_halves import in_halves
+from kdn.engines.seam_moments import JoinSums, Moments, block_columns, fit_block, left_over
 from kdn.engines.transformers import spec_of
 from kdn.errors import UnsupportedError
 from tests.client.letters import Letters
 
-SMALL = SeamOptions(joins=8, questions=4, made_up=2, pieces=5, join_tokens=256, rank=16)
+SMALL = SeamOptions(joins=8, answers=4, made_up=2, pieces=5, join_tokens=256, rank=16)
 
 
 def pieces(count: int = 24, seed: int = 0) -> list[list[int]]:
@@ -115,11 +132,12 @@ def test_recomputing_everything_is_the_full_reading(model: Any) -> None:
     drawn = Drawn([1, 5, 9], pieces(4))
     joined, full = read_join(model, spec, drawn), read_in_full(model, drawn.tokens)
     kept = joined.keys.clone()
-    probe = AnswerProbe(model, full, [7, 8, 9], count=4)
-    assert probe.measure(full).klds.max() < 1e-6
-    some, every = probe.measure_recomputed(joined, drawn.tokens, drawn.moved_from, (0.0, 1.0))
+    probe = AnswerProbe(model, [full], [7, 8, 9], count=4)
+    same, plain = probe.measure(0, [full, joined])
+    assert same.klds.max() < 1e-6
+    some, every = probe.measure_recomputed(0, joined, drawn.tokens, drawn.moved_from, (0.0, 1.0))
     assert every.klds.max() < 1e-6
-    assert some.klds == pytest.approx(probe.measure(joined).klds, abs=1e-6)
+    assert some.klds == pytest.approx(plain.klds, abs=1e-6)
     assert some.mean > 1e-3
     assert torch.equal(joined.keys, kept)
 
@@ -133,20 +151,173 @@ def test_a_model_that_cannot_be_looked_into_promises_what_it_can(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model.config, "attn_logit_softcapping", 5.0, raising=False)
-    options = replace(SMALL, joins=4, questions=1)
+    options = replace(SMALL, joins=4, answers=1)
     seams = fit_seams(model, Prompts(Letters()), spec_of(model), pieces(), options=options)
     assert list(seams.expected) == [0.0]
 
 
-def test_examples_that_are_asked_are_not_fitted_on(model: Any) -> None:
-    every = [piece[:40] for piece in pieces(60)]
-    examples = [Example("?", every[at : at + 5]) for at in range(0, 60, 5)]
-    work = _Fitting(model, Prompts(Letters()), spec_of(model), [1], SMALL)
-    work.take(examples[0].pieces, examples)
-    assert len(work.asked) == SMALL.questions
-    asked = {tuple(piece) for one in work.asked for piece in one.pieces}
-    assert not asked & {tuple(piece) for piece in work.fitted_on}
-    assert len(asked) + len(work.fitted_on) == 60
+def test_several_contexts_are_answered_as_each_by_itself(model: Any) -> None:
+    spec, own = spec_of(model), pieces(4)
+    orders = [Drawn([1, 5, 9], [own[i] for i in order]) for order in ((0, 1, 2, 3), (2, 0, 3, 1))]
+    fulls = [read_in_full(model, one.tokens) for one in orders]
+    joins = [read_join(model, spec, one) for one in orders]
+    both = AnswerProbe(model, fulls, [7, 8, 9], count=4)
+    for row in range(2):
+        alone = AnswerProbe(model, [fulls[row]], [7, 8, 9], count=4)
+        assert both.answers[row] == alone.answers[0]
+        (found,), (expected,) = (
+            probe.measure(at, [joins[row]]) for probe, at in ((both, row), (alone, 0))
+        )
+        assert found.klds == pytest.approx(expected.klds, abs=1e-4)
+
+
+def test_pieces_are_read_together_as_each_by_itself(model: Any) -> None:
+    head, own = [1, 5, 9], pieces(4)
+    together = _read_together(model, read_in_full(model, head), own)
+    for found, expected in zip(together, read_apart(model, head, own), strict=True):
+        assert torch.allclose(found.keys, expected.keys, atol=1e-4)
+        assert torch.allclose(found.values, expected.values, atol=1e-4)
+    spec = spec_of(model)
+    found, expected = put_together(spec, together, 3), read_join(model, spec, Drawn(head, own))
+    assert torch.allclose(found.keys, expected.keys, atol=1e-4)
+    assert torch.allclose(found.values, expected.values, atol=1e-4)
+
+
+def test_sums_of_two_halves_are_the_sums_of_all() -> None:
+    generator = torch.Generator().manual_seed(0)
+    joins = [torch.randn(2, 2, 60, 2, 8, generator=generator) for _ in range(8)]
+    every, first = JoinSums([(0, 1), (1, 2)]), JoinSums([(0, 1), (1, 2)])
+    for joined, full in joins:
+        every.add(joined, full, 10)
+    for joined, full in joins[:4]:
+        first.add(joined, full, 10)
+    second = first.empty()
+    for joined, full in joins[4:]:
+        second.add(joined, full, 10)
+    first.merge(second)
+    assert first.num_joins == 8
+    for found, expected in zip(first.solved([0.1, 1], 4), every.solved([0.1, 1], 4), strict=True):
+        assert torch.allclose(found.down @ found.up, expected.down @ expected.up, atol=1e-4)
+        assert torch.allclose(found.bias, expected.bias, atol=1e-4)
+
+
+def test_no_ridge_is_chosen_on_pieces_that_were_fitted_on_in_another_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sums = JoinSums([(0, 1)])
+    for _ in range(8):
+        for again in (False, True, True):
+            sums.add(*torch.randn(2, 1, 50, 2, 8, generator=generator), 20, again)
+    assert sums.num_joins == 8
+    assert sums._every[0].count == 8 * 3 * 30
+    assert sums._checked[0].count == 2 * 3 * 30  # of the fourth join and of the eighth, all orders
+
+
+Part = tuple[int, ...]
+
+
+def parts(count: int, length: int = 40) -> list[Part]:
+    return [tuple(range(number, number + length)) for number in range(1000, 1000 + count)]
+
+
+def examples_of(*about: list[Part]) -> list[Example]:
+    return [Example(f"{number}?", own) for number, own in enumerate(about)]
+
+
+def test_no_half_is_fitted_on_what_the_other_is_asked_about() -> None:
+    own = parts(70)
+    random = np.random.default_rng(0)
+    examples = examples_of(*(own[at : at + 6] for at in range(0, 60, 5)))  # one piece in common
+    halves = in_halves([*own[60:], own[3]], examples, random)
+    assert [len(half.examples) for half in halves] == [6, 6]
+    for half, other in (halves, halves[::-1]):
+        asked = {piece for one in other.examples for piece in one.pieces}
+        assert not asked & set(half.pieces)
+        assert len(half.pieces) == len(set(half.pieces)) > 25
+    together = {*halves[0].pieces, *halves[1].pieces}
+    shared = halves[0].asked_about & halves[1].asked_about
+    assert together | shared == set(own)
+    assert len(shared) < 8  # of 11: questions about the same pieces stay together if they can
+    known = halves[0].examples[0]
+    assert halves[0].is_own(known.pieces) == (not shared & set(known.pieces))
+    assert not halves[1].is_own(known.pieces)
+
+
+def test_questions_about_one_text_leave_others_to_be_fitted_on() -> None:
+    own = parts(40)
+    halves = in_halves(own, examples_of(own[:3], own[:3]), np.random.default_rng(0))
+    assert not any(half.is_own(own[:3]) for half in halves)
+    assert sorted(len(half.pieces) for half in halves) == [18, 19]
+    with pytest.raises(UnsupportedError, match="found 0 in 0"):
+        in_halves([], examples_of(own, own), np.random.default_rng(0))
+
+
+def test_pieces_alone_are_halved() -> None:
+    first, second = in_halves(parts(31), [], np.random.default_rng(0))
+    assert sorted([len(first.pieces), len(second.pieces)]) == [15, 16]
+    assert not set(first.pieces) & set(second.pieces)
+
+
+def fitting_of(model: Any, examples: list[Example], **options: Any) -> _Fitting:
+    work = _Fitting(model, Prompts(Letters()), spec_of(model), [1], replace(SMALL, **options))
+    work.take([], examples)
+    return work
+
+
+def test_few_questions_are_asked_in_more_orders(model: Any) -> None:
+    examples = examples_of(*(parts(60)[at : at + 5] for at in range(0, 60, 5)))
+
+    def orders(**options: Any) -> list[int]:
+        work = fitting_of(model, examples, **options)
+        found: list[_Asked] = [one for half in work.halves for one in work._asked(half)]
+        for one in found:
+            assert one.orders[0] == (0, 1, 2, 3, 4)
+            assert all(sorted(order) == [0, 1, 2, 3, 4] for order in one.orders)
+            assert len(set(one.orders)) == len(one.orders)
+        return sorted(len(one.orders) for one in found)
+
+    assert orders(answers=12) == [1] * 12
+    assert orders(answers=18) == [1] * 6 + [2] * 6
+    assert orders(answers=999) == [6] * 12
+    assert orders(answers=5) == [1] * 5
+    assert orders(answers=12, questions=4) == [3] * 4
+
+
+def test_every_question_is_measured_by_seams_that_have_not_seen_it(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = [tuple(piece) for piece in pieces(60)]
+    examples = examples_of(*(every[at : at + 5] for at in range(0, 60, 5)))
+    work = fitting_of(model, examples, answers=12)
+    fitted: dict[int, set[Part]] = {}
+    known: dict[int, set[Part]] = {}
+    measured = []
+    add, solved, measure = work._add, work._solved, work._measured
+
+    def adds(sums: JoinSums, drawn: Drawn, *read: Any, **named: Any) -> None:
+        fitted.setdefault(id(sums), set()).update(map(tuple, drawn.pieces))
+        add(sums, drawn, *read, **named)
+
+    def solves(sums: JoinSums) -> Seams:
+        seams = solved(sums)
+        known[id(seams)] = set(fitted[id(sums)])
+        return seams
+
+    def measures(asked: _Asked, half: Any, seams: Seams, sums: JoinSums) -> Any:
+        assert not set(map(tuple, asked.pieces)) & known[id(seams)]
+        measured.append(asked.questions[0])
+        return measure(asked, half, seams, sums)
+
+    monkeypatch.setattr(work, "_add", adds)
+    monkeypatch.setattr(work, "_solved", solves)
+    monkeypatch.setattr(work, "_measured", measures)
+    told: list[float] = []
+    seams = work.run(lambda what, done, left_s: told.append(done))
+    assert sorted(measured) == sorted(one.question for one in examples)
+    assert told[-1] == 1.0
+    assert set(seams.intervals) == set(seams.expected)
+    for share, (first, mean) in seams.expected.items():
+        for figure, (low, high) in zip((first, mean), seams.intervals[share], strict=True):
+            assert 0 <= low <= figure <= high
 
 
 def test_windows_are_refused(tiny_model: Any) -> None:

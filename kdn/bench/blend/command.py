@@ -3,7 +3,9 @@
 Pieces of each question are learned apart into a folder, through kdn's own session and codecs, and
 delivered joined; then every method goes on from there. `--seams-from` fits seams on one question
 set and measures them on `--data`: with as many files as `--data` has, they belong together in
-order, so that two sets can be measured both ways in one run.
+order, so that two sets can be measured both ways in one run. If both are the same file, seams are
+fitted on its first questions and measured on those that follow: what their report expects can
+then be held against what is measured on questions of the same kind.
 
 Not measured: several questions at a time, pieces that are partly unknown.
 """
@@ -21,6 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from kdn.bench import options
+from kdn.bench.blend import expected
 from kdn.bench.blend.consistency import Choices, choices_of, summary
 from kdn.bench.blend.fitting import fitted_on
 from kdn.bench.blend.items import Item, Story, apart, load_items, load_stories, set_name
@@ -43,7 +46,7 @@ from kdn.errors import UnsupportedError
 
 CODECS = ("exact", "klt")
 FIT_ITEMS = 30
-"""Questions whose passages seams are fitted on, whatever is measured."""
+"""Questions that seams are fitted on, whatever is measured."""
 STORIES, QUESTIONS_OF_STORY, ORDERS = 8, 4, 3
 QUICK_ITEMS, QUICK_QUESTIONS, QUICK_TTFT_TOKENS = 3, 2, 1024
 
@@ -105,7 +108,10 @@ def run(
     ] = None,
     seams_from: Annotated[
         list[Path] | None,
-        options.files("Sets to fit seams on: one for all data, or one for each."),
+        options.files(
+            f"Sets to fit seams on: one for all data, or one for each. Of a set that is --data as "
+            f"well, the first {FIT_ITEMS} questions are fitted on and the next ones measured."
+        ),
     ] = None,
     choices: Annotated[
         Path | None, options.files("Stories with multiple-choice questions, for consistency.")
@@ -186,19 +192,31 @@ def _sets(data: Sequence[Path], seams_from: Sequence[Path], plan: Plan) -> list[
         )
     sources = list(seams_from) * (len(data) if len(seams_from) == 1 else 1)
     fitted = dict(zip(data, sources, strict=False))
-    sets = []
-    for path in data:
-        source = fitted.get(path)
-        if source is not None and source.resolve() == path.resolve():
-            raise UnsupportedError(f"seams-from: {path} cannot be both fitted and measured on")
-        own = load_items(path, plan.items, plan.pieces)
-        others = apart(load_items(source, FIT_ITEMS, plan.pieces), own) if source else []
-        if source and not others:
-            raise UnsupportedError(f"seams-from: {source} has nothing that {path} has not")
-        sets.append(QuestionSet(set_name(path), own, others, set_name(source) if source else ""))
+    sets = [_set(path, fitted.get(path), plan) for path in data]
     if len({one.name for one in sets}) < len(sets):
         raise UnsupportedError("data: expected files of different names")
     return sets
+
+
+def _set(path: Path, source: Path | None, plan: Plan) -> QuestionSet:
+    name = set_name(path)
+    if source is None:
+        return QuestionSet(name, load_items(path, plan.items, plan.pieces), [], "")
+    if source.resolve() == path.resolve():
+        every = load_items(path, FIT_ITEMS + plan.items, plan.pieces)
+        own, others, fitted_name = every[FIT_ITEMS:], every[:FIT_ITEMS], f"{name}'s first questions"
+        if not own:
+            raise UnsupportedError(
+                f"seams-from: {path} has {len(every)} questions. To be fitted and measured on, it "
+                f"needs more than the {FIT_ITEMS} that are fitted on"
+            )
+    else:
+        own = load_items(path, plan.items, plan.pieces)
+        others, fitted_name = load_items(source, FIT_ITEMS, plan.pieces), set_name(source)
+    others = apart(others, own)
+    if not others:
+        raise UnsupportedError(f"seams-from: {source} has nothing that {path} has not")
+    return QuestionSet(name, own, others, fitted_name)
 
 
 class _Work:
@@ -229,8 +247,7 @@ class _Work:
         with self._found.timings.of("fitting seams"), self._told.of(what, 100) as step:
             seams = fitted_on(one.fitted_on, self._model, self._tokenizer, self._spec, step.part)
             step.part(1.0)
-        expected = {f"{share:g}": list(klds) for share, klds in seams.expected.items()}
-        self._found.seams[one.name] = {"from": one.fitted_name, "expected": expected}
+        self._found.seams[one.name] = {"from": one.fitted_name, **expected.as_json(seams)}
         return seams
 
     @asynccontextmanager

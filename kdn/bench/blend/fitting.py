@@ -1,5 +1,4 @@
-"""Seams fitted on a question set: on the passages of some of its questions, measured with the
-others."""
+"""Seams fitted on a question set, and measured with it."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from kdn.bench.blend import expected
 from kdn.bench.blend.rows import BlendRow
 from kdn.bench.report import drawing, table_of
 
@@ -28,7 +29,9 @@ LEAST_KLD = 1e-4
 
 
 def document(rows: Iterable[BlendRow], extra: Mapping[str, Any]) -> dict[str, Any]:
-    return {"rows": [row.as_json() for row in rows], **extra}
+    rows = list(rows)
+    told = list(expected.rows_of(rows, extra["seams"]))
+    return {"rows": [row.as_json() for row in rows], "expected": told, **extra}
 
 
 def print_report(console: Console, rows: Sequence[BlendRow], extra: Mapping[str, Any]) -> None:
@@ -88,17 +91,24 @@ def _part(value: float, whole: float | None) -> str:
 def print_expected(console: Console, rows: Sequence[BlendRow], seams: Mapping[str, Any]) -> None:
     """What the seams' own report promised, beside what was measured."""
     table = table_of(
-        "Expected by the seams' report, and measured",
-        ("data", "codec", "share", "first: expected", "measured", "16: expected", "measured"),
-        texts=2,
+        "Expected by the seams' report, and measured, each with its 90 % interval",
+        ("data", "codec", "share", "KLD", "expected", "interval", "measured", "interval", "off"),
+        texts=4,
     )
-    for row in rows:
-        told = seams.get(row.data, {}).get("expected", {}).get(f"{row.share:g}")
-        if told and row.method in ("seams", "seams+question"):
-            figures = (told[0], row.kld_first, told[1], row.kld)
-            table.add_row(row.data, row.codec, f"{row.share:.0%}", *(f"{n:.4f}" for n in figures))
+    names = {"kld_first": "first token", "kld": "16 tokens"}
+    for one in expected.rows_of(rows, seams):
+        table.add_row(
+            one["data"], one["codec"], f"{one['share']:.0%}", names[one["figure"]],
+            f"{one['expected']:.4f}", _interval(one["interval"]),
+            f"{one['measured']:.4f}", _interval(one["measured_interval"]),
+            "" if one["off"] is None else f"{one['off']:+.0%}",
+        )  # fmt: skip
     if table.row_count:
         console.print(table)
+
+
+def _interval(interval: Sequence[float] | None) -> str:
+    return "" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}"
 
 
 def print_consistency(console: Console, found: Sequence[Mapping[str, Any]]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kdn.bench.blend.methods import HEADLESS, Method
+from kdn.engines.uncertainty import Interval, mean_interval
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class BlendRow:
     head: bool
     """Whether pieces were learned behind a shared head."""
     items: int
+    kld_first_interval: Interval | None
+    """Where the mean over very many questions lies in nine of ten cases; None for very few."""
+    kld_interval: Interval | None
     kld_first_quartiles: tuple[float, float, float]
     kld_quartiles: tuple[float, float, float]
     ttft_quartiles_s: tuple[float, float, float]
@@ -75,6 +79,8 @@ class BlendRow:
             bytes=_mean(one.bytes for one in outcomes),
             head=method.delivered != HEADLESS,
             items=len(outcomes),
+            kld_first_interval=mean_interval([one.kld_first for one in outcomes]),
+            kld_interval=mean_interval([one.kld for one in outcomes]),
             kld_first_quartiles=quartiles(one.kld_first for one in outcomes),
             kld_quartiles=quartiles(one.kld for one in outcomes),
             ttft_quartiles_s=ttft,

@@ -22,7 +22,7 @@ FIELDS = {
     "computed_tokens", "bytes",
 }  # fmt: skip
 NAMES = {"full", "prefix", "join", "cacheblend", "epic", "question", "seams", "seams+question"}
-SMALL = SeamOptions(joins=4, questions=1, pieces=4, join_tokens=256, rank=8)
+SMALL = SeamOptions(joins=4, answers=2, pieces=4, join_tokens=256, rank=8)
 
 Run = Callable[..., dict[str, Any]]
 
@@ -94,6 +94,7 @@ def test_two_sets_measured_both_ways(
     assert all(row["items"] == 1 for row in rows)
     assert found["seams"]["one"]["from"] == "two"
     assert set(found["seams"]["one"]["expected"]) == {"0", "0.05", "0.15", "0.3"}
+    assert len(found["expected"]) == 2 * 4 * 2  # sets, shares, figures
     consistent = {(one["method"], one["share"]): one for one in found["consistency"]}
     assert consistent["full", 1.0]["same_choice"] == 1
     assert consistent["seams", 0.0]["choices"] == 2 * 2
@@ -103,6 +104,41 @@ def test_two_sets_measured_both_ways(
     assert "Expected by the seams' report" in shown.out
     assert "Time went to" in shown.out
     assert "two 1/1" in shown.err  # no terminal: a line for each question
+
+
+def test_a_set_is_fitted_on_at_its_beginning_and_measured_on_what_follows(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "FIT_ITEMS", 4)
+    one = write_set(tmp_path / "one.jsonl", 1, items=7)
+    fitted, fit = [], command.fitted_on
+    monkeypatch.setattr(
+        command, "fitted_on", lambda items, *given: fitted.append(items) or fit(items, *given)
+    )
+    asked, measure = [], command.Bench.measure
+
+    async def measures(self: Any, prompt: Any, *given: Any) -> Any:
+        asked.append("".join(map(chr, prompt.question)))
+        return await measure(self, prompt, *given)
+
+    monkeypatch.setattr(command.Bench, "measure", measures)
+    found = bench(data=[one], seams_from=[one], items=2)
+    questions = [json.loads(line)["question"] for line in one.read_text().split("\n")]
+    assert [item.question for item in fitted[0]] == questions[:4]
+    assert len(asked) == 2
+    for prompt, question in zip(asked, questions[4:6], strict=True):
+        assert question in prompt
+    for row in found["expected"]:
+        assert row["data"] == "one"
+        assert row["items"] == 2
+        assert row["off"] == pytest.approx(row["expected"] / row["measured"] - 1)
+        measured = [
+            one[row["figure"]]
+            for one in found["rows"]
+            if one["method"] in ("seams", "seams+question") and one["share"] == row["share"]
+        ]
+        assert [row["measured"]] == measured
+    assert "seams fitted on one's first questions" in capsys.readouterr().out
 
 
 def test_what_takes_long_is_measured_on_every_third_question(
@@ -145,7 +181,7 @@ def test_what_cannot_be_measured_is_refused_first(bench: Run, tmp_path: Path) ->
     one, two = write_set(tmp_path / "one.jsonl", 1), write_set(tmp_path / "two.jsonl", 2)
     with pytest.raises(UnsupportedError, match="--data"):
         bench()
-    with pytest.raises(UnsupportedError, match="both fitted and measured on"):
+    with pytest.raises(UnsupportedError, match=r"has 5 questions.* more than the 30"):
         bench(data=[one], seams_from=[one])
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(one.read_bytes())
