@@ -17,8 +17,10 @@ import torch
 
 log = logging.getLogger(__name__)
 
-MAX_KNOWN = 128
+MAX_KNOWN = 256
 RECORDED_TIME = 3
+RECORDED_TIMES = (RECORDED_TIME, 10, 30)
+"""What another thread does in the same moment may spoil a recording: then it is tried again."""
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Replays:
             self.forget()
         known = self._known.setdefault(key, _Known(memory))
         known.times += 1
-        if known.times == RECORDED_TIME:
+        if known.graph is None and known.times in RECORDED_TIMES:
             known.graph = recorded(work, self._pool)
         if known.graph is None:
             work()

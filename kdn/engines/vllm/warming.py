@@ -19,7 +19,8 @@ from kdn.cache.rows import NOWHERE, TokenRows
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec, Coded
 from kdn.codec.format import Bitstream
-from kdn.delivery.sink import GPU_BATCH_CHUNKS
+from kdn.codec.klt.gpu_launch import SLAB_SIZES
+from kdn.codec.klt.replays import RECORDED_TIME
 from kdn.errors import KdnError
 
 logger = logging.getLogger(__name__)
@@ -62,10 +63,11 @@ def warm_up(codec: Codec) -> None:
 def warm_up_gpu(
     codec: Codec, rows: TokenRows, dtype: torch.dtype, repaired: Codec | None = None
 ) -> None:
-    """What decodes into this memory, at every number of levels, and what encodes values of `dtype`
-    on its device, if the codec does that there. Of all that, one token is written, to the first
-    slot: no request has any yet. What does not work says so when it is needed, too. `repaired`:
-    what decodes joins of the same streams."""
+    """Compiled and recorded is what decodes into this memory, at every number of levels, and what
+    encodes values of `dtype` on its device, if the codec does that there. Else the first dozen
+    loads from a node take up to half as long again: each brings batches of other sizes. Of all
+    that, one token is written, to the first slot: no request has any yet. What does not work says
+    so when it is needed, too. `repaired`: what decodes joins of the same streams."""
     if not codec.decodes_on(rows.device):
         return
     began_s = time.monotonic()
@@ -78,13 +80,16 @@ def warm_up_gpu(
             first, full, last = (
                 _coded(chunk, data, levels) for chunk, data in zip(chunks, streams, strict=True)
             )
-            others = [full] * (GPU_BATCH_CHUNKS - 1)
-            later = [[full], [last], [full, *others], [*others, last]]
-            for batch in ([first], [first, *others], *later):
-                codec.decode_rows(batch, rows)
-            if repaired is not None:  # no kernel repairs sinks
-                for batch in later:
-                    repaired.decode_rows(batch, rows)
+            is_recorded = levels < codec.num_levels
+            for size in (1, *SLAB_SIZES) if is_recorded else (1, SLAB_SIZES[-1]):
+                others = [full] * (size - 1)
+                later = [[full, *others], [*others, last]]
+                for _ in range(2 * RECORDED_TIME if is_recorded else 1):  # in each of two buffers
+                    for batch in ([first, *others], *later):
+                        codec.decode_rows(batch, rows)
+                    if repaired is not None:  # no kernel repairs sinks
+                        for batch in later:
+                            repaired.decode_rows(batch, rows)
     except (KdnError, RuntimeError) as error:
         logger.warning("kdn: the codec %s did not warm up: %r", codec.name, error)
     logger.info("kdn: compiled for %s in %.1f s", rows.device, time.monotonic() - began_s)
