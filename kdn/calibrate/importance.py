@@ -20,6 +20,9 @@ CHECKED_EVERY, PATIENCE = 50, 200
 CHECKED_TOKENS = 8192
 SAMPLE_VALUES = 1 << 28
 """At most this many values are used for means and deviations: 1 GB."""
+TRUSTED = 0.45
+"""Of what is predicted, as a power. Steps that follow it wholly, or not at all, take more bytes for
+the same divergence (docs/decisions/0013-smaller.md)."""
 LARGEST = 50.0
 """Importances are cut at this multiple of the mean: a few larger ones would dominate the fit."""
 
@@ -75,7 +78,7 @@ def fit_importance(columns: torch.Tensor, importance: torch.Tensor) -> Importanc
                 best, best_gain, best_step = weight.detach().clone(), gain, step
             elif step - best_step >= PATIENCE:
                 break
-    scaled = best / deviation
+    scaled = TRUSTED * best / deviation
     return Importance(scaled, -float(_product(columns[:known], scaled).mean()), best_gain)
 
 

@@ -23,7 +23,6 @@ from kdn.calibrate import moments, tables
 from kdn.calibrate.sizes import free_memory
 from kdn.codec.base import Codec
 from kdn.codec.format import Bitstream
-from kdn.codec.klt import symbols
 from kdn.codec.klt.codec import KltCodec
 from kdn.codec.klt.profile import Profile
 from kdn.codec.profiles import codec_with
@@ -151,9 +150,6 @@ class Steps:
         codec = ordered_codec(self.spec, tables.draft_profile(meta, tensors))
         meta = meta | {"num_components": codec.profile.meta["num_components"]}
         tensors |= tables.count_tables(codec, samples, meta["num_components"])
-        tensors[f"level{self.options.levels - 1}.centroids"] = np.zeros(
-            (symbols.NUM_SCALES, 3), np.float32
-        )
         self.progress("correcting", 2, 2)
         return meta, tensors
 

@@ -1,8 +1,7 @@
 """Pass two: everything that is counted rather than fitted.
 
 Chunks are quantised by the codec itself, with a draft profile whose tables are still empty; then
-activity thresholds are cut at quantiles, probability tables counted, and the mean of what was
-rounded to each size is kept as its centroid.
+activity thresholds are cut at quantiles, and probability tables counted.
 """
 
 from __future__ import annotations
@@ -33,6 +32,12 @@ cost as much as they gain, and take time."""
 PRIOR = 8.0
 """Each table starts with this many symbols, distributed as in neighbouring tables."""
 
+OUTWARDS = 0.3
+"""What is rounded to a size is some percent of a step nearer to zero, on average. Restored there,
+values err least one by one, but they all shrink, and that adds up in the model. So they are
+restored in the middle, and in coarse levels beyond it, by this part of how far their mean lies
+within: a seventh less divergence for the same bytes (docs/decisions/0013-smaller.md)."""
+
 Counts = npt.NDArray[np.float64]
 
 
@@ -57,7 +62,7 @@ def quantise(codec: KltCodec, chunk: Chunk, cache: KVCache) -> Quantised:
 
 
 def with_correction(codec: KltCodec, sample: Quantised) -> Quantised:
-    """The same chunk with its last level, which needs the counted centroids of the others."""
+    """The same chunk with its last level."""
     levels = [
         [*levels, codec.analyser.correction(index, group, levels[-1], sample.classes)]
         for index, (levels, group) in enumerate(
@@ -101,8 +106,10 @@ def count_tables(
         if 0 < level < num_levels - 1:
             nothing = [0] * len(before)
             tensors |= _count_part(codec, samples, level, nothing, before, digits=True)
-        if level < num_levels - 1:
-            tensors[f"level{level}.centroids"] = _centroids(codec, samples, level, num_components)
+        is_coarse = level < num_levels - 2
+        tensors[f"level{level}.centroids"] = (
+            _restored(codec, samples, level, num_components) if is_coarse else _middles()
+        )
     return tensors
 
 
@@ -199,10 +206,11 @@ def _lean(grid: Counts) -> Counts:
     return leaning
 
 
-def _centroids(
+def _restored(
     codec: KltCodec, samples: Sequence[Quantised], level: int, num_components: list[list[int]]
 ) -> npt.NDArray[np.float32]:
-    """Mean of (exact size - size) in steps of this level, by scale class and size 1, 2, more."""
+    """What to add to a size, in steps of this level, by scale class and size 1, 2, more: the
+    opposite of `OUTWARDS` times how far the values lie from it on average."""
     scale = 3 ** (codec.num_levels - 2 - level)
     total = np.zeros(symbols.NUM_SCALES * 3)
     count = np.zeros(symbols.NUM_SCALES * 3)
@@ -219,15 +227,19 @@ def _centroids(
             total += np.bincount(cell, weights=miss, minlength=len(total))
             count += np.bincount(cell, minlength=len(count))
     # A few hundred sightings count as much as no shift at all.
-    shifts = np.clip(total / (count + 200), -0.5, 0.5)
+    shifts = -OUTWARDS * np.clip(total / (count + 200), -0.5, 0.5)
     return np.ascontiguousarray(shifts.reshape(-1, 3).astype(np.float32))
+
+
+def _middles() -> npt.NDArray[np.float32]:
+    return np.zeros((symbols.NUM_SCALES, 3), np.float32)
 
 
 def flat_tables(num_levels: int, num_components: list[list[int]]) -> dict[str, npt.NDArray[Any]]:
     """Tables that say nothing: for a draft profile."""
     tensors: dict[str, npt.NDArray[Any]] = {"token.freqs": _flat((1, NUM_CLASSES))}
     for level in range(num_levels):
-        tensors[f"level{level}.centroids"] = np.zeros((symbols.NUM_SCALES, 3), np.float32)
+        tensors[f"level{level}.centroids"] = _middles()
         is_refined = 0 < level < num_levels - 1
         parts = {f"level{level}": False} | ({f"level{level}.digits": True} if is_refined else {})
         for key, digits in parts.items():

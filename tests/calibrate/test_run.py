@@ -142,6 +142,18 @@ def test_is_deterministic_and_resumes(
     assert resumed.profile_id == expected.profile_id
 
 
+def test_values_are_restored_in_the_middle_or_beyond(
+    tiny_model: Callable[..., Any], profiles: dict[str, Profile]
+) -> None:
+    """Never nearer to zero as a whole: what shrinks together adds up in the model."""
+    *coarse, finest, last = profile_of(profiles, "llama", make(tiny_model, "llama")).levels
+    assert not finest.centroids.any()
+    assert not last.centroids.any()
+    for level in coarse:
+        assert level.centroids.sum() > 0
+        assert np.abs(level.centroids).max() <= 0.15
+
+
 def test_too_little_text_is_refused(tiny_model: Callable[..., Any]) -> None:
     with pytest.raises(UnsupportedError, match="windows"):
         calibrate(make(tiny_model, "llama"), windows(5), OPTIONS)
