@@ -34,8 +34,8 @@ class Importance:
     weight: torch.Tensor
     bias: float
     gain: float
-    """By how much the expected divergence falls at an equal rate, on tokens that it was not fitted
-    on, though they decided when it ended."""
+    """By how much the expected divergence falls at an equal rate if steps follow it wholly, on
+    tokens that it was not fitted on, though they decided when it ended."""
 
 
 def relative(importance: torch.Tensor) -> torch.Tensor:

@@ -227,7 +227,8 @@ def _restored(
             total += np.bincount(cell, weights=miss, minlength=len(total))
             count += np.bincount(cell, minlength=len(count))
     # A few hundred sightings count as much as no shift at all.
-    shifts = -OUTWARDS * np.clip(total / (count + 200), -0.5, 0.5)
+    within = np.clip(-total / (count + 200), 0, 0.5)
+    shifts = OUTWARDS * within
     return np.ascontiguousarray(shifts.reshape(-1, 3).astype(np.float32))
 
 

@@ -119,5 +119,5 @@ def show(seams: Seams, tag: str) -> None:
 
 
 def _shown(kld: float, interval: tuple[float, float] | None) -> str:
-    sure = "" if interval is None else f" ({interval[0]:.2g}-{interval[1]:.2g})"
+    sure = "" if interval is None else f" ({interval[0]:.2g} to {interval[1]:.2g})"
     return f"{kld:.4f}{sure}"

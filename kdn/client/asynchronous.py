@@ -365,8 +365,8 @@ class AsyncClient(Opened):
     ) -> Seams:
         """Fit seams for joins of pieces like these, names or texts, and store them under the tag:
         clients that are connected with it repair their joins with them. `expected` says what they
-        are worth: measured on some of the `examples` (a question, and the texts it is about), whose
-        other texts are fitted on, too; or else by questions made up about parts of the pieces."""
+        are worth: measured on the `examples` (a question, and the texts it is about), each by what
+        was fitted on others; or else by questions made up about parts of the pieces."""
         fitted = await fit_and_share(
             self.engine, self.session, names, texts, examples, tag, on_progress
         )

@@ -1,7 +1,7 @@
 """What seams are fitted on, in two halves, each of which is measured by what the other one says.
 
-A map that is fitted on one half has seen nothing of what is asked about the other: so every
-question can be measured, and no passage need be kept out of the seams that are stored in the end.
+A map that is fitted on one half has seen no passage that the other is asked about: so every
+question can be measured. Only passages that both halves are asked about are kept out of fitting.
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ def _half_for(example: Example, halves: tuple[Half, Half], most: int) -> Half:
 
 
 def _check(found: Sequence[Sequence[Part]]) -> None:
-    count = sum(map(len, found))
     tokens = sum(len(piece) for pieces in found for piece in pieces)
-    if count < LEAST_PIECES or tokens < LEAST_TOKENS or min(map(len, found)) < 2:
+    if tokens < LEAST_TOKENS or min(map(len, found)) < LEAST_PIECES // 2:
+        both = " and ".join(str(len(pieces)) for pieces in found)
         raise UnsupportedError(
-            f"seams need at least {LEAST_TOKENS:,} tokens of text in {LEAST_PIECES} pieces "
-            f"(long ones are cut into several), found {tokens:,} in {count} that can be fitted on: "
-            "give more"
+            f"seams need at least {LEAST_TOKENS:,} tokens of text in {LEAST_PIECES} pieces, half "
+            "of them without passages that the other half's questions are about (long ones are cut "
+            f"into several), found {tokens:,} tokens in {both} pieces: give more, or questions "
+            "about fewer passages each"
         )

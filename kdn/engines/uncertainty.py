@@ -3,8 +3,9 @@
 Divergences of answers are skewed: many small ones, a few large ones. Intervals that take such means
 for normal end too low. So the interval is found by resampling, in units of each sample's own
 standard error (the studentised bootstrap): where a sample by chance lacks large numbers, its
-standard error is too small as well, and the upper end moves up. With 30 log-normal numbers whose
-logarithms deviate by 1.2, 84 % of these intervals held the true mean, of plain resampled ones 77 %.
+standard error is too small as well, and the upper end moves up: at most to the largest number that
+there is. With 30 log-normal numbers whose logarithms deviate by 1.2, 84 % of these intervals held
+the true mean, of plain resampled ones 77 %.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ def mean_interval(numbers: Sequence[float]) -> Interval | None:
     mean, error = float(found.mean()), _standard_errors(found[None])[0]
     samples = found[np.random.default_rng(0).integers(0, count, (RESAMPLES, count))]
     errors = _standard_errors(samples)
-    usable = errors > 1e-9 * error  # not all of a sample the same number
-    if not error or not usable.any():
+    if not error:
         return mean, mean
-    off = (samples.mean(1)[usable] - mean) / errors[usable]
+    # Where all of a sample is one number, its mean is off by any number of its standard errors.
+    errors = np.maximum(errors, 1e-9 * error)
+    off = (samples.mean(1) - mean) / errors
     low, high = np.quantile(off, ((1 - COVERED) / 2, (1 + COVERED) / 2))
-    return max(0.0, mean - float(high) * error), mean - float(low) * error
+    low, high = mean - float(high) * error, mean - float(low) * error
+    return max(float(found.min()), low), min(float(found.max()), high)
 
 
 def _standard_errors(samples: Floats) -> Floats:

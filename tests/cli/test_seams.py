@@ -51,7 +51,7 @@ def test_a_report_says_how_sure_it_is(capsys: pytest.CaptureFixture[str]) -> Non
     assert [row["kld_first_interval"] for row in rows] == [(0.2, 0.5), (0.2, 0.5), None]
     assert [row["kld_interval"] for row in rows] == [(0.1, 0.3), (0.1, 0.3), None]
     show(seams, "")
-    assert "0.2000 (0.1-0.3)" in capsys.readouterr().out
+    assert "0.2000 (0.1 to 0.3)" in capsys.readouterr().out
 
 
 def test_what_is_given_is_a_file_or_a_name(tmp_path: Path) -> None:

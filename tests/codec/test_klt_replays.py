@@ -75,6 +75,18 @@ def test_what_is_forgotten_is_done_and_its_pool_is_not_used_again(recorded: Reco
     assert first is not second
 
 
+def test_after_a_spoilt_recording_nothing_is_recorded(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, tried, done = real(), [], []
+    monkeypatch.setattr(replays, "recorded", lambda work, pool: tried.append(pool))
+    for memory in (object(), object()):
+        for _ in range(10 * RECORDED_TIME):
+            found.run("kind", (memory,), lambda: done.append(1))
+    assert len(tried) == 1
+    assert len(done) == 20 * RECORDED_TIME
+
+
 def test_nothing_is_waited_for_if_nothing_was_recorded(recorded: Recorded) -> None:
     found = real()
     for _ in range(3 * MAX_KNOWN):

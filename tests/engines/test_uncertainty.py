@@ -24,6 +24,15 @@ def test_a_large_number_moves_the_upper_end_more() -> None:
     assert high - mean > mean - low
 
 
+def test_the_interval_stays_within_the_numbers() -> None:
+    """Most samples lack the one large number, and say by themselves that they are sure."""
+    rare = [1e-5 * (1 + i % 3) for i in range(39)] + [0.4]
+    low, high = mean_interval(rare) or (0.0, 0.0)
+    assert min(rare) <= low < np.mean(rare) < high <= 0.4
+    low, high = mean_interval([0.0, 0.0, 0.0, 0.0, 1.0]) or (0.0, 0.0)
+    assert (low, high) == (0.0, 1.0)
+
+
 def test_equal_numbers_leave_no_doubt_and_few_leave_nothing_to_say() -> None:
     assert mean_interval([0.5] * 8) == (0.5, 0.5)
     assert mean_interval([0.0] * 8) == (0.0, 0.0)

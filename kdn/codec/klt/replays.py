@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 
 MAX_KNOWN = 256
 RECORDED_TIME = 3
-RECORDED_TIMES = (RECORDED_TIME, 10, 30)
-"""What another thread does in the same moment may spoil a recording: then it is tried again."""
 
 
 @dataclass
@@ -39,6 +37,7 @@ class Replays:
         self._known: dict[Hashable, _Known] = {}
         # One for all: nothing of what work takes for itself is needed when it is done.
         self._pool = _new_pool() if self.is_real else None
+        self._was_spoilt = False
 
     def run(self, kind: Hashable, memory: tuple[object, ...], work: Callable[[], object]) -> None:
         """Do `work`, which only launches, in the current stream and others that it joins: always
@@ -53,8 +52,11 @@ class Replays:
             self.forget()
         known = self._known.setdefault(key, _Known(memory))
         known.times += 1
-        if known.graph is None and known.times in RECORDED_TIMES:
+        if known.times == RECORDED_TIME and not self._was_spoilt:
             known.graph = recorded(work, self._pool)
+            # PyTorch may take the pool of a failed recording for one that still goes on. No other
+            # is begun: what is launched one by one takes longer, and is right.
+            self._was_spoilt = known.graph is None
         if known.graph is None:
             work()
         else:

@@ -224,8 +224,8 @@ def _round_row(row, inverse, out):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def pack(values, scales, shifts, centroids, steps, row_scale, large, codes, token_scale):  # type: ignore[no-untyped-def]
-    """Integers [components, tokens] to what is summed. An integer stands for the mean of all that
-    is rounded to it; `steps` [tokens] is the size of one."""
+    """Integers [components, tokens] to what is summed. An integer stands for itself and its
+    centroid's offset; `steps` [tokens] is the size of one."""
     num_tokens, num_large = values.shape[1], len(large)
     table = np.zeros((len(centroids), 4), np.float32)
     table[:, 1:] = centroids
