@@ -18,7 +18,7 @@ from tools.svg import THEMES, Drawing, Theme
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
 LEFT, RIGHT, WIDTH = 24, 736, 760
 TICK_HEIGHT, BAR_HEIGHT, LANE = 10, 22, 34
-LEVELS = (("0", 0.11), ("1", 0.33), ("2", 0.84), ("3", 2.8))
+LEVELS = (("0", 0.10), ("1", 0.31), ("2", 0.80), ("3", 2.7))
 """Of SmolLM2's profile: bits per value when this level and those before it are sent."""
 
 

@@ -19,8 +19,6 @@ from kdn.cache.rows import NOWHERE, TokenRows
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec, Coded
 from kdn.codec.format import Bitstream
-from kdn.codec.klt.gpu_launch import SLAB_SIZES
-from kdn.codec.klt.replays import RECORDED_TIME
 from kdn.errors import KdnError
 
 logger = logging.getLogger(__name__)
@@ -70,6 +68,10 @@ def warm_up_gpu(
     so when it is needed, too. `repaired`: what decodes joins of the same streams."""
     if not codec.decodes_on(rows.device):
         return
+    # Not where this is imported: see `weights.py`.
+    from kdn.codec.klt.gpu_launch import SLAB_SIZES
+    from kdn.codec.klt.replays import RECORDED_TIME
+
     began_s = time.monotonic()
     # The first tokens of a context are coded in another way, and last chunks are shorter.
     chunks = _chunks(codec, 2, TAIL_MULTIPLE)

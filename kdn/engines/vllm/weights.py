@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from kdn.codec.klt.replays import RECORDED_TIME, Replays
-
 log = logging.getLogger(__name__)
 
 SAMPLE = 1 << 16
@@ -78,7 +76,7 @@ class Weights:
         gpu = next((one.device for one in self._first if one.is_cuda), None)
         if gpu is not None:
             self._beside = _Beside(gpu)
-            for _ in range(RECORDED_TIME):  # the first load is not to wait for recording
+            for _ in range(self._beside.recorded_time):  # the first load is not to wait for it
                 self.have_changed()
 
     @property
@@ -152,8 +150,13 @@ class _Beside:
     thread at a time, which waits for the answer."""
 
     def __init__(self, gpu: torch.device) -> None:
+        # Not where this is imported: with the codec comes numba, and vLLM's start on a CPU fails
+        # over an object of llvmlite if that is there before it.
+        from kdn.codec.klt.replays import RECORDED_TIME, Replays
+
         make: Any = torch.cuda.Stream
         self._stream: Any = make(gpu)
+        self.recorded_time = RECORDED_TIME
         self._gpu, self._replays = gpu, Replays(gpu)
         self._compared: Views | None = None
         self._answer = torch.empty((), dtype=torch.bool, pin_memory=True)
