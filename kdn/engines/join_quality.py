@@ -82,6 +82,8 @@ class AnswerProbe:
     ) -> list[AnswerQuality]:
         """With a share of the tokens recomputed where the question looks, of those from
         `moved_from` on."""
+        if not shares:
+            return []
         scores = rank(self._model, self._past([cache]), self.question)
         logits, pasts = [], []
         for share in shares:
