@@ -23,7 +23,7 @@ from kdn.codec.profiles import SHIPPED
 from kdn.errors import FormatError, MismatchError, UnsupportedError
 
 SHAPE = ("num_layers", "num_kv_heads", "head_dim")
-REMEASURED = ("level", "token.", "sink.", "fix.")
+REMEASURED = ("level", "token.", "mean.", "sink.", "fix.")
 """Tensors whose names begin so are measured anew; so are scale classes, which keep their place."""
 MIN_EXPLAINED = 0.5
 """A vocabulary is the base's if a linear map explains this part of the base's codes: of its own

@@ -31,10 +31,7 @@ from kdn.codec.klt.profile import (
     BASIS_TENSORS,
     CONTEXT_TOKENS,
     FORMAT,
-    VERSION,
-    VERSION_OF_RUNS,
-    VERSION_OF_STAGES,
-    VERSION_OF_WINDOWS,
+    VERSION_OF_MEANS,
     Profile,
 )
 from kdn.engines.quality import QualityProbe
@@ -308,18 +305,16 @@ class _Calibration:
 
     def _version(self) -> dict[str, Any]:
         """Of the profile, with what that version says."""
-        leading, border = {"leading": self.leading}, None
+        border = None
         if self.spec.has_windows:
             firsts = [first for first, _ in self.columns.groups]
             border = firsts.index(num_unbounded(self.spec))
-        if self.options.run_rows:
-            told = {"run_rows": self.options.run_rows, "windowed_from": border}
-            return {"version": VERSION_OF_RUNS, **told, **leading}
-        if border is not None:
-            return {"version": VERSION_OF_WINDOWS, "windowed_from": border, **leading}
-        if self.options.leading:
-            return {"version": VERSION_OF_STAGES, **leading}
-        return {"version": VERSION}
+        return {
+            "version": VERSION_OF_MEANS,
+            "leading": self.leading,
+            "windowed_from": border,
+            "run_rows": self.options.run_rows or None,
+        }
 
 
 @dataclass(frozen=True)

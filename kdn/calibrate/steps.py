@@ -132,7 +132,11 @@ class Steps:
             lengths = {"fine": fine, "basis": count - fine, "basis_scale": count - fine}
             for name, kept in (lengths | {"scale": count}).items():
                 tensors[f"g{group}.{name}"] = tensors[f"g{group}.{name}"][:kept]
-        return meta | {"num_components": counts}, tensors
+        meta = meta | {"num_components": counts}
+        trimmed = ordered_codec(self.spec, tables.draft_profile(meta, tensors))
+        if trimmed.profile.has_means:
+            tensors |= tables.count_means(trimmed, self._samples)
+        return meta, tensors
 
     def add_correction(
         self, meta: dict[str, Any], tensors: Tensors, probes: Sequence[QualityProbe]

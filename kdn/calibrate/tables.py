@@ -20,7 +20,8 @@ from kdn.codec.klt import symbols, symbols_numba
 from kdn.codec.klt.analysis import Analysis
 from kdn.codec.klt.codec import KltCodec
 from kdn.codec.klt.kinds import KIND_CORRECTION, KIND_ENTERING
-from kdn.codec.klt.profile import NUM_CLASSES, Profile
+from kdn.codec.klt.means import in_rows
+from kdn.codec.klt.profile import MEAN_LANES, NUM_CLASSES, VERSION_OF_MEANS, Profile
 from kdn.codec.klt.runs import runs_of
 from kdn.codec.klt.symbols import Ints, Model
 from kdn.codec.rans import normalise
@@ -174,6 +175,24 @@ def _table_shape(digits: bool) -> tuple[int, int]:
     return symbols.BASE_TABLES, symbols.BASE_ALPHABET
 
 
+def count_means(codec: KltCodec, samples: Sequence[Quantised]) -> dict[str, npt.NDArray[Any]]:
+    """The tensors of a profile that code means of components left out."""
+    tensors, counts, means = {}, np.zeros(_table_shape(digits=False)), codec.means
+    for level, group in means.parts():
+        exact = [
+            means.exact(level, group, s.analysis.groups[group].exact, s.classes) for s in samples
+        ]
+        rows = np.stack([in_rows(one) for one in exact])
+        filled = in_rows(np.ones_like(exact[0])).sum(axis=1)
+        deviation = np.sqrt((rows.astype(np.float64) ** 2).mean(axis=0).sum(axis=1) / filled)
+        scales = scale_class(torch.from_numpy(deviation), 1.0)
+        values = [in_rows(means.round(one)) for one in exact]
+        model = means.model(scales)
+        counts += count_symbols([model] * len(values), values, None)
+        tensors[f"level{level}.g{group}.means.scale"] = scales
+    return tensors | {"mean.freqs": frequencies(counts)[:: symbols.NUM_ACTIVITIES]}
+
+
 def frequencies(counts: Counts) -> npt.NDArray[np.uint16]:
     """Symmetric in sign where the data are; rare tables lean on the tables beside them."""
     if counts.shape[1] == symbols.BASE_ALPHABET:
@@ -253,6 +272,21 @@ def flat_tables(num_levels: int, num_components: list[list[int]]) -> dict[str, n
     return tensors
 
 
+def flat_means(meta: dict[str, Any], sizes: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+    """Of means, the same, for groups of so many components; none of versions without them."""
+    if meta["version"] != VERSION_OF_MEANS:
+        return {}
+    tensors = {"mean.freqs": _flat((symbols.NUM_SCALES, symbols.BASE_ALPHABET))}
+    for level, coded in enumerate(meta["num_components"][:-1]):
+        for group, (own, size) in enumerate(zip(coded, sizes, strict=True)):
+            if own < size:
+                rows = -(-(size - own) // MEAN_LANES)
+                tensors[f"level{level}.g{group}.means.scale"] = np.full(
+                    rows, SCALE_ORIGIN, np.uint8
+                )
+    return tensors
+
+
 def laplace_tables() -> npt.NDArray[np.uint16]:
     """One table per scale class and (equal) activity for the first tokens: two-sided geometric."""
     sizes = np.arange(1, symbols.LARGEST_PLAIN + 1)
@@ -305,4 +339,6 @@ def draft_profile(meta: dict[str, Any], tensors: dict[str, npt.NDArray[Any]]) ->
     ] * (meta["levels"] - 1)
     counts = [*counts, [(last - first) * width for first, last in meta["groups"]]]
     draft = meta | {"num_components": counts, "expected": [{} for _ in range(meta["levels"])]}
-    return Profile.build(draft, flat_tables(meta["levels"], counts) | tensors)
+    sizes = [len(tensors[f"g{g}.scale"]) for g in range(len(meta["groups"]))]
+    flat = flat_tables(meta["levels"], counts) | flat_means(draft, sizes)
+    return Profile.build(draft, flat | tensors)

@@ -9,11 +9,12 @@ import numpy.typing as npt
 
 from kdn.cache.spec import ModelSpec
 from kdn.cache.windows import num_unbounded
-from kdn.calibrate.tables import flat_tables, laplace_tables
+from kdn.calibrate.tables import flat_means, flat_tables, laplace_tables
 from kdn.codec.klt import Profile, symbols
 from kdn.codec.klt.profile import (
     FORMAT,
     VERSION,
+    VERSION_OF_MEANS,
     VERSION_OF_RUNS,
     VERSION_OF_STAGES,
     VERSION_OF_WINDOWS,
@@ -24,11 +25,13 @@ LEVELS = 4
 
 
 def parts(
-    spec: ModelSpec, seed: int = 0, leading: int = 0, in_parts: bool = False, run_rows: int = 0
-) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+    spec: ModelSpec, seed: int = 0, leading: int = 0, in_parts: bool = False, run_rows: int = 0,
+    means: bool = False,
+) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:  # fmt: skip
     """Meta data and tensors, to be built into a profile or to be spoilt first. `leading`: of the
     first layer of each group in two stages; every other layer has one fewer than that before.
-    `in_parts`: layers with a window are in groups of their own. `run_rows`: of each run."""
+    `in_parts`: layers with a window are in groups of their own. `run_rows`: of each run. `means`:
+    levels hold those of what they leave out."""
     rng = np.random.default_rng(seed)
     per_layer = 2 * spec.num_kv_heads * spec.head_dim
     columns, half = per_layer * spec.num_layers, spec.num_layers // 2
@@ -112,7 +115,26 @@ def parts(
         border = meta.get("windowed_from")
         meta |= {"version": VERSION_OF_RUNS, "run_rows": run_rows, "leading": told}
         meta["windowed_from"] = border
+    if means:
+        told = {"leading": [[] for _ in groups], "windowed_from": None, "run_rows": None}
+        meta = told | meta | {"version": VERSION_OF_MEANS}
+        flat |= _means(meta, num_components[-2], rng)
     return meta, tensors | flat
+
+
+def _means(
+    meta: dict[str, Any], sizes: list[int], rng: np.random.Generator
+) -> dict[str, npt.NDArray[Any]]:
+    """Uneven, as other tables are."""
+    tensors = flat_means(meta, sizes)
+    for name, one in tensors.items():
+        is_table = name.endswith("freqs")
+        tensors[name] = (
+            normalise(rng.integers(1, 1000, one.shape))
+            if is_table
+            else rng.integers(30, 60, one.shape).astype(np.uint8)
+        )
+    return tensors
 
 
 def _stages(
@@ -145,6 +167,7 @@ def without_coarse(
 
 
 def make_profile(
-    spec: ModelSpec, seed: int = 0, leading: int = 0, in_parts: bool = False, run_rows: int = 0
-) -> Profile:
-    return Profile.build(*parts(spec, seed, leading, in_parts, run_rows))
+    spec: ModelSpec, seed: int = 0, leading: int = 0, in_parts: bool = False, run_rows: int = 0,
+    means: bool = False,
+) -> Profile:  # fmt: skip
+    return Profile.build(*parts(spec, seed, leading, in_parts, run_rows, means))

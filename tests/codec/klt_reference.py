@@ -12,7 +12,13 @@ from kdn.cache.tensors import KVCache
 from kdn.codec import rope
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec, runs
-from kdn.codec.klt.kinds import KIND_DIGITS, KIND_ENTERING, KIND_SINKS, KIND_TOKENS
+from kdn.codec.klt.kinds import (
+    KIND_DIGITS,
+    KIND_ENTERING,
+    KIND_MEANS,
+    KIND_SINKS,
+    KIND_TOKENS,
+)
 from kdn.codec.klt.profile import NUM_CLASSES, Group
 
 Ints = npt.NDArray[np.int32]
@@ -56,6 +62,8 @@ def decode(
         else:
             q = integers(codec, stream, chunk, index, levels)
             values += components(codec, q, index, levels, classes)
+            if codec.profile.num_means(levels - 1, index):
+                values += means(codec, stream, index, levels, chunk.num_tokens)
         if chunk.start == 0:
             count = min(profile.num_sinks, chunk.num_tokens)
             data = stream.section(0, index, KIND_SINKS)
@@ -103,6 +111,23 @@ def components(
     if group.rows is not None:
         coarse = second_stage(group, coarse)
     return (large @ group.fine[: large.shape[1]].astype(np.float64) + coarse) / group.weight
+
+
+def means(
+    codec: KltCodec, stream: Bitstream, index: int, levels: int, num_tokens: int
+) -> npt.NDArray[np.float64]:
+    """What they add to each column, for all tokens alike."""
+    group, level = codec.profile.groups[index], levels - 1
+    whole = codec.means.decode(level, index, stream.section(level, index, KIND_MEANS))
+    step = codec.profile.finest_step * 3.0 ** (codec.num_levels - 2 - level)
+    every = np.zeros(len(group.scale))
+    every[len(every) - len(whole) :] = whole * step / num_tokens**0.5
+    large, others = every[: len(group.fine)], every[len(group.fine) :]
+    coarse = (others * group.basis_scale) @ group.basis.astype(np.float64)
+    if group.rows is not None:
+        coarse = second_stage(group, coarse[None])[0]
+    found: npt.NDArray[np.float64] = large @ group.fine.astype(np.float64) + coarse
+    return found / group.weight
 
 
 def second_stage(

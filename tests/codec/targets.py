@@ -61,6 +61,11 @@ def _klt_in_runs(tiny: Any) -> Target:
     return _target(tiny, *(KltCodec(tiny.spec, profile) for profile in profiles))
 
 
+def _klt_with_means(tiny: Any) -> Target:
+    profiles = [make_profile(tiny.spec, seed, leading=24, means=True) for seed in (0, 1)]
+    return _target(tiny, *(KltCodec(tiny.spec, profile) for profile in profiles))
+
+
 def _klt_in_parts(tiny: Any) -> Target:
     spec = windowed(tiny)
     return _target(tiny, *(klt_in_parts(spec, seed) for seed in (0, 1)))
@@ -83,6 +88,7 @@ CODECS: dict[str, Callable[[Any], Target]] = {
     "klt in two stages": _two_stages,
     "klt in two parts": _klt_in_parts,
     "klt in runs": _klt_in_runs,
+    "klt with means": _klt_with_means,
 }
 
 

@@ -67,8 +67,9 @@ KLT: dict[str, dict[str, Any]] = {
     "klt_stages": {"leading": 24},
     "klt_parts": {"in_parts": True},
     "klt_runs": {"leading": 24, "run_rows": 16},
+    "klt_means": {"means": True},
 }
-"""Names of files, and how their profile is made: versions 3, 4, 5 and 6."""
+"""Names of files, and how their profile is made: versions 3 to 7."""
 CACHEGEN_PROFILE = "cachegen_profile.safetensors"
 GOLDEN = {
     "exact_float16": Golden(_exact),

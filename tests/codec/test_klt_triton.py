@@ -20,7 +20,7 @@ from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec, Profile
 from kdn.codec.klt.gpu_launch import Batching
-from kdn.codec.klt.kinds import KIND_DIGITS, KIND_ENTERING, KIND_SINKS
+from kdn.codec.klt.kinds import KIND_DIGITS, KIND_ENTERING, KIND_MEANS, KIND_SINKS
 from kdn.errors import KdnError
 from tests.codec import klt_reference
 from tests.codec.klt_planes import Planes
@@ -67,9 +67,10 @@ class Case:
         leading: int = 0,
         run_rows: int = 0,
         coarse: bool = True,
+        means: bool = False,
     ) -> None:
         self.spec = spec
-        meta, tensors = parts(spec, leading=leading, run_rows=run_rows)
+        meta, tensors = parts(spec, leading=leading, run_rows=run_rows, means=means)
         if not coarse:
             meta, tensors = without_coarse(meta, tensors)
         # A prediction that is no larger than what it predicts.
@@ -191,6 +192,36 @@ def test_two_stages_are_two_products(groups_at_once: int, monkeypatch: pytest.Mo
         out = case.poisoned()
         assert decode(case, decoder, out, levels) == []
         assert error(out, case.reference(levels)) < BOUND
+
+
+@pytest.mark.parametrize("leading", [0, 24 if INTERPRETED else 96])
+def test_means_are_added(leading: int) -> None:
+    """Chunk by chunk, to all tokens but the first; those of the last level at hand."""
+    ropes = (SMALL, None) if INTERPRETED else MIXED
+    case = Case(spec_of(ropes), 272 if INTERPRETED else 304, leading=leading, means=True)
+    decoder = decoder_of(case)
+    for levels in (1,) if INTERPRETED else (1, 2, 3):
+        out, plain = case.poisoned(), case.poisoned()
+        assert decode(case, decoder, out, levels) == []
+        expected = case.reference(levels)
+        assert error(out, expected) < BOUND
+        for stream, chunk in zip(case.streams, case.chunks, strict=True):
+            case.codec.decode(stream, chunk, levels=levels, out=plain.slice(chunk.start, chunk.end))
+        assert error(plain, expected) < 0.02
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_damaged_means_are_noticed(level: int) -> None:
+    case = Case(spec_of((SMALL, None)), 16, means=True)
+    header = case.streams[0].header
+    entry = next(e for e in header.entries if e.kind == KIND_MEANS and e.level == level)
+    spoilt = bytearray(case.data[0])
+    spoilt[entry.offset + 5] ^= 0x10
+    case.streams = [Bitstream.of(header, spoilt, verified=range(4))]
+    out = case.poisoned()
+    assert decode(case, decoder_of(case), out, level + 1) == [0]
+    assert torch.all(out.keys == 7e4)
+    assert decode(case, decoder_of(case), out, level + 2) == []
 
 
 def test_two_stages_of_precise_components_alone() -> None:

@@ -5,7 +5,9 @@ token) and one SINKS section per group where the chunk begins a context. Every l
 has, per group, a DIGITS section that refines the components of the level before (level 0 has none)
 and an ENTERING section with those that are first coded here. The last level has one CORRECTION
 section per group: what the components left of the values themselves, so that it is near-lossless by
-construction, whatever the basis lacks. A prefix of levels decodes; groups decode independently.
+construction, whatever the basis lacks. Levels before may have, per group, a MEANS section: of the
+components that no level so far codes, the means over the chunk (`means.py`). A prefix of levels
+decodes; groups decode independently.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kdn.cache.keys import Chunk
@@ -27,27 +31,20 @@ from kdn.codec.base import Codec, Coded, info_at_hand, moved, output_cache
 from kdn.codec.format import Bitstream, CodecId, DType, Section, StreamInfo, write, write_levels
 from kdn.codec.klt import symbols
 from kdn.codec.klt.analysis import Analyser
-from kdn.codec.klt.columns import (
-    Ints,
-)
+from kdn.codec.klt.columns import Floats, Ints
 from kdn.codec.klt.device import BegunRows, GpuDecoding
 from kdn.codec.klt.duals import Duals
 from kdn.codec.klt.gpu_encoding import BATCH_BYTES, CONTEXT_BYTES, GpuEncoding
 from kdn.codec.klt.gpu_memory import SLAB_CHUNKS
 from kdn.codec.klt.gpu_output import CodedLevels
-from kdn.codec.klt.kinds import (
-    KIND_SINKS,
-    KIND_TOKENS,
-)
+from kdn.codec.klt.kinds import KIND_MEANS, KIND_SINKS, KIND_TOKENS
 from kdn.codec.klt.level_coding import LevelCoder
+from kdn.codec.klt.means import MeanCoder
 from kdn.codec.klt.profile import Profile
-from kdn.codec.klt.restoring import FromStream, Restorer
+from kdn.codec.klt.restoring import FromStream, GroupFromStream, Restorer
 from kdn.codec.klt.sinks import SinkCoder
 from kdn.codec.klt.stages import transforms_of
-from kdn.codec.klt.transform import (
-    PackedComponents,
-    Predictor,
-)
+from kdn.codec.klt.transform import Predictor
 from kdn.codec.repair import Repair
 from kdn.codec.threads import parallel_call, parallel_map
 from kdn.errors import FormatError, KdnError, MismatchError
@@ -83,6 +80,7 @@ class KltCodec(Codec):
         self._transforms = transforms_of(profile)
         self._duals = Duals(profile, duals)
         self._sinks = [SinkCoder(group, profile) for group in profile.groups]
+        self.means = MeanCoder(profile)
         self.analyser = Analyser(
             spec, self.coder, self._predict, self._transforms, self._sinks, self._duals
         )
@@ -117,6 +115,10 @@ class KltCodec(Codec):
             Section(0, KIND_SINKS, index, self._sinks[index].encode(values))
             for index, values in enumerate(analysis.sinks)
         ]
+        for level, index in self.means.parts():
+            exact = self.means.exact(level, index, analysis.groups[index].exact, analysis.classes)
+            data = self.means.encode(level, index, self.means.round(exact))
+            sections.append(Section(level, KIND_MEANS, index, data))
         jobs = []
         groups = range(len(analysis.groups))
         quantised = parallel_map(lambda g: self.analyser.quantise(g, analysis), groups)
@@ -226,11 +228,27 @@ class KltCodec(Codec):
         classes = self.coder.decode_classes(stream.section(0, 0, KIND_TOKENS), chunk.num_tokens)
         known, coded = parallel_call(
             lambda: self._restorer.known(chunk, cache.start),
-            *(partial(self.coder.decode, stream, g, wanted, classes) for g in groups),
+            *(partial(self._decode_group, stream, g, wanted, classes) for g in groups),
         )
         count = self.profile.num_sinks_of(chunk)
         sinks = self._decode_sinks(stream, groups, count) if count else []
         self._restorer.restore(chunk, known, FromStream(classes, coded, sinks), cache, heads)
+
+    def _decode_group(
+        self, stream: Bitstream, index: int, wanted: int, classes: npt.NDArray[np.uint8]
+    ) -> GroupFromStream:
+        packed, error = self.coder.decode(stream, index, wanted, classes)
+        last, shift = wanted - 1, None
+        if self.means.count(last, index):
+            whole = self.means.decode(last, index, stream.section(last, index, KIND_MEANS))
+            shift = self._shift(last, index, whole, len(classes))
+        return GroupFromStream(packed, error, shift)
+
+    def _shift(self, level: int, index: int, means: Ints, num_tokens: int) -> Floats:
+        """What a level's means add to a group's columns."""
+        restored = self.means.restore(level, means, num_tokens)
+        first = self.profile.levels[level].num_components[index]
+        return self._transforms[index].sum_alike(restored, first)
 
     def _decode_sinks(self, stream: Bitstream, groups: range, count: int) -> list[torch.Tensor]:
         """Of each of these groups, the values [sinks, columns] of a context's first tokens."""
@@ -316,7 +334,7 @@ class KltCodec(Codec):
         calibration, which has no tables yet."""
         analysis = self.analyser.analyse(chunk, cache)
         component_levels = min(levels, self.num_levels - 1)
-        coded: list[tuple[PackedComponents, Ints | None]] = []
+        coded = []
         for index, group in enumerate(analysis.groups):
             finest = self.analyser.round(group.exact)
             error = None
@@ -324,7 +342,12 @@ class KltCodec(Codec):
                 error = self.analyser.correction(index, group, finest, analysis.classes)
             values = symbols.split_levels(finest, self.num_levels - 1)[component_levels - 1]
             packed = self.coder.pack(values, index, component_levels, analysis.classes)
-            coded.append((packed, error))
+            shift = None
+            if self.means.count(levels - 1, index):
+                exact = self.means.exact(levels - 1, index, group.exact, analysis.classes)
+                whole = self.means.round(exact)
+                shift = self._shift(levels - 1, index, whole, chunk.num_tokens)
+            coded.append(GroupFromStream(packed, error, shift))
         sinks = [self._sinks[g].restore(values) for g, values in enumerate(analysis.sinks)]
         out = KVCache(torch.empty_like(cache.keys), torch.empty_like(cache.values), cache.start)
         told = FromStream(analysis.classes, coded, sinks)

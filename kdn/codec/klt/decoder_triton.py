@@ -40,6 +40,7 @@ from kdn.codec.klt.gpu_tables import (
 from kdn.codec.klt.gpu_target import Channels, Target
 from kdn.codec.klt.known_triton import place_latents, turn_tables
 from kdn.codec.klt.latents import Latents, Products
+from kdn.codec.klt.means_triton import Means
 from kdn.codec.klt.profile import Profile
 from kdn.codec.klt.sinks_triton import Sinks
 from kdn.codec.klt.streams import CudaStreams
@@ -113,6 +114,7 @@ class GpuDecoder(Launcher):
         self.synthesis = Synthesis.of(spec, profile, device, self.heads, rows, self.stages)
         self._latents = Latents(profile, device)
         self._sinks = Sinks(profile, device)
+        self._means = Means(profile, self.coding, self.synthesis, self.stages, device)
         self._correction = Correction(profile, self.coding, self.synthesis.source, device)
         self._asm = device.type == "cuda"
         self.tiling = Tiling.of(device, self.synthesis.block_columns)
@@ -132,7 +134,7 @@ class GpuDecoder(Launcher):
         self._num_groups: dict[int, int] = {}  # what was found: it takes long
         maker = SlabMaker(
             (*self.coding.parts, self.coding.correction), len(profile.groups), profile.num_sinks,
-            spec.vocab_size, self._spare_words,
+            spec.vocab_size, self._spare_words, self._means.sections,
         )  # fmt: skip
         self.recorded_levels = profile.num_levels - 1  # the last one's errors are large
         streams = (
@@ -195,6 +197,7 @@ class GpuDecoder(Launcher):
         found = sum(aligned(4 * prod(shape)) for shape in self._plane_shapes(num_chunks))
         found += aligned(self._batch_bytes(num_chunks, num_groups))
         found += 2 * aligned(4 * tokens * self.synthesis.pairs.num_frequencies)
+        found += self._means.scratch_bytes(num_chunks)
         return found + self._latents.products_bytes(min(tokens, PREDICTED_TOKENS)) + 2 * ALIGNMENT
 
     def _batch_bytes(self, num_chunks: int, num_groups: int) -> int:
@@ -237,7 +240,9 @@ class GpuDecoder(Launcher):
         shape = (slab.num_tokens, self._batch_bytes(1, plan.num_groups) // (2 * CHUNK_TOKENS))
         packed = memory.take(shape, torch.float16)
         planes = self.planes(slab.num_chunks, memory) if plan.planes is None else plan.planes
-        sinks, turns = self._decode_symbols(slab, packed, planes, levels, target.dtype, memory)
+        bias, sinks, turns = self._decode_symbols(
+            slab, packed, planes, levels, target.dtype, memory
+        )
         stage("symbols")
         product = TensorDescriptor.from_tensor(packed, [BLOCK_TOKENS, BLOCK_K])
         parts, largest = min(levels, self.profile.num_levels - 1), None
@@ -259,7 +264,17 @@ class GpuDecoder(Launcher):
             # Integers may lie where this batch's values go: from here on they are not needed.
             for own, errors in self._errors(slab, batch) if levels > parts else [(batch, None)]:
                 self._restore(
-                    first, own, product, places.leading, slab, sinks, turns, target, parts, errors
+                    first,
+                    own,
+                    product,
+                    places.leading,
+                    slab,
+                    bias,
+                    sinks,
+                    turns,
+                    target,
+                    parts,
+                    errors,
                 )
             stage("transform")
         return slab.status
@@ -287,11 +302,12 @@ class GpuDecoder(Launcher):
         levels: int,
         dtype: torch.dtype,
         memory: Carving,
-    ) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
-        """Fills the planes, the classes, and A with the prediction; returns sinks and angles.
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
+        """Fills the planes, the classes, and A with the prediction; returns the bias of all chunks
+        or of each, sinks and angles.
         Entropy decoding is a chain of small steps that leaves most of a GPU idle: what does not
-        wait for each other runs at once, components that enter at different levels, digits, sinks
-        and prediction.
+        wait for each other runs at once, components that enter at different levels, digits, sinks,
+        means and prediction.
 
         Memory that streams beside the current one use is taken in the current one, and they begin
         after `begun` and are joined at the end: so nothing else uses it meanwhile. What sinks take
@@ -301,6 +317,8 @@ class GpuDecoder(Launcher):
         angles = self._angles(slab.num_tokens, dtype, memory)
         count = min(slab.num_tokens, PREDICTED_TOKENS)
         products = self._latents.products_in(count, memory)
+        bias, has_means = self.synthesis.bias, self._means.are_at(levels - 1)
+        room = self._means.room(levels - 1, slab.num_chunks, memory) if has_means else None
         begun = self._streams.mark()
         decode_classes[(slab.num_chunks,)](
             slab.words, slab.class_places, slab.tokens_of, coding.token_bounds, slab.classes,
@@ -323,9 +341,13 @@ class GpuDecoder(Launcher):
         with self._streams.side(1, begun):
             self._turn(slab.positions, angles)
             self._predict(slab, packed, products, count)
+            if room is not None:
+                bias = self._means.bias(slab, levels - 1, self._matrix, room)
         for stream in used | ({0, 1} if slab.num_sinks else {1}):
             self._streams.join(stream)
-        return sinks, angles
+        if room is not None and sinks is not None:
+            sinks[: slab.num_sinks] += self.synthesis.bias - bias[0]  # nothing moves these
+        return bias, sinks, angles
 
     def _predict(self, slab: Slab, packed: Tensor, products: Products, count: int) -> None:
         """Latent variables into A, so many tokens at a time: what is multiplied takes memory."""
@@ -415,8 +437,8 @@ class GpuDecoder(Launcher):
 
     def _restore(
         self, packed_first: int, batch: tuple[int, int], packed: TensorDescriptor,
-        leading_from: int, slab: Slab, sinks: Tensor | None, turns: tuple[Tensor, Tensor],
-        target: Target, levels: int, errors: Errors | None,
+        leading_from: int, slab: Slab, bias: Tensor, sinks: Tensor | None,
+        turns: tuple[Tensor, Tensor], target: Target, levels: int, errors: Errors | None,
     ) -> None:  # fmt: skip
         """Values of some of the groups in A, of which `packed_first` is the first."""
         stages = self.stages
@@ -429,8 +451,9 @@ class GpuDecoder(Launcher):
         tiling, channels = self.tiling, self._channels
         restore[(min((end - begin) * token_tiles, tiling.programs),)](
             packed, self._matrix, synthesis.tiles, begin, end - begin, self._blocks[levels - 1],
-            synthesis.num_latents, self.coding.num_rows, packed_first, synthesis.scale,
-            synthesis.bias, *channels.of(target.head_strides), channels.frequency, *turns,
+            synthesis.num_latents, self.coding.num_rows, packed_first, synthesis.scale, bias,
+            0 if bias.ndim == 1 else bias.stride(0), *channels.of(target.head_strides),
+            channels.frequency, *turns,
             synthesis.pairs.num_frequencies, slab.slots, target.pointers, target.key_stride,
             target.value_stride, nothing if sinks is None else sinks,
             0 if sinks is None else len(synthesis.source), token_tiles, channels.num_pairs,

@@ -24,7 +24,7 @@ from kdn.codec.directory import section_code
 from kdn.codec.format import Bitstream, Copy, Header
 from kdn.codec.klt.gpu_memory import InputBuffer, aligned
 from kdn.codec.klt.gpu_tables import SectionTables, Tensor
-from kdn.codec.klt.kinds import KIND_SINKS, KIND_TOKENS
+from kdn.codec.klt.kinds import KIND_MEANS, KIND_SINKS, KIND_TOKENS
 from kdn.codec.klt.profile import CONTEXT_TOKENS
 from kdn.codec.klt.streams import CudaStreams
 from kdn.codec.threads import begin_parallel, num_cores
@@ -46,16 +46,18 @@ MAX_LENGTHS = 4096
 @dataclass(frozen=True)
 class Slab:
     """Chunks on the device, ready to be decoded: `words` of all sections; `places` [part, chunk,
-    group, 2], `class_places` [chunk, 2] and `sink_places` [group, 2] say where each begins and how
-    many words it has; `ids` [tokens, 3] of each token and of those before it; `slots` and
-    `positions` [tokens]. Every chunk has 256 tokens here: those that it lacks have slot -1.
-    `skipped` [chunk] counts each one's sinks; only the first chunk's are decoded. `is_full`: no
-    chunk lacks any. `status` [chunk] and `classes` [tokens] are for the kernels to fill."""
+    group, 2], `class_places` [chunk, 2], `sink_places` [group, 2] and, of the last level,
+    `mean_places` [chunk, group, 2] say where each begins and how many words it has; `ids`
+    [tokens, 3] of each token and of those before it; `slots` and `positions` [tokens]. Every chunk
+    has 256 tokens here: those that it lacks have slot -1. `skipped` [chunk] counts each one's
+    sinks; only the first chunk's are decoded. `is_full`: no chunk lacks any. `status` [chunk] and
+    `classes` [tokens] are for the kernels to fill."""
 
     words: Tensor
     places: Tensor
     class_places: Tensor
     sink_places: Tensor
+    mean_places: Tensor
     tokens_of: Tensor
     skipped: Tensor
     ids: Tensor
@@ -97,18 +99,21 @@ class Job(NamedTuple):
 @dataclass(frozen=True)
 class Sections:
     """The sections that a stream has up to some level: `codes` as in its directory, and which of
-    them (one more for none) belong to each part and group [parts, groups], are the classes, and
-    are each group's sinks [groups]."""
+    them (one more for none) belong to each part and group [parts, groups], are the classes, each
+    group's sinks [groups], and its means at the last of these levels [groups]."""
 
     codes: npt.NDArray[np.int64]
     parts: npt.NDArray[np.int64]
     classes: int
     sinks: npt.NDArray[np.int64]
+    means: npt.NDArray[np.int64]
 
     @classmethod
     def of(
-        cls, parts: Sequence[SectionTables], num_groups: int, levels: int, *, with_sinks: bool
-    ) -> Sections:
+        cls, parts: Sequence[SectionTables], means: Sequence[tuple[int, int]], num_groups: int,
+        levels: int, *, with_sinks: bool,
+    ) -> Sections:  # fmt: skip
+        """`means`: level and group of all sections that hold some."""
         wanted = np.full((len(parts), num_groups), -1)
         for p, part in enumerate(parts):
             for g in range(num_groups if part.level < levels else 0):
@@ -116,7 +121,10 @@ class Sections:
                     wanted[p, g] = section_code(part.level, g, part.kind)
         classes = section_code(0, 0, KIND_TOKENS)
         sinks = np.array([section_code(0, g, KIND_SINKS) for g in range(num_groups)])
-        codes = np.unique([*wanted.ravel(), classes, *(sinks if with_sinks else ())])
+        every_mean = {one: section_code(*one, KIND_MEANS) for one in means if one[0] < levels}
+        last_means = np.array([every_mean.get((levels - 1, g), -1) for g in range(num_groups)])
+        own_sinks = sinks if with_sinks else ()
+        codes = np.unique([*wanted.ravel(), classes, *own_sinks, *every_mean.values()])
         codes = codes[codes >= 0]
         none = len(codes)
         return cls(
@@ -124,6 +132,7 @@ class Sections:
             np.where(wanted >= 0, np.searchsorted(codes, wanted), none),
             int(np.searchsorted(codes, classes)),
             np.searchsorted(codes, sinks) if with_sinks else np.full(num_groups, none),
+            np.where(last_means >= 0, np.searchsorted(codes, last_means), none),
         )
 
     def lengths(self, header: Header, levels: int) -> npt.NDArray[np.int64]:
@@ -185,9 +194,12 @@ class SlabMaker:
         num_sinks: int,
         vocab_size: int,
         spare_words: int,
+        means: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """`spare_words`: as far as a damaged section may read beyond its end."""
+        """`spare_words`: as far as a damaged section may read beyond its end. `means`: level and
+        group of sections that hold some."""
         self._parts, self._num_groups, self._num_sinks = parts, num_groups, num_sinks
+        self._means = means
         self._vocab_size, self._spare_words = vocab_size, spare_words
         self._sections: dict[tuple[int, bool], Sections] = {}
         self._lengths: dict[tuple[bytes, int, bool], npt.NDArray[np.int64]] = {}
@@ -196,7 +208,7 @@ class SlabMaker:
         key = (levels, with_sinks)
         if key not in self._sections:
             self._sections[key] = Sections.of(
-                self._parts, self._num_groups, levels, with_sinks=with_sinks
+                self._parts, self._means, self._num_groups, levels, with_sinks=with_sinks
             )
         return self._sections[key]
 
@@ -229,6 +241,7 @@ class SlabMaker:
         fields.add("places", (len(self._parts), num_chunks, groups, 2), np.int64)
         fields.add("class_places", (num_chunks, 2), np.int64)
         fields.add("sink_places", (groups, 2), np.int64)
+        fields.add("mean_places", (num_chunks, groups, 2), np.int64)
         fields.add("tokens_of", (num_chunks,), np.int32)
         fields.add("skipped", (num_chunks,), np.int32)
         fields.add("ids", (tokens, CONTEXT_TOKENS), np.int64)
@@ -311,6 +324,7 @@ class SlabMaker:
             places = section_places(np.stack([jobs[c].lengths for c in rows]), begins[rows])
             arrays["places"][:, rows] = places[:, sections.parts].swapaxes(0, 1)
             arrays["class_places"][rows] = places[:, sections.classes]
+            arrays["mean_places"][rows] = places[:, sections.means]
             if with_sinks and rows[0] == 0:
                 arrays["sink_places"][:] = places[0, sections.sinks]
 

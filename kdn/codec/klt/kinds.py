@@ -1,3 +1,3 @@
 """What sections of a stream hold: the numbers of `docs/format.md`, where codec.py explains them."""
 
-KIND_ENTERING, KIND_TOKENS, KIND_SINKS, KIND_CORRECTION, KIND_DIGITS = 0, 1, 2, 3, 4
+KIND_ENTERING, KIND_TOKENS, KIND_SINKS, KIND_CORRECTION, KIND_DIGITS, KIND_MEANS = range(6)

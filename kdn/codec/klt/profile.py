@@ -24,6 +24,7 @@ its layers, each `[layer, head, channel]`. That flat order is called `columns` b
 | level.freqs, level.g.thresholds | u16, i32 | tables of entering components (symbols.py) |
 | level.digits.freqs, level.digits.g.thresholds | u16, i32 | and of refined ones |
 | level.centroids | f32 [scale classes, 3] | what to add to a size of 1, 2, or more, in steps |
+| mean.freqs, level.g.means.scale | u16 [scale classes, 16], u8 | version 7: see means.py |
 
 Version 4 differs from version 3 in one thing: its groups may have two stages (`stages.py`). The
 meta data's `leading` says of each group how many components each of its layers has, K in all, that
@@ -37,6 +38,9 @@ first group that holds such layers; no group holds both kinds.
 
 Version 6 is version 4 or 5 with long sections in runs (`runs.py`): the meta data's `run_rows` says
 how many rows a run has, a multiple of a block's. `windowed_from` is null without windows.
+
+Version 7 is version 6 with the means of components that a level leaves out (`means.py`). `run_rows`
+is null where each section is one run.
 """
 
 from __future__ import annotations
@@ -70,11 +74,14 @@ VERSION = 3
 VERSION_OF_STAGES = 4
 VERSION_OF_WINDOWS = 5
 VERSION_OF_RUNS = 6
+VERSION_OF_MEANS = 7
 PROFILE_ID_BYTES = 16
 CONTEXT_TOKENS = 3
 """The predictor sees a token and the two before it."""
 NUM_CLASSES = 5
 """Step classes of a token: class c divides the step by 2 ** ((c - 2) / 2)."""
+MEAN_LANES = 8
+"""Means that share a row, and a scale class (`means.py`)."""
 MAX_LEVELS = 8
 LEAST_STEP = 1e-20
 """Below it, steps of float32 may be zero."""
@@ -211,13 +218,24 @@ class Profile:
     @property
     def windowed_from(self) -> int | None:
         """The first group of layers with a window; None: streams are in one part."""
-        has_it = self.meta["version"] in (VERSION_OF_WINDOWS, VERSION_OF_RUNS)
+        has_it = self.meta["version"] >= VERSION_OF_WINDOWS
         return self.meta["windowed_from"] if has_it else None
 
     @property
     def run_rows(self) -> int | None:
         """Rows of a run; None: each section is one."""
-        return self.meta["run_rows"] if self.meta["version"] == VERSION_OF_RUNS else None
+        return self.meta["run_rows"] if self.meta["version"] >= VERSION_OF_RUNS else None
+
+    @property
+    def has_means(self) -> bool:
+        """Whether levels have the means of components that they leave out."""
+        return bool(self.meta["version"] == VERSION_OF_MEANS)
+
+    def num_means(self, level: int, group: int) -> int:
+        """How many a level has: of the components that it leaves out, and a later one codes."""
+        if not self.has_means or level == self.num_levels - 1:
+            return 0
+        return len(self.groups[group].scale) - self.levels[level].num_components[group]
 
     @cached_property
     def has_two_stages(self) -> bool:
@@ -246,6 +264,12 @@ class Profile:
     @cached_property
     def sink_cdf(self) -> npt.NDArray[np.uint16]:
         return _cumulative(self.tensors["sink.freqs"])
+
+    @cached_property
+    def mean_cdf(self) -> npt.NDArray[np.uint16]:
+        """As other tables are: the same for every activity, since means have none."""
+        freqs = self.tensors["mean.freqs"]
+        return _cumulative(np.repeat(freqs, symbols.NUM_ACTIVITIES, axis=0))
 
     def check_for(self, spec: ModelSpec) -> None:
         """That this profile was made for this model."""
@@ -322,11 +346,11 @@ def _check_freqs(name: str, freqs: npt.NDArray[Any]) -> None:
 
 
 def _check_meta(meta: Mapping[str, Any]) -> None:
-    known = (VERSION, VERSION_OF_STAGES, VERSION_OF_WINDOWS, VERSION_OF_RUNS)
-    if meta["format"] != FORMAT or meta["version"] not in known:
+    known, version = range(VERSION, VERSION_OF_MEANS + 1), meta["version"]
+    if meta["format"] != FORMAT or type(version) is not int or version not in known:
         raise FormatError(
             f"expected a {FORMAT} of version {', '.join(map(str, known))}, "
-            f"found {meta['format']!r} of version {meta['version']!r}"
+            f"found {meta['format']!r} of version {version!r}"
         )
     if len(bytes.fromhex(meta["model"])) != FINGERPRINT_BYTES:
         raise FormatError(f"expected a model fingerprint of {FINGERPRINT_BYTES} bytes")
@@ -342,12 +366,12 @@ def _check_meta(meta: Mapping[str, Any]) -> None:
         raise FormatError(f"expected groups that cover all layers, found {meta['groups']}")
     if any(first >= last for first, last in meta["groups"]):
         raise FormatError(f"expected groups of at least one layer, found {meta['groups']}")
-    if meta["version"] != VERSION:
+    if version != VERSION:
         _check_leading(meta)
-    has_runs = meta["version"] == VERSION_OF_RUNS
-    if has_runs:
+    if version == VERSION_OF_RUNS or (version > VERSION_OF_RUNS and meta["run_rows"] is not None):
         _check_runs(meta)
-    if meta["version"] == VERSION_OF_WINDOWS or (has_runs and meta["windowed_from"] is not None):
+    is_told = version >= VERSION_OF_RUNS and meta["windowed_from"] is not None
+    if version == VERSION_OF_WINDOWS or is_told:
         border, count = meta["windowed_from"], len(meta["groups"])
         if type(border) is not int or not 0 <= border < count:
             raise FormatError(f"expected a first group with windows below {count}, found {border}")
@@ -440,6 +464,10 @@ def _layout(profile: Profile) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]
             key + "scale": ((count,), u8),
         }
         layout |= _threshold_layout(meta, index, count, width)
+        if meta["version"] == VERSION_OF_MEANS:
+            layout |= _means_layout(meta, index, count)
+    if meta["version"] == VERSION_OF_MEANS:
+        layout["mean.freqs"] = ((symbols.NUM_SCALES, symbols.BASE_ALPHABET), u16)
     for level in range(meta["levels"]):
         layout[f"level{level}.freqs"] = ((symbols.BASE_TABLES, symbols.BASE_ALPHABET), u16)
         if 0 < level < meta["levels"] - 1:
@@ -447,6 +475,18 @@ def _layout(profile: Profile) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]
             layout[f"level{level}.digits.freqs"] = (shape, u16)
         layout[f"level{level}.centroids"] = ((symbols.NUM_SCALES, 3), f32)
     return layout
+
+
+def _means_layout(
+    meta: Mapping[str, Any], group: int, count: int
+) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Of a group with `count` components."""
+    coded = [row[group] for row in meta["num_components"][:-1]]
+    return {
+        f"level{level}.g{group}.means.scale": ((-(-(count - own) // MEAN_LANES),), np.dtype("u1"))
+        for level, own in enumerate(coded)
+        if own < count
+    }
 
 
 def _threshold_layout(

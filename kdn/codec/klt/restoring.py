@@ -46,13 +46,22 @@ class FromTokens:
 
 
 @dataclass(frozen=True)
+class GroupFromStream:
+    """Of one group: its components, the correction [columns, tokens] if the last level is there,
+    and what the means of other components add to each column, if the stream has means."""
+
+    packed: PackedComponents
+    error: Ints | None = None
+    shift: Floats | None = None
+
+
+@dataclass(frozen=True)
 class FromStream:
     """The part of a chunk that its stream holds: the step class of each token, and for each group
-    its components, the correction [columns, tokens] if the last level is there, and its sinks (only
-    in the first chunk of a context)."""
+    its components and its sinks (only in the first chunk of a context)."""
 
     classes: npt.NDArray[np.uint8]
-    groups: Sequence[tuple[PackedComponents, Ints | None]]
+    groups: Sequence[GroupFromStream]
     sinks: Sequence[torch.Tensor]
 
 
@@ -87,14 +96,18 @@ class Restorer:
         were coded, into a cache, which may be one of some heads only. The scales of `known` and
         `coded` are changed."""
         error_scale = step_sizes(coded.classes, 1.0)
-        scales = (known.latent.unit, error_scale, *(one.token_scale for one, _ in coded.groups))
+        scales = (
+            known.latent.unit,
+            error_scale,
+            *(one.packed.token_scale for one in coded.groups),
+        )
         # Sinks are not predicted: they are coded as they are.
         for scale in scales:
             scale[: self._profile.num_sinks_of(chunk)] = 0
 
         transforms = self._transforms[: len(coded.groups)]
         both = zip(transforms, coded.groups, strict=True)
-        coarse = [transform.coarse(packed) for transform, (packed, _) in both]
+        coarse = [transform.coarse(group.packed) for transform, group in both]
 
         def restore(job: tuple[int, Band]) -> None:
             index, band = job
@@ -127,21 +140,22 @@ class Restorer:
     ) -> Iterator[tuple[Band, Restored]]:
         """What is to be written of a group's band, which these heads share."""
         latent, transform = known.latent, self._transforms[index]
-        packed, error = coded.groups[index]
+        group, error = coded.groups[index], coded.groups[index].error
+        bias = transform.bias if group.shift is None else transform.bias + group.shift
         # Of whole layers, whatever the heads: a product of fewer columns may round otherwise.
-        large = transform.sum_large(latent, packed.large, band.columns).numpy()
+        large = transform.sum_large(latent, group.packed.large, band.columns).numpy()
         for part in share_of(band, self._spec, heads):
             own, first = part.columns, band.columns.start
             base = np.ascontiguousarray(large[:, own.start - first : own.stop - first])
             if coded.sinks:
                 known_first = coded.sinks[index][:, own].numpy()
-                base[: len(known_first)] = known_first - transform.bias[own]
+                base[: len(known_first)] = known_first - bias[own]
             predicted = transform.sum_latent(latent, own).numpy()
             yield (
                 part,
                 Restored(
                     base,
-                    transform.bias[own],
+                    bias[own],
                     Scaled(predicted, latent.unit, transform.latent_scale[own]),
                     coarse(own),
                     None if error is None else self._scaled_error(error, error_scale, index, own),

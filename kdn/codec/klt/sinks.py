@@ -38,7 +38,5 @@ class SinkCoder:
         return self.restore(runs.decode(self._model(num_sinks), data, None, self._run_rows))
 
     def _model(self, num_sinks: int) -> Model:
-        blocks = -(-len(self._scales) // symbols.BLOCK)
-        # No activity reaches these thresholds: all sinks share one class.
-        limit = np.full((blocks, symbols.NUM_ACTIVITIES - 1), 2**31 - 1, dtype=np.int32)
-        return Model(self._scales, np.zeros(num_sinks, np.int8), limit, self._cdf)
+        limits = symbols.no_activity(len(self._scales))
+        return Model(self._scales, np.zeros(num_sinks, np.int8), limits, self._cdf)

@@ -9,7 +9,7 @@ from kdn.codec.klt.gpu_input import Slab
 from kdn.codec.klt.gpu_tables import MAX_SINKS, Tensor, base_bounds, base_intervals, put
 from kdn.codec.klt.profile import Profile
 from kdn.codec.klt.runs import runs_of
-from kdn.codec.klt.symbols_triton import decode_sinks
+from kdn.codec.klt.symbols_triton import decode_plain
 
 
 class Sinks:
@@ -36,9 +36,9 @@ class Sinks:
         rows, count = self._scales.shape[1], slab.num_sinks
         shape = (len(self._widths), rows, 32)
         found = torch.empty(shape, dtype=torch.int32, device=status.device)
-        decode_sinks[(len(self._widths), self._num_runs)](
+        decode_plain[(len(self._widths), self._num_runs, 1)](
             slab.words, slab.sink_places, self._rows_of, self._scales, self._bounds,
-            self._intervals, found, status, count, rows, ASM=status.is_cuda,
+            self._intervals, found, status, count, rows, KEPT=32, ASM=status.is_cuda,
             RUN_ROWS=self._run_rows, num_warps=1,
         )  # fmt: skip
         both = found[:, :, :count]

@@ -28,7 +28,7 @@ from numba import njit
 
 from kdn.codec.klt.columns import Floats, Scaled
 from kdn.codec.klt.profile import Group, Profile
-from kdn.codec.klt.transform import GroupTransform, PackedComponents, int8_product
+from kdn.codec.klt.transform import GroupTransform, PackedComponents, add_rows, int8_product
 from kdn.codec.threads import parallel_map
 
 
@@ -80,6 +80,18 @@ class TwoStageTransform(GroupTransform):
             return Scaled(whole.numpy(), found[layer].unit, self.column_scale[columns])
 
         return of
+
+    def _add_coarse(self, components: Floats, begin: int, out: Floats) -> None:
+        """Nothing is rounded between the stages: this is one row, not one for each token."""
+        group = self.group
+        assert group.rows is not None
+        leading = np.zeros(group.basis.shape[1], np.float32)
+        super()._add_coarse(components, begin, leading)
+        sides = out.reshape(2, len(self._inner), self._width)
+        for layer, places in enumerate(group.rows_of_layers):
+            own = np.zeros(2 * self._width, np.float32)
+            add_rows(leading[places] * self._scales[layer], group.rows[places], own)
+            sides[:, layer] += own.reshape(2, -1)
 
     def leading(self, packed: PackedComponents, layer: int) -> Leading:
         """The first stage of one layer, its rows' scales included."""

@@ -70,6 +70,11 @@ class Model:
         return min(LANES, len(self.shifts))
 
 
+def no_activity(num_rows: int) -> Ints:
+    """Thresholds that no activity reaches: all of a section's tokens share one class."""
+    return np.full((-(-num_rows // BLOCK), NUM_ACTIVITIES - 1), 2**31 - 1, dtype=np.int32)
+
+
 def split_levels(finest: Ints, num_levels: int) -> list[Ints]:
     """The integer of every level, coarse to fine; the last is `finest`."""
     levels = [finest]

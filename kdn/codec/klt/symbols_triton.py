@@ -364,7 +364,7 @@ def decode_entering(
 
 
 @triton.jit
-def _sink_pairs(bounds, scale):
+def _row_pairs(bounds, scale):
     """Bounds of the table of a row, the same for all lanes."""
     pairs = ()
     for k in tl.static_range(8):
@@ -372,29 +372,30 @@ def _sink_pairs(bounds, scale):
     return pairs
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def decode_sinks(
-    words, places, rows_of, scales, bounds, intervals, out, status, num_tokens, num_rows,
-    ASM: tl.constexpr, RUN_ROWS: tl.constexpr,
+@triton.jit(do_not_specialize=["num_lanes"])
+def decode_plain(
+    words, places, rows_of, scales, bounds, intervals, out, status, num_lanes, num_rows,
+    KEPT: tl.constexpr, ASM: tl.constexpr, RUN_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Integers [group, row, lane] of a context's first tokens, one run per program (group, run). A
-    row is one step, and there are as many as a group has columns, each with a scale of its own: so
-    a row's table is loaded while the row before is decoded. No activity, no classes."""
-    group, run = tl.program_id(0), tl.program_id(1)
+    """Integers [chunk, group, row, lane] of first tokens, or of means, one run per program (group,
+    run, chunk). A row is one step, and there are many, each with a scale of its own: so a row's
+    table is loaded while the row before is decoded. No activity, no classes."""
+    group, run, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    section = chunk * tl.num_programs(0) + group
     every = tl.load(rows_of + group * 2 + 1)
-    own, limit, wrong = _find_run(words, places, group, every, run, RUN_ROWS)
+    own, limit, wrong = _find_run(words, places, section, every, run, RUN_ROWS)
     first, rows = _rows_of_run(every, run, RUN_ROWS)
     lane = tl.arange(0, 32)
-    live = lane < num_tokens
+    live = lane < num_lanes
     below = (1 << lane) - 1
-    x, at, bad = _open(own, limit, wrong, lane, num_tokens)
+    x, at, bad = _open(own, limit, wrong, lane, num_lanes)
     scales += group * num_rows + first
-    out += (group.to(tl.int64) * num_rows + first) * 32
+    out += (section.to(tl.int64) * num_rows + first) * KEPT
     scale = tl.load(scales).to(tl.int32)
     ahead = tl.load(scales + tl.maximum(tl.minimum(1, rows - 1), 0)).to(tl.int32)
-    pairs = _sink_pairs(bounds, scale)
+    pairs = _row_pairs(bounds, scale)
     for row in range(rows):
-        following = _sink_pairs(bounds, ahead)
+        following = _row_pairs(bounds, ahead)
         beyond = tl.load(scales + tl.minimum(row + 2, rows - 1)).to(tl.int32)
         _prefetch(own + at + AHEAD_WORDS + 2 * lane, ASM)
         slot = x & 16383
@@ -406,9 +407,9 @@ def decode_sinks(
         x, at, raw = _fill_escaping(x, at, live, escaped, own, below, False, ASM)
         size = (symbol + 1) >> 1
         value = tl.where(escaped, raw, tl.where((symbol & 1) != 0, -size, size))
-        tl.store(out + row * 32 + lane, tl.where(live, value, 0))
+        tl.store(out + row * KEPT + lane, tl.where(live, value, 0), mask=lane < KEPT)
         pairs, scale, ahead = following, ahead, beyond
-    _close(x, at, limit, bad, rows, status, 0)
+    _close(x, at, limit, bad, rows, status, chunk)
 
 
 @triton.jit

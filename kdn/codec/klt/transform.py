@@ -114,6 +114,7 @@ class GroupTransform:
         self._float_rows = torch.cat([fine, large])
         self._latent_rows = torch.from_numpy(np.ascontiguousarray(t["predict.out"][:, columns]))
         self._coarse_rows = torch.from_numpy(group.basis)
+        self._large_rows = large.numpy()
         self.latent_scale: Floats = np.ascontiguousarray(t["predict.out_scale"][columns])
         self.column_scale: Floats = np.reciprocal(group.weight)
         self.bias: Floats = np.ascontiguousarray(t["predict.bias"][columns])
@@ -162,6 +163,22 @@ class GroupTransform:
         """The other components, in units of token and column scale; the last may be missing."""
         return _sum_bytes(self._coarse_rows[: len(codes), columns], torch.from_numpy(codes))
 
+    def sum_alike(self, components: Floats, first: int) -> Floats:
+        """What components from `first` on add to the columns of tokens that all have these."""
+        num_large = max(0, self.num_large - first)
+        out = np.zeros(len(self.bias), np.float32)
+        begin = first - self.num_large + num_large
+        self._add_coarse(components[num_large:], begin, out)
+        out *= self.column_scale
+        out += components[:num_large] @ self._large_rows[first:]
+        return out
+
+    def _add_coarse(self, components: Floats, begin: int, out: Floats) -> None:
+        """The others, from that row of them on, to weighted columns."""
+        rows = slice(begin, begin + len(components))
+        weights = components * self.group.basis_scale[rows]
+        add_rows(weights, self.group.basis[rows], out)
+
     def analyse(self, residual: torch.Tensor, dual: Dual) -> tuple[torch.Tensor, torch.Tensor]:
         """Components of a residual, and what the large ones leave of it."""
         large = dual.large @ residual.T
@@ -196,6 +213,17 @@ def _plain(matrix: torch.Tensor) -> torch.Tensor:
     if min(matrix.shape) > 1:
         return matrix
     return matrix.clone(memory_format=torch.contiguous_format)
+
+
+@njit(nogil=True, cache=True)
+def add_rows(weights, rows, out):  # type: ignore[no-untyped-def]
+    """weights @ rows, where many weights are zero."""
+    for r in range(len(weights)):
+        weight = weights[r]
+        if weight != 0:
+            row = rows[r]
+            for c in range(len(out)):
+                out[c] += weight * np.float32(row[c])
 
 
 @njit(nogil=True, cache=True)

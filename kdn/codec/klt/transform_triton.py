@@ -189,11 +189,11 @@ def _write(
 )  # fmt: skip
 def restore(
     a_matrix, b_matrix, tiles, first_tile, num_tiles, blocks_of, latents, group_width, first_group,
-    column_scale, bias, first_channel, second_channel, frequency, cos, sin, num_frequencies,
-    slots, pointers, key_stride, value_stride, sinks, sink_width, num_token_tiles, num_pairs,
-    value_channels, status, inverse_scales, error_low, error_high, error_row_of, error_column_step,
-    error_token_step, error_groups, error_columns, first_error_group, leading_begins,
-    leading_blocks, leading_from, leading_width,
+    column_scale, bias, bias_stride, first_channel, second_channel, frequency, cos, sin,
+    num_frequencies, slots, pointers, key_stride, value_stride, sinks, sink_width, num_token_tiles,
+    num_pairs, value_channels, status, inverse_scales, error_low, error_high, error_row_of,
+    error_column_step, error_token_step, error_groups, error_columns, first_error_group,
+    leading_begins, leading_blocks, leading_from, leading_width,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
     DTYPE: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr, ERRORS: tl.constexpr,
     HAS_SCALES: tl.constexpr, STAGED: tl.constexpr,
@@ -209,7 +209,8 @@ def restore(
     [chunk, group, row, spot] as `symbols_triton.py` writes them, of groups from `first_error_group`
     on, whose row is `error_row_of` [columns], in steps of a column and of a token. With STAGED
     a layer has `leading_blocks` [layers] more blocks of A and B, in A from `leading_from` and, in
-    its group's `leading_width`, from `leading_begins` [layers] on."""
+    its group's `leading_width`, from `leading_begins` [layers] on. A `bias_stride` above zero says
+    that each chunk has a bias of its own."""
     latent_blocks = latents // BK
     for item in tl.range(tl.program_id(0), num_tiles * num_token_tiles, tl.num_programs(0),
                          flatten=FLATTEN):  # fmt: skip
@@ -241,6 +242,7 @@ def restore(
             sums = tl.dot(a, b.T, sums)
         token = token_tile * BM + tl.arange(0, BM)
         chunk = token_tile * BM // ROW
+        own_bias = bias + chunk * bias_stride
         slot = tl.where(tl.load(status + chunk) == 0, tl.load(slots + token), -1)
         first_of = first_channel + is_value * value_channels
         second_of = second_channel + is_value * value_channels
@@ -264,16 +266,16 @@ def restore(
             HALF: tl.constexpr = BN // 2
             left, right = tl.split(tl.permute(tl.reshape(sums, (BM, 2, HALF)), (0, 2, 1)))
             _write(left, tile * BN + tl.arange(0, HALF), pair + tl.arange(0, HALF // 2), token,
-                   is_value, sinks, own_sinks, column_scale, bias, frequency, cos, sin,
-                   num_frequencies, line, slot, first_of, second_of, errors,
+                   is_value, sinks, own_sinks, column_scale, own_bias, frequency, cos,
+                   sin, num_frequencies, line, slot, first_of, second_of, errors,
                    inverse_scale, EXACT, DTYPE, ERRORS, HAS_SCALES)  # fmt: skip
             _write(right, tile * BN + HALF + tl.arange(0, HALF),
                    pair + HALF // 2 + tl.arange(0, HALF // 2), token,
-                   is_value, sinks, own_sinks, column_scale, bias, frequency, cos, sin,
-                   num_frequencies, line, slot, first_of, second_of, errors,
+                   is_value, sinks, own_sinks, column_scale, own_bias, frequency, cos,
+                   sin, num_frequencies, line, slot, first_of, second_of, errors,
                    inverse_scale, EXACT, DTYPE, ERRORS, HAS_SCALES)  # fmt: skip
         else:
             _write(sums, tile * BN + tl.arange(0, BN), pair + tl.arange(0, BN // 2), token,
-                   is_value, sinks, own_sinks, column_scale, bias, frequency, cos, sin,
-                   num_frequencies, line, slot, first_of, second_of, errors,
+                   is_value, sinks, own_sinks, column_scale, own_bias, frequency, cos,
+                   sin, num_frequencies, line, slot, first_of, second_of, errors,
                    inverse_scale, EXACT, DTYPE, ERRORS, HAS_SCALES)  # fmt: skip
