@@ -12,8 +12,11 @@ import torch
 from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.codec.format import Bitstream, write_levels
+from kdn.codec.klt import KltCodec
+from kdn.codec.klt.analysis import Analysis
 from kdn.codec.klt.gpu_encoding import BATCH_BYTES, GpuEncoding
-from kdn.codec.klt.kinds import KIND_SINKS, KIND_TOKENS
+from kdn.codec.klt.kinds import KIND_MEANS, KIND_SINKS, KIND_TOKENS
+from kdn.codec.klt.means import in_rows
 from kdn.errors import KdnError, MismatchError, UnsupportedError
 from tests.codec.test_klt_triton import (
     DEVICE,
@@ -73,13 +76,13 @@ def check_as_good(case: Case, items: list[Item], found: list[bytes | KdnError]) 
 
 @pytest.mark.parametrize("step", [0.5, 0.01])
 def test_equal_integers_give_the_references_bytes(step: float) -> None:
-    """Of every level and kind, sinks and step classes; the finer step has escapes."""
+    """Of every level and kind, means, sinks and step classes; the finer step has escapes."""
     if INTERPRETED and step < 0.5:
         pytest.skip("slow")
     from kdn.codec.klt.encoder_triton import GpuEncoder
 
     ropes = (SMALL, SMALL) if INTERPRETED else (PLAIN,) * 4
-    case = Case(spec_of(ropes), 48 if INTERPRETED else 256, step)
+    case = Case(spec_of(ropes), 48 if INTERPRETED else 256, step, means=True)
     codec, chunk, stream = case.codec, case.chunks[0], case.streams[0]
     encoder = GpuEncoder(case.spec, codec.profile, DEVICE)
     analysis = codec.analyser.analyse(chunk, case.cache)
@@ -99,29 +102,38 @@ def test_equal_integers_give_the_references_bytes(step: float) -> None:
     widths = encoder.coding.correction.sizes
     errors = plane([own[3] for own in levels], max(widths))
     batch = encoder.batch([(chunk, on_device(case.cache))])
-    sheet, rooms, sinks_room, classes_room = encoder._rooms(batch)
+    sheet, rooms, means_rooms, sinks_room, classes_room = encoder._rooms(batch)
     words = torch.empty(sheet.num_words, dtype=torch.int16, device=DEVICE)
     begins = torch.zeros(sheet.num_sections, dtype=torch.int32, device=DEVICE)
     jobs = [encoder._pushing(part, room, planes, errors) for part, room in rooms]
     encoder._push_all(jobs, classes, batch.tokens_of, words, begins)
     sinks = plane(analysis.sinks, max(widths), 32)
-    encoder._push_sinks(batch, sinks, sinks_room, classes, words, begins)
+    encoder._push_sinks(batch, sinks, sinks_room, words, begins)
+    for tables, room in zip(encoder.tables.means, means_rooms, strict=True):
+        own = [means_of(codec, analysis, tables.part.level, g) for g in range(len(levels))]
+        encoder._push_means(tables, plane(own, max(tables.part.sizes), 32), room, words, begins)
     encoder._push_classes(batch, classes, classes_room, words, begins)
     filled = sheet.filled(begins.cpu().numpy(), [True])
     host, places = words.cpu().numpy().view(np.uint8), 2 * filled.places
     entries = stream.header.entries
     assert [(e.level << 24 | e.group << 8 | e.kind) for e in entries] == filled.code.tolist()
-    assert {KIND_SINKS, KIND_TOKENS} <= {e.kind for e in entries}
+    assert {KIND_SINKS, KIND_TOKENS, KIND_MEANS} <= {e.kind for e in entries}
     for e, first, length in zip(entries, places[0], places[1], strict=True):
         own = bytes(stream.section(e.level, e.group, e.kind))
         assert host[first : first + length].tobytes() == own, e
 
 
+def means_of(codec: KltCodec, analysis: Analysis, level: int, group: int) -> np.ndarray:
+    exact = codec.means.exact(level, group, analysis.groups[group].exact, analysis.classes)
+    return in_rows(codec.means.round(exact))
+
+
+@pytest.mark.parametrize("means", [False, True])
 @pytest.mark.parametrize("ropes", [(SMALL, None, SMALL)] if INTERPRETED else [(PLAIN,) * 4, MIXED])
-def test_any_chunks_of_any_model(ropes: tuple) -> None:  # type: ignore[type-arg]
+def test_any_chunks_of_any_model(ropes: tuple, means: bool) -> None:  # type: ignore[type-arg]
     """Groups of different sizes, layers that turn differently, tokens that a layer lacks, the same
     beginning twice, and one that is not like all the others."""
-    case = Case(spec_of(ropes), 32 if INTERPRETED else 800)
+    case = Case(spec_of(ropes), 32 if INTERPRETED else 800, means=means)
     first = case.chunks[0]
     whole = case.cache.slice(first.start, first.end)
     windowed = replace(whole, valid_from=(5, *(0,) * (len(ropes) - 1)))
@@ -172,7 +184,7 @@ def test_the_codec_encodes_where_the_cache_is(
 def test_replayed_launches_give_the_same_bytes() -> None:
     """Whole batches and parts of one, one after the other; what was there before leaves no trace,
     not even a value that cannot be coded."""
-    case = Case(spec_of(MIXED), 8 * 256)
+    case = Case(spec_of(MIXED), 8 * 256, means=True)
     codec, every = case.codec, []
     for scale in (1.0, 0.5):
         cache = on_device(KVCache(scale * case.cache.keys, scale * case.cache.values))
@@ -194,7 +206,7 @@ def test_replayed_launches_give_the_same_bytes() -> None:
 def test_memory_is_what_is_told() -> None:
     from kdn.codec.klt.encoder_triton import GpuEncoder
 
-    case = Case(spec_of((PLAIN,) * 4), 1024)
+    case = Case(spec_of((PLAIN,) * 4), 1024, means=True)
     encoder = GpuEncoder(case.spec, case.codec.profile, DEVICE)
     cache = on_device(case.cache)
     items = [(chunk, cache.slice(chunk.start, chunk.end)) for chunk in case.chunks]

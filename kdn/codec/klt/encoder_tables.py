@@ -14,6 +14,7 @@ import torch
 
 from kdn.cache.spec import ModelSpec
 from kdn.codec.klt.duals import dual_rows
+from kdn.codec.klt.gpu_means import MeanTables
 from kdn.codec.klt.gpu_tables import (
     NEVER,
     Coding,
@@ -112,6 +113,8 @@ class EncoderTables:
         self.groups = [GroupMatrices.of(group, profile, device) for group in profile.groups]
         self.prediction = Prediction(profile, device)
         self.sinks = SinkTables(profile, device)
+        means = [MeanTables.of(profile, level, device) for level in range(profile.num_levels)]
+        self.means = [one for one in means if one is not None]
         self.importance = put(profile.tensors["importance"], device)
         self.importance_bias = float(profile.meta["importance_bias"])
         freqs = profile.tensors["token.freqs"]

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 
 from kdn.cache.keys import CHUNK_TOKENS, Chunk
 from kdn.cache.spec import ModelSpec
@@ -27,18 +28,20 @@ from kdn.codec.klt import symbols
 from kdn.codec.klt.columns_triton import subtract_prediction, take_columns
 from kdn.codec.klt.encoder_tables import EncoderTables, product
 from kdn.codec.klt.gpu_input import Ids, token_rows
+from kdn.codec.klt.gpu_means import MeanTables
 from kdn.codec.klt.gpu_output import Filled, Room, Sheet, send
 from kdn.codec.klt.gpu_tables import SectionTables, Tensor
-from kdn.codec.klt.kinds import KIND_SINKS, KIND_TOKENS
+from kdn.codec.klt.kinds import KIND_MEANS, KIND_SINKS, KIND_TOKENS
 from kdn.codec.klt.latents import Latents
-from kdn.codec.klt.profile import NUM_CLASSES, Profile
+from kdn.codec.klt.profile import MEAN_LANES, NUM_CLASSES, Profile
 from kdn.codec.klt.push_triton import find_activity, gather, push, push_classes
 from kdn.codec.klt.quantise_triton import leave, quantise
 from kdn.codec.klt.streams import CudaStreams
 
 COLUMN_TOKENS, COLUMN_PAIRS = 16, 128
 LEFT_TOKENS, LEFT_COLUMNS = 64, 64
-SINK_LANES = 32
+FEW_LANES = 32
+"""Room of a row of first tokens, or of means: the least that the kernel takes."""
 
 Item = tuple[Chunk, KVCache]
 
@@ -114,18 +117,20 @@ class GpuEncoder:
     def encode(self, batch: Batch) -> Encoded:
         """All sections of chunks that are the model's."""
         items = batch.items
-        sheet, rooms, sinks_room, classes_room = self._rooms(batch)
+        sheet, rooms, means_rooms, sinks_room, classes_room = self._rooms(batch)
         columns, words = self._memory(batch.num_tokens, sheet.num_words)
         begins = torch.zeros(sheet.num_sections, dtype=torch.int32, device=self.device)
         self._take_columns(batch, columns)
         log_importance = columns @ self.tables.importance
         classes = self._classes(log_importance)
         sinks, sinks_largest = self._sinks(batch, columns)
-        planes, errors, largest = self._integers(batch, columns, classes)
+        planes, errors, largest, sums = self._integers(batch, columns, classes)
         jobs = [self._pushing(part, room, planes, errors) for part, room in rooms]
         self._push_all(jobs, classes, batch.tokens_of, words, begins)
+        for tables, room in zip(self.tables.means, means_rooms, strict=True):
+            self._push_means(tables, self._means(tables, batch, sums), room, words, begins)
         if sinks is not None:
-            self._push_sinks(batch, sinks, sinks_room, classes, words, begins)
+            self._push_sinks(batch, sinks, sinks_room, words, begins)
         self._push_classes(batch, classes, classes_room, words, begins)
         totals = log_importance.view(len(items), CHUNK_TOKENS).sum(dim=1)
         return Encoded(sheet, words, begins, totals, torch.maximum(largest, sinks_largest))
@@ -134,7 +139,8 @@ class GpuEncoder:
         """What encoding so many chunks takes on the device, at most, beside the caches."""
         tokens, groups = num_chunks * CHUNK_TOKENS, len(self._widths)
         columns, rows = sum(self._widths), self.coding.num_rows
-        capacity = sum(_capacity(part) for part in self._parts) + max(self._widths) * SINK_LANES * 2
+        capacity = sum(_capacity(part) for part in self._parts) + max(self._widths) * FEW_LANES * 2
+        capacity += sum(_few_capacity(one.part, MEAN_LANES) for one in self.tables.means)
         words = 2 * num_chunks * groups * capacity
         integers = 2 * tokens * groups * (max(self._widths) + rows * (self.profile.num_levels - 1))
         passing = tokens * (14 * max(self._widths) + 8 * rows)
@@ -151,17 +157,24 @@ class GpuEncoder:
         arrays = batch_arrays(items, sinks, self.spec)
         return Batch(items, sinks, *(send(array, self.device) for array in arrays))
 
-    def _rooms(self, batch: Batch) -> tuple[Sheet, list[tuple[SectionTables, Room]], Room, Room]:
+    def _rooms(
+        self, batch: Batch
+    ) -> tuple[Sheet, list[tuple[SectionTables, Room]], list[Room], Room, Room]:
         sheet, every = Sheet(), range(len(batch.items))
         rooms = [
             (part, sheet.add(part.level, part.kind, part.sizes, every, _capacity(part)))
             for part in self._parts
         ]
-        rows = self.tables.sinks.part.sizes
-        capacity = max(rows) * max(batch.num_sinks) * 2 + 2 * SINK_LANES
-        sinks = sheet.add(0, KIND_SINKS, rows, batch.with_sinks, capacity)
+        means = [one.part for one in self.tables.means]
+        means_rooms = [
+            sheet.add(part.level, KIND_MEANS, part.sizes, every, _few_capacity(part, MEAN_LANES))
+            for part in means
+        ]
+        part = self.tables.sinks.part
+        capacity = _few_capacity(part, max(batch.num_sinks))
+        sinks = sheet.add(0, KIND_SINKS, part.sizes, batch.with_sinks, capacity)
         classes = sheet.add(0, KIND_TOKENS, (1,), every, CHUNK_TOKENS + 2)
-        return sheet, rooms, sinks, classes
+        return sheet, rooms, means_rooms, sinks, classes
 
     def _memory(self, num_tokens: int, num_words: int) -> tuple[Tensor, Tensor]:
         """Columns [tokens, columns], and words in the same place: they are written when columns
@@ -206,7 +219,7 @@ class GpuEncoder:
         steps = torch.where(own[:, :, None], (rows - tables.mean[:most]) / tables.step, 0.0)
         largest.index_copy_(0, numbers, steps.abs().amax(dim=(1, 2)))
         whole = steps.clamp_(-symbols.MAX_BASE, symbols.MAX_BASE).round_().to(torch.int16)
-        shape = (len(chosen), len(self._widths), max(self._widths), SINK_LANES)
+        shape = (len(chosen), len(self._widths), max(self._widths), FEW_LANES)
         out = torch.zeros(shape, dtype=torch.int16, device=self.device)
         for index, group in enumerate(self.profile.groups):
             own_columns = whole[:, :, group.columns].transpose(1, 2)
@@ -215,9 +228,10 @@ class GpuEncoder:
 
     def _integers(
         self, batch: Batch, columns: Tensor, classes: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Integers of all levels [level, chunk, group, row, token], what they leave for the last
-        one [chunk, group, column, token], and the largest of that in each chunk."""
+        one [chunk, group, column, token], the largest of that in each chunk, and of each group the
+        components' sums over the tokens of each chunk [chunk, component]."""
         chunks, groups, most = len(batch.items), len(self._widths), max(self._widths)
         levels = self.profile.num_levels - 1
         rows, whole = self.coding.num_rows, torch.int16
@@ -227,15 +241,18 @@ class GpuEncoder:
         tiles = (groups, batch.num_tokens // LEFT_TOKENS, -(-most // LEFT_COLUMNS))
         largest = torch.zeros(tiles, device=self.device)
         latents = self.tables.prediction.prepare(self._latents(batch.ids))
-        for index in range(groups):
+        sums = [
             self._code_group(index, batch, columns, latents, classes, planes, errors, largest)
+            for index in range(groups)
+        ]
         per_chunk = largest.view(groups, chunks, -1).amax(dim=(0, 2))
-        return planes, errors, per_chunk
+        return planes, errors, per_chunk, sums
 
     def _code_group(
         self, index: int, batch: Batch, columns: Tensor, latents: Tensor, classes: Tensor,
         planes: Tensor, errors: Tensor, largest: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
+        """The components' sums; all else is written."""
         own, group, coding = self.tables.groups[index], self.profile.groups[index], self.coding
         tokens, width, (first, last) = batch.num_tokens, self._widths[index], group.layers
         grid = (tokens // LEFT_TOKENS, -(-width // LEFT_COLUMNS))
@@ -262,6 +279,22 @@ class GpuEncoder:
             columns.shape[1], group.columns.start, width, max(self._widths), index,
             len(self._widths), largest.shape[2], BT=LEFT_TOKENS, BC=LEFT_COLUMNS,
         )  # fmt: skip
+        return exact.view(len(batch.items), CHUNK_TOKENS, -1).sum(dim=1)
+
+    def _means(self, tables: MeanTables, batch: Batch, sums: Sequence[Tensor]) -> Tensor:
+        """Integers of one level's means [chunk, group, row, lane]: first tokens, and those that
+        fill a chunk up, are zero in the sums."""
+        chunks, sizes = len(batch.items), tables.part.sizes
+        shape = (chunks, len(sizes), max(sizes), FEW_LANES)
+        out = torch.zeros(shape, dtype=torch.int16, device=self.device)
+        steps = tables.step * batch.tokens_of[:, None].sqrt()
+        for index, (group_sums, size) in enumerate(zip(sums, sizes, strict=True)):
+            if size:
+                left = group_sums[:, self.profile.levels[tables.part.level].num_components[index] :]
+                whole = (left / steps).nan_to_num().clamp(-symbols.MAX_BASE, symbols.MAX_BASE)
+                rows = pad(whole.round(), (0, size * MEAN_LANES - left.shape[1]))
+                out[:, index, :size, :MEAN_LANES] = rows.view(chunks, size, MEAN_LANES)
+        return out
 
     def _pushing(self, part: SectionTables, room: Room, planes: Tensor, errors: Tensor) -> Pushing:
         if part.is_correction:
@@ -306,15 +339,27 @@ class GpuEncoder:
         )  # fmt: skip
 
     def _push_sinks(
-        self, batch: Batch, sinks: Tensor, room: Room, classes: Tensor, words: Tensor,
-        begins: Tensor,
-    ) -> None:  # fmt: skip
-        """Their activity is always none."""
-        part, scales = self.tables.sinks.part, self.tables.sinks.scales
+        self, batch: Batch, sinks: Tensor, room: Room, words: Tensor, begins: Tensor
+    ) -> None:
         counts = np.array(batch.num_sinks, np.int32)[batch.with_sinks]
-        activity = self._activity(part, sinks).zero_()
-        job = Pushing(part, room, sinks, sinks, scales, 0)
-        self._push(job, activity, classes, send(counts, self.device), words, begins)
+        tables = self.tables.sinks
+        job = Pushing(tables.part, room, sinks, sinks, tables.scales, 0)
+        self._push_few(job, send(counts, self.device), words, begins)
+
+    def _push_means(
+        self, tables: MeanTables, means: Tensor, room: Room, words: Tensor, begins: Tensor
+    ) -> None:
+        counts = torch.full((len(means),), MEAN_LANES, dtype=torch.int32, device=self.device)
+        job = Pushing(tables.part, room, means, means, tables.scales, 0)
+        self._push_few(job, counts, words, begins)
+
+    def _push_few(self, job: Pushing, counts: Tensor, words: Tensor, begins: Tensor) -> None:
+        """Rows of a few lanes, `counts` of each chunk. Their activity is always none, and step
+        classes are not theirs: any will do."""
+        activity = self._activity(job.part, job.values).zero_()
+        classes = torch.zeros((len(job.values), CHUNK_TOKENS), dtype=torch.uint8,
+                              device=self.device)  # fmt: skip
+        self._push(job, activity, classes, counts, words, begins)
 
     def _push_classes(
         self, batch: Batch, classes: Tensor, room: Room, words: Tensor, begins: Tensor
@@ -345,6 +390,10 @@ def batch_arrays(
 def _capacity(part: SectionTables) -> int:
     """Words: the states, one a symbol at most, and one more for what is escaped."""
     return max(part.sizes) * CHUNK_TOKENS * (1 if part.is_digits else 2) + 64
+
+
+def _few_capacity(part: SectionTables, lanes: int) -> int:
+    return max(part.sizes) * lanes * 2 + 2 * FEW_LANES
 
 
 def _padded(rows: Ids, filling: int) -> Ids:
