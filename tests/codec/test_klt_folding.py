@@ -40,9 +40,9 @@ def seams(*layers: tuple[int, int], size: float = 0.3) -> Seams:
     return Seams(SPEC.fingerprint, [block(one, rng, size) for one in layers or BLOCKS])
 
 
-@pytest.fixture(scope="module")
-def klt() -> KltCodec:
-    return KltCodec(SPEC, make_profile(SPEC))
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "means"])
+def klt(request: pytest.FixtureRequest) -> KltCodec:
+    return KltCodec(SPEC, make_profile(SPEC, means=request.param))
 
 
 def context(codec: Codec, num_tokens: int = 256 + 75) -> tuple[list[Chunk], KVCache]:
@@ -72,9 +72,9 @@ def rms(values: torch.Tensor) -> float:
     return float(values.square().mean().sqrt())
 
 
-@pytest.fixture(scope="module")
-def staged() -> KltCodec:
-    return KltCodec(SPEC, make_profile(SPEC, leading=80))
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "means"])
+def staged(request: pytest.FixtureRequest) -> KltCodec:
+    return KltCodec(SPEC, make_profile(SPEC, leading=80, means=request.param))
 
 
 @pytest.mark.parametrize("levels", range(1, LEVELS))
