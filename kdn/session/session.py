@@ -338,13 +338,14 @@ class Session(Opened):
         shared: bool = False,
         on_progress: OnProgress | None = None,
         skips_windows: bool = False,
+        asks_host: bool = True,
     ) -> Delivered:
         """Consecutive chunks, good enough for a context up to `end` (None: that of the chunks), by
         the deadline, into the sink. Those that this host holds come first, the others from places,
         which are asked for them unless it is `known` what they have. `compute` lets the model read
         along, `shared` says that it and the decoder take each other's time. With
         `skips_windows`, layers with a window are fetched only as far as they are read by whoever
-        goes on from the end of what is known."""
+        goes on from the end of what is known. `asks_host`: not if this host just had none."""
         began_s = self._clock()
         until_s = began_s + deadline_s
         last = chunks[-1].end if end is None else end
@@ -365,7 +366,9 @@ class Session(Opened):
             )  # fmt: skip
 
         with tracing.named(), tracing.span("kdn.deliver", chunks=len(chunks)) as span:
-            held = await self._write_held(chunks, sink, last, enough_kld, until_s)
+            held: tuple[Grade, ...] = ()
+            if asks_host:
+                held = await self._write_held(chunks, sink, last, enough_kld, until_s)
             result = await rest_of(held)
             got = Delivered(tuple(chunks), held, result, self.codec.expected_kld)
             span.set(held=len(held), fetched_bytes=got.fetched_bytes)

@@ -35,6 +35,7 @@ from kdn.engines.vllm.checks import (
     live_weights,
     separator_of,
 )
+from kdn.engines.vllm.early import Prospect
 from kdn.engines.vllm.event_messages import Messages, are_wanted
 from kdn.engines.vllm.identity import Identity, spec_of_model
 from kdn.engines.vllm.join_lookup import Wanted, know_join, with_join
@@ -143,16 +144,10 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         logger.info("kdn: model %s, %s at %s", spec.fingerprint.hex(), told.codec, told.where)
 
     def _look_up(
-        self, tokens: Any, namespace: Namespace, enough_kld: float, limit_s: float
+        self, tokens: Any, namespace: Namespace, limit_s: float, prospect: Prospect
     ) -> Future[Known]:
-        async def ask() -> Known:
-            known = await self._shared.session.know(
-                tokens, namespace=namespace, enough_kld=enough_kld,
-                block_tokens=self._block_tokens, whole=True, limit_s=limit_s,
-            )  # fmt: skip
-            return known.packed()  # requests may wait for vLLM by the thousand
-
-        return self._shared.submit(ask)
+        early = self._shared.early
+        return self._shared.submit(lambda: early.look_up(tokens, namespace, limit_s, prospect))
 
     def _look_up_join(self, tokens: Any, namespace: Namespace, wanted: Wanted) -> Future[Known]:
         """Both at once."""

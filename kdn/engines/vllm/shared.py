@@ -22,6 +22,7 @@ from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.delivery.publish import Admission, Lent, Source, Values
+from kdn.engines.vllm.early import EarlyLoads
 from kdn.engines.vllm.seam_source import SeamSource
 from kdn.engines.vllm.warming import warm_up
 from kdn.errors import KdnError, StoreError
@@ -70,6 +71,7 @@ class SharedSession:
         self.changed = threading.Event()
         """Set when a lookup or a load has ended."""
         self.seams = SeamSource(self.session, seams_tag)
+        self.early = EarlyLoads(self.session)
         self._users = 0
         self._under_way: set[asyncio.Task[Any]] = set()  # the loop's own
         self._offering: set[asyncio.Task[Any]] = set()  # the loop's own
@@ -130,7 +132,8 @@ class SharedSession:
         """Nobody waits for lookups and loads any more; what was computed is still published."""
         for task in (tasks := list(self._under_way)):
             task.cancel()
-        await asyncio.gather(*tasks, self.seams.close(), return_exceptions=True)
+        closing = (self.seams.close(), self.early.close())
+        await asyncio.gather(*tasks, *closing, return_exceptions=True)
         if self._offering:
             await asyncio.wait(self._offering, timeout=GRACE_S)
         await self.session.publisher.close(CLOSE_S)
