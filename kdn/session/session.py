@@ -32,7 +32,6 @@ from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.header import StreamInfo
-from kdn.codec.threads import num_cores
 from kdn.delivery.arena import ARENA_BYTES
 from kdn.delivery.client import deliver
 from kdn.delivery.estimate import Estimator, Gauge, Told
@@ -56,6 +55,7 @@ from kdn.delivery.spool import Spool
 from kdn.places.places import Places, open_places
 from kdn.request_log import RequestLog, default_path
 from kdn.session.changes import Changes
+from kdn.session.cores import usable_cores
 from kdn.session.decisions import Decisions
 from kdn.session.delivered import Delivered, Grade, may_be_published
 from kdn.session.held import Held, open_streams, open_values
@@ -181,7 +181,7 @@ class Session(Opened):
         settings, own = self.settings, self.settings.credentials
         count = settings.fetch_connections
         if count is None:
-            count = connections_here(num_cores()) if self.codec.decodes_on(self.device) else 0
+            count = connections_here(usable_cores()) if self.codec.decodes_on(self.device) else 0
         if not count or not self.places.endpoints.remote:
             return None
         hello = Hello(count, ARENA_BYTES, own.token, settings.client, own.tls_ca)

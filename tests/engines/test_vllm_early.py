@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from kdn.delivery import client, quick
+from kdn.delivery.fetcher import Fetching
 from kdn.engines.vllm import early as early_module
 from kdn.engines.vllm.early import Prospect
-from kdn.engines.vllm.messages import LoadOrder
+from kdn.engines.vllm.messages import LoadOrder, Step
 from kdn.engines.vllm.shared import SharedSession
 from tests.engines.test_vllm_fetcher import num_orders, session_with_fetcher
 from tests.engines.vllm_ranks import ranks_of
@@ -132,9 +133,8 @@ def test_a_load_of_other_chunks_begins_anew(shared: SharedSession) -> None:
     coarser = replace(wanted, enough_kld=1.0)
     looked_up(shared, prospect())
     worker, paged = make_worker(shared)
-    from tests.engines import vllm_working
-
-    vllm_working.begin(worker, coarser)
+    worker.begin(Step(loads=(coarser,)))
+    worker.start_loads()
     assert ended_within(worker, 30.0) == {"r"}
     assert torch.equal(paged.read(0, END, range(30)).keys, cache.keys[:, :END])
     assert (num_orders(shared), num_early(shared)) == (4, 0)
@@ -208,3 +208,22 @@ def test_a_fetcher_that_dies_meanwhile(shared: SharedSession) -> None:
 
     shared.submit(kill).result(5.0)
     assert torch.equal(begin(shared, wanted), cache.keys[:, :END])
+
+
+def test_a_load_that_waits_for_blocks_takes_no_time(
+    shared: SharedSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, note = 0, quick.Quick._note
+
+    def noted(self: quick.Quick, fetching: Fetching) -> None:
+        nonlocal looks
+        looks += 1
+        note(self, fetching)
+
+    monkeypatch.setattr(quick.Quick, "_note", noted)
+    publish(shared)
+    make_worker(shared)
+    wanted = looked_up(shared, prospect())
+    time.sleep(0.5)
+    assert looks < 20
+    begin(shared, wanted)

@@ -49,7 +49,7 @@ from kdn.engines.vllm.shared import SharedSession
 from kdn.engines.vllm.staging import Staging
 from kdn.engines.vllm.stats import OF_EACH_RANK, KdnPromMetrics, KdnStats, Taken
 from kdn.engines.vllm.targets import layers_in_order, scales_of
-from kdn.engines.vllm.warming import in_own_thread, share_interpreter, warm_up_gpu
+from kdn.engines.vllm.warming import in_own_thread, warm_up_gpu
 from kdn.engines.vllm.weights import Weights
 from kdn.engines.vllm.worker import WorkerSide
 from kdn.metrics import OF_VLLM
@@ -116,8 +116,6 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
             settings.session, spec, cache_dtype(vllm_config), device_of(vllm_config),
             settings.seams or "",
         )  # fmt: skip
-        if device_of(vllm_config).type == "cuda":
-            share_interpreter()
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._taken = Taken(OF_EACH_RANK if rank else OF_VLLM)
         self._ranks: Ranks | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kdn.background import watched
 from kdn.cache.keys import Chunk, Namespace, Tokens
@@ -123,9 +124,8 @@ class EarlyLoads:
         timer = asyncio.get_running_loop().call_later(TAKEN_UP_S, self._drop, prospect.request_id)
         early = _Early(chunks, end, prospect.enough_kld, sink, task, timer)
         self._loads[prospect.request_id] = early
-        await asyncio.wait(
-            [task, fetcher.next_order()], timeout=ORDER_S, return_when=asyncio.FIRST_COMPLETED
-        )
+        either: list[asyncio.Future[Any]] = [task, fetcher.next_order()]
+        await asyncio.wait(either, timeout=ORDER_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def deliver(
         self, order: LoadOrder, chunks: Sequence[Chunk], sink: Sink
