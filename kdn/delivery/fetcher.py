@@ -68,7 +68,6 @@ class Fetcher:
         self._life: asyncio.Task[None] | None = None
         self._fetches: dict[int, Fetching] = {}
         self._count = 0
-        self._next_order: asyncio.Future[None] | None = None
         self._rest_s, self._rested_s = REST_S, 0.0
         self._is_closed = False
 
@@ -107,15 +106,7 @@ class Fetcher:
         order = Order(fetch.number, time.monotonic() + limit_s, spans, shares)
         self._writer.write(pack(order))
         self._expect_end(fetch, limit_s + LAG_S)
-        if self._next_order is not None and not self._next_order.done():
-            self._next_order.set_result(None)
         return fetch
-
-    def next_order(self) -> asyncio.Future[None]:
-        """Done when something is ordered."""
-        if self._next_order is None or self._next_order.done():
-            self._next_order = asyncio.get_running_loop().create_future()
-        return self._next_order
 
     def stop(self, fetch: Fetching) -> None:
         """What is not there yet is not wanted any more."""

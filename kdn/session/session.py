@@ -339,13 +339,15 @@ class Session(Opened):
         on_progress: OnProgress | None = None,
         skips_windows: bool = False,
         asks_host: bool = True,
+        asked: asyncio.Event | None = None,
     ) -> Delivered:
         """Consecutive chunks, good enough for a context up to `end` (None: that of the chunks), by
         the deadline, into the sink. Those that this host holds come first, the others from places,
         which are asked for them unless it is `known` what they have. `compute` lets the model read
         along, `shared` says that it and the decoder take each other's time. With
         `skips_windows`, layers with a window are fetched only as far as they are read by whoever
-        goes on from the end of what is known. `asks_host`: not if this host just had none."""
+        goes on from the end of what is known. `asks_host`: not if this host just had none. `asked`
+        is set when a place has been asked for something."""
         began_s = self._clock()
         until_s = began_s + deadline_s
         last = chunks[-1].end if end is None else end
@@ -362,7 +364,7 @@ class Session(Opened):
             return await deliver(
                 request, self.places.endpoints, told, estimator=self.estimator,
                 on_progress=on_progress, gauge=self._gauge if speeds is None else None,
-                fetcher=self.fetcher,
+                fetcher=self.fetcher, asked=asked,
             )  # fmt: skip
 
         with tracing.named(), tracing.span("kdn.deliver", chunks=len(chunks)) as span:

@@ -227,3 +227,17 @@ def test_a_load_that_waits_for_blocks_takes_no_time(
     time.sleep(0.5)
     assert looks < 20
     begin(shared, wanted)
+
+
+def test_what_no_fetcher_is_worth_is_ordered_early_as_well(
+    shared: SharedSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick, "MIN_BYTES", 1 << 30)
+    cache = publish(shared)
+    make_worker(shared)
+    began_s = time.monotonic()
+    wanted = looked_up(shared, prospect())
+    assert time.monotonic() - began_s < 2.0  # not until it is taken for lost
+    assert (num_orders(shared), num_early(shared)) == (0, 1)
+    assert torch.equal(begin(shared, wanted), cache.keys[:, :END])
+    assert num_early(shared) == 0

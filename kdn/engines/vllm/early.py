@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from kdn.background import watched
 from kdn.cache.keys import Chunk, Namespace, Tokens
@@ -112,10 +112,10 @@ class EarlyLoads:
         chunks, end = prospect.chunks(known)
         if not chunks or not fetcher.is_ready():
             return
-        sink = LateSink(batch_chunks)
+        sink, asked = LateSink(batch_chunks), asyncio.Event()
         work = self._session.deliver(
             chunks, sink, known=known, end=end, enough_kld=prospect.enough_kld,
-            deadline_s=prospect.deadline_s, asks_host=False,
+            deadline_s=prospect.deadline_s, asks_host=False, asked=asked,
         )  # fmt: skip
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -124,8 +124,9 @@ class EarlyLoads:
         timer = asyncio.get_running_loop().call_later(TAKEN_UP_S, self._drop, prospect.request_id)
         early = _Early(chunks, end, prospect.enough_kld, sink, task, timer)
         self._loads[prospect.request_id] = early
-        either: list[asyncio.Future[Any]] = [task, fetcher.next_order()]
-        await asyncio.wait(either, timeout=ORDER_S, return_when=asyncio.FIRST_COMPLETED)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ORDER_S):
+                await asked.wait()
 
     async def deliver(
         self, order: LoadOrder, chunks: Sequence[Chunk], sink: Sink
