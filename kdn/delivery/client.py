@@ -81,13 +81,14 @@ async def deliver(
     head_bytes: int = HEAD_BYTES,
     gauge: Gauge | None = None,
     fetcher: Fetcher | None = None,
+    asked: asyncio.Event | None = None,
 ) -> Result:
     """The best of these chunks that is to be had by the deadline, written to the sink.
 
     What is known of them is looked up, if nobody tells. The estimator may be shared by deliveries
     from the same endpoints, the gauge by those to sinks of one kind: what one has learnt of the
     link and of the machine helps the next. On a fast link, a `fetcher` receives in a process of its
-    own. Endpoints are not closed.
+    own. `asked` is set when something has been asked for. Endpoints are not closed.
     """
     if not isinstance(endpoints, Endpoints):
         endpoints = Endpoints(endpoints)
@@ -104,6 +105,7 @@ async def deliver(
         limits or Limits(),
         gauge or Gauge(request.speeds, request.compute is not None),
         fetcher,
+        asked,
     )
     return await delivery.run()
 
@@ -123,6 +125,7 @@ class Delivery:
         limits: Limits,
         gauge: Gauge,
         fetcher: Fetcher | None,
+        asked: asyncio.Event | None,
     ) -> None:
         self.request, self.question, self.endpoints = request, question, endpoints
         self.estimator, self.limits, self.gauge = estimator, limits, gauge
@@ -138,7 +141,7 @@ class Delivery:
             self._look_s = max(LOOKUP_S, LOOK_SHARE * alone_s)
         self._told = told
         self._policy = policy
-        self._fetcher = fetcher
+        self._fetcher, self._asked = fetcher, asked
         self._on_progress = on_progress
         self._reported_s = -PROGRESS_S
         self._gathering_s: float | None = None  # since when chunks wait for others
@@ -149,8 +152,9 @@ class Delivery:
     async def run(self) -> Result:
         until_s = self.began_s + self.request.deadline_s
         self.transfer = Transfer(
-            self.known, self.question, self.endpoints, self.estimator, self.limits, until_s
-        )
+            self.known, self.question, self.endpoints, self.estimator, self.limits, until_s,
+            self._asked,
+        )  # fmt: skip
         self.decoder = Decoder(
             self.request.sink, self.gauge, self.transfer.changed, self.question.clock
         )

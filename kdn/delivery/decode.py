@@ -16,7 +16,7 @@ from kdn.delivery.assemble import Assembly
 from kdn.delivery.estimate import Gauge
 from kdn.delivery.lookup import Incoming
 from kdn.delivery.plan import Fetch
-from kdn.delivery.sink import Arrival, Sink, batches_at_once
+from kdn.delivery.sink import Arrival, LateSink, Sink, batches_at_once
 from kdn.errors import FormatError, KdnError
 from kdn.tracing import span
 
@@ -40,7 +40,8 @@ class Decoder:
     ) -> None:
         self.troubles: list[str] = []
         self._sink = sink
-        self._at_once = batches_at_once(sink)
+        if isinstance(sink, LateSink):
+            sink.on_given = changed.set
         self._gauge = gauge
         self._changed = changed
         self._clock = clock
@@ -55,7 +56,7 @@ class Decoder:
     @property
     def is_full(self) -> bool:
         """Whether another batch has to wait."""
-        return len(self._under_way) >= self._at_once
+        return len(self._under_way) >= batches_at_once(self._sink)
 
     def pick(
         self, known: Sequence[Incoming], fetches: Sequence[Fetch], left_s: float, idle: bool

@@ -112,6 +112,7 @@ class Landing:
 class Fetcher:
     def __init__(self, control: socket.socket, arena: int) -> None:
         self.has_news = threading.Event()
+        self._has_ended = threading.Event()
         self._control, self._lines = control, control.makefile("rb")
         hello = parse_order(self._lines.readline())
         assert isinstance(hello, Hello)
@@ -166,6 +167,8 @@ class Fetcher:
             with load.lock:
                 load.pieces -= 1
                 load.trouble = load.trouble or trouble
+                if not load.pieces:
+                    self._has_ended.set()
             self.has_news.set()
 
     def _fetch(self, load: Load, node: NodeAt, numbers: Sequence[int]) -> None:
@@ -225,7 +228,9 @@ class Fetcher:
                 if news.ended:
                     with self._lock:
                         del self._loads[news.number]
-            time.sleep(TELL_S)
+            # For the last streams of a load somebody waits.
+            self._has_ended.wait(TELL_S)
+            self._has_ended.clear()
 
     def _watch(self) -> None:
         engine = os.getppid()

@@ -193,7 +193,7 @@ class Quick:
 
     async def _news(self, left_s: float) -> None:
         wait_s = left_s
-        if self._waiting and not self._decoder.busy:
+        if self._waiting and not self._decoder.busy and not self._decoder.is_full:
             wait_s = min(wait_s, self._waiting_s + GATHER_S - self._clock())
         with suppress(TimeoutError):
             async with asyncio.timeout(max(wait_s, 0.0)):

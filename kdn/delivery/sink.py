@@ -51,8 +51,41 @@ class Sink(Protocol):
 
 
 def batches_at_once(sink: Sink) -> int:
-    """How many batches a sink likes to decode side by side: one, unless it says otherwise."""
+    """How many batches a sink likes to decode side by side: one, unless it says otherwise; none as
+    long as it has no memory (`LateSink`)."""
     return int(getattr(sink, "batches_at_once", 1))
+
+
+class LateSink:
+    """Memory that is not there yet: until it is given, streams may come, and none is decoded."""
+
+    def __init__(self, batch_chunks: int) -> None:
+        """`batch_chunks`: as the sink will have it that is given."""
+        self.on_given: Callable[[], None] = lambda: None
+        self._batch_chunks = batch_chunks
+        self._sink: Sink | None = None
+
+    def give(self, sink: Sink) -> None:
+        """Once."""
+        assert self._sink is None
+        self._sink = sink
+        self.on_given()
+
+    @property
+    def batch_chunks(self) -> int:
+        return self._batch_chunks if self._sink is None else self._sink.batch_chunks
+
+    @property
+    def batches_at_once(self) -> int:
+        return 0 if self._sink is None else batches_at_once(self._sink)
+
+    def decode(self, batch: Sequence[Arrival]) -> list[KdnError | None]:
+        assert self._sink is not None
+        return self._sink.decode(batch)
+
+    def write(self, chunk: Chunk, values: KVCache) -> None:
+        assert self._sink is not None
+        self._sink.write(chunk, values)
 
 
 class HostSink:

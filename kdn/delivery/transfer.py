@@ -47,13 +47,16 @@ class Transfer:
         estimator: ThroughputEstimator,
         limits: Limits,
         until_s: float,
+        asked: asyncio.Event | None = None,
     ) -> None:
+        """`asked` is set when something has been asked for."""
         self.changed = asyncio.Event()
         """Set when a level is complete, a request has ended, or a chunk was lost."""
         self.fetched_bytes = 0
         self.failures = 0
         self.first_byte_s: float | None = None
         self.troubles: list[str] = []
+        self._asked = asked or asyncio.Event()
         self._incoming = incoming
         self._question = question
         self._clock = question.clock
@@ -109,6 +112,7 @@ class Transfer:
 
     def begins_elsewhere(self) -> None:
         """Bytes are about to come that are no request's of this transfer."""
+        self._asked.set()
         if not self._is_link_busy():
             self._link_starts(self._clock())
 
@@ -223,6 +227,7 @@ class Transfer:
         patience_s = self._limits.hedge_s + 4 * link.latency_s + queue_s
         flight = Flight(endpoint, parts, now_s, now_s, size, patience_s)
         flight.task = asyncio.create_task(self._fly(flight))
+        self._asked.set()
         if not endpoint.local and not self._is_link_busy():
             self._link_starts(now_s)
         self._flights.add(flight)

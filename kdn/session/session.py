@@ -32,7 +32,6 @@ from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.header import StreamInfo
-from kdn.codec.threads import num_cores
 from kdn.delivery.arena import ARENA_BYTES
 from kdn.delivery.client import deliver
 from kdn.delivery.estimate import Estimator, Gauge, Told
@@ -56,6 +55,7 @@ from kdn.delivery.spool import Spool
 from kdn.places.places import Places, open_places
 from kdn.request_log import RequestLog, default_path
 from kdn.session.changes import Changes
+from kdn.session.cores import usable_cores
 from kdn.session.decisions import Decisions
 from kdn.session.delivered import Delivered, Grade, may_be_published
 from kdn.session.held import Held, open_streams, open_values
@@ -181,7 +181,7 @@ class Session(Opened):
         settings, own = self.settings, self.settings.credentials
         count = settings.fetch_connections
         if count is None:
-            count = connections_here(num_cores()) if self.codec.decodes_on(self.device) else 0
+            count = connections_here(usable_cores()) if self.codec.decodes_on(self.device) else 0
         if not count or not self.places.endpoints.remote:
             return None
         hello = Hello(count, ARENA_BYTES, own.token, settings.client, own.tls_ca)
@@ -338,13 +338,16 @@ class Session(Opened):
         shared: bool = False,
         on_progress: OnProgress | None = None,
         skips_windows: bool = False,
+        asks_host: bool = True,
+        asked: asyncio.Event | None = None,
     ) -> Delivered:
         """Consecutive chunks, good enough for a context up to `end` (None: that of the chunks), by
         the deadline, into the sink. Those that this host holds come first, the others from places,
         which are asked for them unless it is `known` what they have. `compute` lets the model read
         along, `shared` says that it and the decoder take each other's time. With
         `skips_windows`, layers with a window are fetched only as far as they are read by whoever
-        goes on from the end of what is known."""
+        goes on from the end of what is known. `asks_host`: not if this host just had none. `asked`
+        is set when a place has been asked for something."""
         began_s = self._clock()
         until_s = began_s + deadline_s
         last = chunks[-1].end if end is None else end
@@ -361,11 +364,13 @@ class Session(Opened):
             return await deliver(
                 request, self.places.endpoints, told, estimator=self.estimator,
                 on_progress=on_progress, gauge=self._gauge if speeds is None else None,
-                fetcher=self.fetcher,
+                fetcher=self.fetcher, asked=asked,
             )  # fmt: skip
 
         with tracing.named(), tracing.span("kdn.deliver", chunks=len(chunks)) as span:
-            held = await self._write_held(chunks, sink, last, enough_kld, until_s)
+            held: tuple[Grade, ...] = ()
+            if asks_host:
+                held = await self._write_held(chunks, sink, last, enough_kld, until_s)
             result = await rest_of(held)
             got = Delivered(tuple(chunks), held, result, self.codec.expected_kld)
             span.set(held=len(held), fetched_bytes=got.fetched_bytes)

@@ -11,7 +11,7 @@ import pytest
 from kdn.cache.keys import cut
 from kdn.delivery.known import Known
 from kdn.engines.vllm.scheduler import AWAY_S
-from tests.engines.vllm_scheduling import SPACE, World, request
+from tests.engines.vllm_scheduling import BLOCK, SPACE, World, request
 
 
 @pytest.mark.parametrize(
@@ -188,3 +188,19 @@ def test_an_idle_engine_waits_for_a_moment() -> None:
     world.arrive(other, None)
     assert world.side.matched(other, 0) == (None, False)
     world.lookups[1].set_result(Known())
+
+
+def test_it_is_told_what_will_be_loaded_as_soon_as_vllm_says_what_it_holds() -> None:
+    world = World(deadline_s=7.0)
+    asked = request("r", 1000)
+    world.arrive(asked, None)
+    [prospect] = world.prospects
+    assert (prospect.request_id, prospect.most, prospect.start) == ("r", 896, None)
+    assert (prospect.deadline_s, prospect.block_tokens) == (7.0, BLOCK)
+    world.side.matched(asked, 256)
+    assert prospect.start == 256
+    known = Known(tuple(cut(asked.prompt_token_ids[:992], SPACE)))
+    assert prospect.chunks(known) == ((), 0)  # this host holds them
+    streams: Any = dict.fromkeys((chunk.key for chunk in known.chunks), object())
+    chunks, end = prospect.chunks(Known(known.chunks, streams))
+    assert (chunks, end) == (known.chunks[1:], 896)

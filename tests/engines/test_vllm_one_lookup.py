@@ -15,6 +15,7 @@ import torch
 from kdn.cache.keys import Namespace, cut
 from kdn.cache.tensors import KVCache
 from kdn.delivery.known import Known
+from kdn.engines.vllm.early import Prospect
 from kdn.engines.vllm.identity import Identity
 from kdn.engines.vllm.messages import Step
 from kdn.engines.vllm.scheduler import SchedulerSide
@@ -59,13 +60,8 @@ def num_lookups(node: Node) -> int:
 def planned(shared: SharedSession) -> Step:
     """The scheduler's side is asked about a prompt, and has its blocks allocated."""
 
-    def look_up(tokens: Any, space: Namespace, enough_kld: float, limit_s: float) -> Any:
-        future = shared.submit(
-            lambda: shared.session.know(
-                tokens, namespace=space, enough_kld=enough_kld, block_tokens=BLOCK, whole=True,
-                limit_s=limit_s,
-            )
-        )  # fmt: skip
+    def look_up(tokens: Any, space: Namespace, limit_s: float, prospect: Prospect) -> Any:
+        future = shared.submit(lambda: shared.early.look_up(tokens, space, limit_s, prospect))
         assert isinstance(future.result(10), Known)
         return future
 

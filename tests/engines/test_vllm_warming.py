@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -12,7 +13,7 @@ from kdn.cache.rows import NOWHERE, TokenRows
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Coded
 from kdn.codec.exact import ExactCodec
-from kdn.engines.vllm.warming import warm_up, warm_up_gpu
+from kdn.engines.vllm.warming import SWITCH_S, sharing_interpreter, warm_up, warm_up_gpu
 from kdn.errors import KdnError, UnsupportedError
 from tests.engines.vllm_working import DIM, HEADS, LAYERS, SPEC
 
@@ -76,3 +77,21 @@ def test_what_does_not_work_does_not_stop_the_engine(caplog: pytest.LogCaptureFi
     warm_up_gpu(codec, memory(), torch.float32)
     assert "did not warm up" in caplog.text
     assert codec.decoded == []
+
+
+def test_the_interpreter_is_shared_as_long_as_anybody_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[float] = []
+    monkeypatch.setattr(sys, "getswitchinterval", lambda: told[-1] if told else 0.005)
+    monkeypatch.setattr(sys, "setswitchinterval", told.append)
+    gpu = torch.device("cuda")
+    with sharing_interpreter(CPU):
+        assert told == []
+    first, second = sharing_interpreter(gpu), sharing_interpreter(gpu)
+    with first:
+        second.__enter__()
+        assert told == [SWITCH_S]
+    assert told == [SWITCH_S]
+    second.__exit__(None, None, None)
+    assert told == [SWITCH_S, 0.005]

@@ -8,6 +8,7 @@ from typing import Any
 
 from kdn.cache.keys import Namespace, cut
 from kdn.delivery.known import Known
+from kdn.engines.vllm.early import Prospect
 from kdn.engines.vllm.identity import Identity
 from kdn.engines.vllm.join_lookup import Wanted
 from kdn.engines.vllm.scheduler import SchedulerSide
@@ -24,6 +25,7 @@ class World:
         self.now_s = 100.0
         self.lookups: list[Future[Known]] = []
         self.limits_s: list[float] = []
+        self.prospects: list[Prospect] = []
         self.wanted: list[Wanted] = []
         self.side = SchedulerSide(
             Settings.parse({"url": "x", **settings}), Identity(SPACE), self.look_up, BLOCK,
@@ -36,9 +38,10 @@ class World:
         return self.lookups[-1]
 
     def look_up(
-        self, tokens: Any, namespace: Namespace, quality: float, limit_s: float
+        self, tokens: Any, namespace: Namespace, limit_s: float, prospect: Prospect
     ) -> Future[Known]:
         self.limits_s.append(limit_s)
+        self.prospects.append(prospect)
         self.lookups.append(Future())
         return self.lookups[-1]
 

@@ -11,7 +11,8 @@
   and metrics; `checks.py`: what is refused when vLLM starts.
 - `scheduler.py`: what to load, with `request_state.py`; `saving.py`: what to publish;
   `lossy_blocks.py`: what never is.
-- `worker.py`: doing it, with `loader.py` and `paged_sink.py`; `layout.py`: keys and values in
+- `worker.py`: doing it, with `loader.py` and `paged_sink.py`; `early.py`: what is on its way
+  before vLLM has made room; `layout.py`: keys and values in
   vLLM's paged memory, `targets.py`: which layers are the model's; `weights.py`: whether the model's
   weights are still those it started with.
 - On a GPU: `saver.py` copies out what is to be published, by `gather.py` or `gather_triton.py`,

@@ -35,6 +35,7 @@ from kdn.engines.vllm.checks import (
     live_weights,
     separator_of,
 )
+from kdn.engines.vllm.early import Prospect
 from kdn.engines.vllm.event_messages import Messages, are_wanted
 from kdn.engines.vllm.identity import Identity, spec_of_model
 from kdn.engines.vllm.join_lookup import Wanted, know_join, with_join
@@ -48,7 +49,7 @@ from kdn.engines.vllm.shared import SharedSession
 from kdn.engines.vllm.staging import Staging
 from kdn.engines.vllm.stats import OF_EACH_RANK, KdnPromMetrics, KdnStats, Taken
 from kdn.engines.vllm.targets import layers_in_order, scales_of
-from kdn.engines.vllm.warming import in_own_thread, share_interpreter, warm_up_gpu
+from kdn.engines.vllm.warming import in_own_thread, warm_up_gpu
 from kdn.engines.vllm.weights import Weights
 from kdn.engines.vllm.worker import WorkerSide
 from kdn.metrics import OF_VLLM
@@ -115,8 +116,6 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
             settings.session, spec, cache_dtype(vllm_config), device_of(vllm_config),
             settings.seams or "",
         )  # fmt: skip
-        if device_of(vllm_config).type == "cuda":
-            share_interpreter()
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._taken = Taken(OF_EACH_RANK if rank else OF_VLLM)
         self._ranks: Ranks | None = None
@@ -143,16 +142,10 @@ class KdnConnector(KVConnectorBase_V1):  # type: ignore[misc]
         logger.info("kdn: model %s, %s at %s", spec.fingerprint.hex(), told.codec, told.where)
 
     def _look_up(
-        self, tokens: Any, namespace: Namespace, enough_kld: float, limit_s: float
+        self, tokens: Any, namespace: Namespace, limit_s: float, prospect: Prospect
     ) -> Future[Known]:
-        async def ask() -> Known:
-            known = await self._shared.session.know(
-                tokens, namespace=namespace, enough_kld=enough_kld,
-                block_tokens=self._block_tokens, whole=True, limit_s=limit_s,
-            )  # fmt: skip
-            return known.packed()  # requests may wait for vLLM by the thousand
-
-        return self._shared.submit(ask)
+        early = self._shared.early
+        return self._shared.submit(lambda: early.look_up(tokens, namespace, limit_s, prospect))
 
     def _look_up_join(self, tokens: Any, namespace: Namespace, wanted: Wanted) -> Future[Known]:
         """Both at once."""

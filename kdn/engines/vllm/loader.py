@@ -1,8 +1,9 @@
 """Loads into vLLM's paged memory, a few at a time, each by its deadline.
 
 What this host holds comes first, the rest from places: they have been asked already, by the
-scheduler's side, whose answers come with the order. A load is good up to the first token that did
-not arrive, in whole blocks; vLLM computes what is behind.
+scheduler's side, whose answers come with the order; or what they have is on its way already
+(`early.py`). A load is good up to the first token that did not arrive, in whole blocks; vLLM
+computes what is behind.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from kdn.delivery.sink import Sink
 from kdn.engines.vllm.joined_load import good_until, join_of, join_sink_of, needed
 from kdn.engines.vllm.layout import PagedCache
 from kdn.engines.vllm.messages import LoadOrder
-from kdn.engines.vllm.paged_sink import GivenUpError, LoadJob, PagedSink, sink_of
+from kdn.engines.vllm.paged_sink import (
+    GivenUpError,
+    LoadJob,
+    PagedSink,
+    batch_chunks_of,
+    sink_of,
+)
 from kdn.engines.vllm.ranks import Ranks
 from kdn.engines.vllm.shared import SharedSession
 from kdn.session.delivered import Delivered, Grade
@@ -78,6 +85,8 @@ class Loader:
         self._keeping: Future[None] | None = None
         self._away_until_s = 0.0
         self._ranks = ranks
+        if ranks is None:  # of several, whoever asks is not alone in loading
+            shared.early.batch_chunks = batch_chunks_of(paged)
 
     def __len__(self) -> int:
         """Loads that have not been taken yet."""
@@ -184,17 +193,19 @@ class Loader:
     ) -> Delivered:
         order, session, began_s = job.order, self._session, self._clock()
         heads = dict(zip((chunk.key for chunk in order.chunks), order.heads, strict=True))
-        deliver = session.deliver
+        deliver, is_away = session.deliver, began_s < self._away_until_s
         if self._ranks is not None:
             deliver = partial(self._ranks.deliver, order.number)
-        got = await deliver(
-            chunks,
-            sink,
-            known=Known.of_heads(chunks, [heads[c.key] for c in chunks], session.codec),
-            end=end,
-            enough_kld=order.enough_kld,
-            deadline_s=0.0 if began_s < self._away_until_s else job.until_s - began_s,
-        )
+        got = None if is_away else await self._shared.early.deliver(order, chunks, sink)
+        if got is None:
+            got = await deliver(
+                chunks,
+                sink,
+                known=Known.of_heads(chunks, [heads[c.key] for c in chunks], session.codec),
+                end=end,
+                enough_kld=order.enough_kld,
+                deadline_s=0.0 if is_away else job.until_s - self._clock(),
+            )
         self._note(order, got, self._clock() - began_s)
         return got
 

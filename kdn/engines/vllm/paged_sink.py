@@ -20,7 +20,7 @@ from kdn.cache.rows import NOWHERE, Slots
 from kdn.cache.tensors import KVCache
 from kdn.codec.base import Codec
 from kdn.codec.threads import num_cores, parallel_map
-from kdn.delivery.sink import Arrival, RowsSink, Sink
+from kdn.delivery.sink import GPU_BATCH_CHUNKS, Arrival, RowsSink, Sink
 from kdn.engines.vllm.layout import PagedCache
 from kdn.engines.vllm.messages import LoadOrder
 from kdn.errors import KdnError, UnsupportedError
@@ -72,6 +72,12 @@ def sink_of(codec: Codec, paged: PagedCache, job: LoadJob, max_kept: int = 0) ->
     if paged.rows is None:
         return PagedSink(codec, paged, job, max_kept)
     return SlotSink(codec, paged, job)
+
+
+def batch_chunks_of(paged: PagedCache) -> int:
+    """Of these sinks."""
+    on_gpu = paged.rows is not None and paged.device.type == "cuda"
+    return GPU_BATCH_CHUNKS if on_gpu else num_cores()
 
 
 class SlotSink:

@@ -9,6 +9,7 @@ from typing import Any
 
 from kdn.cache.keys import Namespace
 from kdn.delivery.known import Known
+from kdn.engines.vllm.early import Prospect
 from kdn.engines.vllm.piece_ranges import Range
 from kdn.engines.vllm.settings import Settings
 from kdn.tracing import TRACE_HEADER, Request
@@ -29,6 +30,8 @@ class RequestState:
     lookup: Future[Known] | None = None
     known: Known | None = None
     """What came of the lookup; None: nothing yet."""
+    prospect: Prospect | None = None
+    """What it will load if it is found."""
     asked: tuple[int, int] | None = None
     """What `turn` gave when it was looked up."""
     asked_at: int = 0
@@ -73,7 +76,7 @@ class RequestState:
         self.settings = replace(self.settings, publish=False)
 
     def forget_lookup(self) -> None:
-        self.lookup = self.known = None
+        self.lookup = self.known = self.prospect = None
 
 
 def origin_of(request: Any) -> Request:

@@ -19,6 +19,7 @@ from typing import Any
 
 from kdn.cache.keys import Namespace
 from kdn.delivery.known import Known
+from kdn.engines.vllm.early import Prospect
 from kdn.engines.vllm.events import Events
 from kdn.engines.vllm.identity import Identity
 from kdn.engines.vllm.join_lookup import KnownJoin, Wanted
@@ -47,9 +48,9 @@ LEAST_GAIN = 0.1
 """Of a join: so much of it must be new. For less, values as the model computes them are not given
 up."""
 
-LookUp = Callable[[Sequence[int], Namespace, float, float], "Future[Known]"]
-"""Tokens, whose, the divergence that is good enough, and the seconds for places to answer; with
-none, they are not asked, and only what this host holds is known."""
+LookUp = Callable[[Sequence[int], Namespace, float, Prospect], "Future[Known]"]
+"""Tokens, whose, the seconds for places to answer, and what is going to be loaded. With no time,
+places are not asked, and only what this host holds is known."""
 LookUpJoin = Callable[[Sequence[int], Namespace, Wanted], "Future[Known]"]
 """The same for a prompt with pieces: it is looked up as it is, and as their join."""
 
@@ -180,7 +181,11 @@ class SchedulerSide:
         state.until_s = math.inf
         with state.origin.resumed():
             if state.pieces == () or self._look_up_join is None:
-                state.lookup = self._look_up(tokens, state.namespace, settings.quality, limit_s)
+                state.prospect = prospect = Prospect(
+                    state.request.request_id, self._in_blocks(state.request.num_tokens - 1),
+                    self._block_tokens, settings.quality, settings.deadline_s,
+                )  # fmt: skip
+                state.lookup = self._look_up(tokens, state.namespace, limit_s, prospect)
             else:
                 wanted = Wanted.of(state.pieces, settings, limit_s)
                 state.lookup = self._look_up_join(tokens, state.namespace, wanted)
@@ -197,6 +202,8 @@ class SchedulerSide:
             return 0, False
         if self._in_blocks(request.num_tokens - 1) <= local_tokens:
             return 0, False  # vLLM has all that could be loaded: nothing to wait for
+        if state.prospect is not None:
+            state.prospect.start = local_tokens
         # It may wait in its queue as long as the request waits in vLLM's.
         now_s = self._clock()
         state.until_s = min(state.until_s, now_s + PATIENCE * state.settings.lookup_s)

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,8 +22,9 @@ from kdn.cache.keys import Chunk
 from kdn.cache.spec import ModelSpec
 from kdn.cache.tensors import KVCache
 from kdn.delivery.publish import Admission, Lent, Source, Values
+from kdn.engines.vllm.early import EarlyLoads
 from kdn.engines.vllm.seam_source import SeamSource
-from kdn.engines.vllm.warming import warm_up
+from kdn.engines.vllm.warming import sharing_interpreter, warm_up
 from kdn.errors import KdnError, StoreError
 from kdn.session.loop import LoopThread
 from kdn.session.session import MAIN_MEMORY, Session
@@ -70,7 +71,9 @@ class SharedSession:
         self.changed = threading.Event()
         """Set when a lookup or a load has ended."""
         self.seams = SeamSource(self.session, seams_tag)
+        self.early = EarlyLoads(self.session)
         self._users = 0
+        self._sharing = ExitStack()
         self._under_way: set[asyncio.Task[Any]] = set()  # the loop's own
         self._offering: set[asyncio.Task[Any]] = set()  # the loop's own
         self._loop = LoopThread()
@@ -83,6 +86,7 @@ class SharedSession:
                 where = ", ".join(map(str, settings.where))
                 raise StoreError(f"{where} did not open in {OPEN_S:g} s") from error
             raise
+        self._sharing.enter_context(sharing_interpreter(device))
 
     @classmethod
     def acquire(
@@ -120,6 +124,7 @@ class SharedSession:
 
     def _close(self) -> None:
         """A process that just ends takes its threads away first: then what waits is lost."""
+        self._sharing.close()
         try:
             self._loop.run(self._end(), CLOSE_S + GRACE_S)
             self._loop.close(GRACE_S)
@@ -130,7 +135,8 @@ class SharedSession:
         """Nobody waits for lookups and loads any more; what was computed is still published."""
         for task in (tasks := list(self._under_way)):
             task.cancel()
-        await asyncio.gather(*tasks, self.seams.close(), return_exceptions=True)
+        closing = (self.seams.close(), self.early.close())
+        await asyncio.gather(*tasks, *closing, return_exceptions=True)
         if self._offering:
             await asyncio.wait(self._offering, timeout=GRACE_S)
         await self.session.publisher.close(CLOSE_S)

@@ -6,9 +6,11 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
@@ -31,9 +33,42 @@ an H200 host's memory took 28 to 30 ms instead of 31, one of 32,768 tokens 60 to
 and requests that decode beside loads lost a quarter less of their speed."""
 
 
-def share_interpreter() -> None:
-    """Let threads of this process take turns more often than Python does by itself."""
-    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+class _Sharing:
+    """While anybody shares, threads take turns more often than Python lets them by itself."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the others
+        self._count = 0
+        self._before_s = 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before_s, SWITCH_S))
+            self._count += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                sys.setswitchinterval(self._before_s)
+
+
+_sharing = _Sharing()
+
+
+@contextmanager
+def sharing_interpreter(device: torch.device) -> Iterator[None]:
+    """Beside an engine on a GPU, for as long as this is not left."""
+    if device.type != "cuda":
+        yield
+        return
+    _sharing.begin()
+    try:
+        yield
+    finally:
+        _sharing.end()
 
 
 def in_own_thread(device: torch.device, work: Callable[[], T]) -> T:
