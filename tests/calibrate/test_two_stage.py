@@ -146,7 +146,7 @@ def stop(_: object, meta: dict[str, Any], *__: object) -> None:
 def test_a_model_is_calibrated_in_two_stages(tiny_model: Callable[..., Any]) -> None:
     model = tiny_model("llama")
     found = calibrate(model, windows(9), replace(OPTIONS, group_layers=4, leading=64))
-    assert found.meta["version"] == 4
+    assert found.meta["version"] == 7
     assert len(found.meta["leading"][0]) == 4
     assert sum(found.meta["leading"][0]) == 4 * 64
     KltCodec(spec_of(model), Profile.from_bytes(found.to_bytes()))

@@ -68,9 +68,12 @@ class Case:
         run_rows: int = 0,
         coarse: bool = True,
         means: bool = False,
+        beyond: int = 0,
     ) -> None:
         self.spec = spec
-        meta, tensors = parts(spec, leading=leading, run_rows=run_rows, means=means)
+        meta, tensors = parts(
+            spec, leading=leading, run_rows=run_rows, means=means, beyond=beyond
+        )
         if not coarse:
             meta, tensors = without_coarse(meta, tensors)
         # A prediction that is no larger than what it predicts.
@@ -208,6 +211,17 @@ def test_means_are_added(leading: int) -> None:
         for stream, chunk in zip(case.streams, case.chunks, strict=True):
             case.codec.decode(stream, chunk, levels=levels, out=plain.slice(chunk.start, chunk.end))
         assert error(plain, expected) < 0.02
+
+
+@pytest.mark.parametrize("leading", [0, 24 if INTERPRETED else 96])
+def test_means_of_components_that_no_level_codes_are_added(leading: int) -> None:
+    case = Case(spec_of((SMALL, None)), 16, leading=leading, means=True, beyond=8)
+    for levels in (3, 4):
+        out = case.poisoned()
+        left = decode(case, decoder_of(case), out, levels)
+        assert left == ([] if levels == 3 or not leading else [0])
+        if not left:
+            assert error(out, case.reference(levels)) < BOUND
 
 
 @pytest.mark.parametrize("level", [0, 1])
