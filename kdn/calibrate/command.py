@@ -24,7 +24,7 @@ from kdn.calibrate.progress import bar
 from kdn.calibrate.report import KEPT_WINDOWS, keep_out, kept_windows, make_report
 from kdn.calibrate.report_text import show_report
 from kdn.calibrate.run import LEAST_WINDOWS, PROBE_WINDOWS, CalibrationOptions, calibrate
-from kdn.calibrate.self_text import SELF, Manner, write_text
+from kdn.calibrate.self_text import SELF, USUAL, Manner, write_text
 from kdn.calibrate.sizes import Shape, chosen_sizes, free_memory, shape_of
 from kdn.calibrate.steps import Progress
 from kdn.checked import MAX_COUNT, checked_count, checked_number, checked_output, checked_plot
@@ -59,7 +59,7 @@ class Request:
     options: CalibrationOptions | None = None
     json: Path | None = None
     plot: Path | None = None
-    manner: Manner = Manner()
+    manner: Manner = USUAL
     """How the model writes, where it writes its own text."""
 
     def check(self) -> None:

@@ -91,6 +91,7 @@ class Manner:
     """At least so many in a text, if a window has as many."""
 
 
+USUAL = Manner()
 LIKELY = Manner((0.8, 0.9, 1.0, 1.1), least_chance=0.02, words=0, surprises=0, text_tokens=640)
 """Text that keeps the thread. Of longer ones, SmolLM2 spoilt three of four by repeating itself."""
 
@@ -111,7 +112,7 @@ def write_text(
     count: int,
     *,
     head: Sequence[int] | TokenIds = (),
-    manner: Manner = Manner(),
+    manner: Manner = USUAL,
     seed: int = 0,
     progress: Progress = lambda *_: None,
     memory_bytes: int | None = None,

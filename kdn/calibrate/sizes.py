@@ -23,8 +23,8 @@ columns, but at most 16,384. With C components and, of each of L layers with W c
 ones on average, a value costs k + C k / W beside the precise components, and C is 0.3 L k: on
 SmolLM2 at 1,050 multiplications, 0.29 took the fewest bits at a divergence of 0.01, and 0.39 took
 2 to 3 % more (decision 0009). Those that are too many to be coded, up to 2,200 in all, still have
-their means: a row for a chunk costs nothing. Sections of groups wider than those of one stage are cut into runs of
-256 rows, which a GPU decodes side by side.
+their means: a row for a chunk costs nothing. Sections of groups wider than those of one stage are
+cut into runs of 256 rows, which a GPU decodes side by side.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ def parts(
     """Meta data and tensors, to be built into a profile or to be spoilt first. `leading`: of the
     first layer of each group in two stages; every other layer has one fewer than that before.
     `in_parts`: layers with a window are in groups of their own. `run_rows`: of each run. `means`:
-    levels hold those of what they leave out. `beyond`: components of which there are means alone."""
+    levels hold those of what they leave out. `beyond`: of so many components there are means
+    alone."""
     rng = np.random.default_rng(seed)
     per_layer = 2 * spec.num_kv_heads * spec.head_dim
     columns, half = per_layer * spec.num_layers, spec.num_layers // 2

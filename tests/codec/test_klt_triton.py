@@ -71,9 +71,7 @@ class Case:
         beyond: int = 0,
     ) -> None:
         self.spec = spec
-        meta, tensors = parts(
-            spec, leading=leading, run_rows=run_rows, means=means, beyond=beyond
-        )
+        meta, tensors = parts(spec, leading=leading, run_rows=run_rows, means=means, beyond=beyond)
         if not coarse:
             meta, tensors = without_coarse(meta, tensors)
         # A prediction that is no larger than what it predicts.
@@ -197,13 +195,15 @@ def test_two_stages_are_two_products(groups_at_once: int, monkeypatch: pytest.Mo
         assert error(out, case.reference(levels)) < BOUND
 
 
+@pytest.mark.parametrize("beyond", [0, 8])
 @pytest.mark.parametrize("leading", [0, 24 if INTERPRETED else 96])
-def test_means_are_added(leading: int) -> None:
+def test_means_are_added(leading: int, beyond: int) -> None:
     """Chunk by chunk, to all tokens but the first; those of the last level at hand."""
     ropes = (SMALL, None) if INTERPRETED else MIXED
-    case = Case(spec_of(ropes), 272 if INTERPRETED else 304, leading=leading, means=True)
+    num_tokens = 272 if INTERPRETED else 304
+    case = Case(spec_of(ropes), num_tokens, leading=leading, means=True, beyond=beyond)
     decoder = decoder_of(case)
-    for levels in (1,) if INTERPRETED else (1, 2, 3):
+    for levels in (3 if beyond else 1,) if INTERPRETED else (1, 2, 3):
         out, plain = case.poisoned(), case.poisoned()
         assert decode(case, decoder, out, levels) == []
         expected = case.reference(levels)
@@ -211,17 +211,6 @@ def test_means_are_added(leading: int) -> None:
         for stream, chunk in zip(case.streams, case.chunks, strict=True):
             case.codec.decode(stream, chunk, levels=levels, out=plain.slice(chunk.start, chunk.end))
         assert error(plain, expected) < 0.02
-
-
-@pytest.mark.parametrize("leading", [0, 24 if INTERPRETED else 96])
-def test_means_of_components_that_no_level_codes_are_added(leading: int) -> None:
-    case = Case(spec_of((SMALL, None)), 16, leading=leading, means=True, beyond=8)
-    for levels in (3, 4):
-        out = case.poisoned()
-        left = decode(case, decoder_of(case), out, levels)
-        assert left == ([] if levels == 3 or not leading else [0])
-        if not left:
-            assert error(out, case.reference(levels)) < BOUND
 
 
 @pytest.mark.parametrize("level", [0, 1])

