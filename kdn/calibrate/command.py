@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from kdn.cache.keys import CHUNK_TOKENS, TokenIds
@@ -23,8 +24,8 @@ from kdn.calibrate.progress import bar
 from kdn.calibrate.report import KEPT_WINDOWS, keep_out, kept_windows, make_report
 from kdn.calibrate.report_text import show_report
 from kdn.calibrate.run import LEAST_WINDOWS, PROBE_WINDOWS, CalibrationOptions, calibrate
-from kdn.calibrate.self_text import SELF, write_text
-from kdn.calibrate.sizes import chosen_sizes, free_memory, shape_of
+from kdn.calibrate.self_text import SELF, USUAL, Manner, write_text
+from kdn.calibrate.sizes import Shape, chosen_sizes, free_memory, shape_of
 from kdn.calibrate.steps import Progress
 from kdn.checked import MAX_COUNT, checked_count, checked_number, checked_output, checked_plot
 from kdn.codec.profiles import local_profile
@@ -38,6 +39,9 @@ from kdn.files import write_whole
 DEFAULT_TOKENS = 500_000
 """Read at most, where nobody says how many. What less text there is is all read."""
 LEAST_CONTEXT = 512
+LARGE_WEIGHTS = 8_000_000_000
+"""Of a model that takes its time on a GPU."""
+MOST_GRADIENTS = 1000
 MAX_MINUTES = 7 * 24 * 60.0
 
 
@@ -55,6 +59,8 @@ class Request:
     options: CalibrationOptions | None = None
     json: Path | None = None
     plot: Path | None = None
+    manner: Manner = USUAL
+    """How the model writes, where it writes its own text."""
 
     def check(self) -> None:
         """Refuse bad settings now, not after an hour of work."""
@@ -117,8 +123,22 @@ def run(asked: Request) -> Path:
 def chosen_options(model: Any, spec: Any, operations: int | None = None) -> CalibrationOptions:
     """By the model's shape, its longest context, the memory at hand, and the multiplications that
     decoding a value may take."""
-    sizes = chosen_sizes(shape_of(model, spec), free_memory(model.device), operations)
-    return replace(CalibrationOptions(context=longest_context(model.config)), **asdict(sizes))
+    shape = shape_of(model, spec)
+    sizes = chosen_sizes(shape, free_memory(model.device), operations)
+    return replace(
+        CalibrationOptions(context=longest_context(model.config)),
+        gradient_windows=gradient_windows(shape, model.device),
+        **asdict(sizes),
+    )
+
+
+def gradient_windows(shape: Shape, device: torch.device) -> int:
+    """Where gradients are cheap, more of them: on a GPU as many as take the time of the usual
+    number in a large model. A window has two, with other labels, where windows are few."""
+    usual = CalibrationOptions.gradient_windows
+    if device.type == "cpu":
+        return usual
+    return max(usual, min(MOST_GRADIENTS, usual * LARGE_WEIGHTS // shape.num_used_weights))
 
 
 def longest_context(config: Any) -> int:
@@ -149,7 +169,9 @@ def _windows(
     source: dict[str, Any]
     if asked.writes_itself:
         length = options.window - len(head)
-        written = write_text(model, tokenizer, length, count, head=head, progress=progress)
+        written = write_text(
+            model, tokenizer, length, count, head=head, manner=asked.manner, progress=progress
+        )
         windows = windows_of(written.windows, options.window, count, head=head)
         return windows, options, {"texts": [str(SELF)], "dropped_texts": written.dropped}
     texts = texts or default_calibration()

@@ -84,8 +84,9 @@ def options_for(base: Profile, context: int | None = None) -> CalibrationOptions
     if type(context) is not int or not 2 * moments.PASSAGE_TOKENS <= context <= MAX_CONTEXT:
         context = CalibrationOptions().context
     options = CalibrationOptions(
-        context=context, levels=base.num_levels, finest_kld=expected[-1].kld
-    )
+        context=context, levels=base.num_levels, finest_kld=expected[-1].kld,
+        components=max(base.levels[-2].num_components),
+    )  # fmt: skip
     return replace(options, middle_kld=expected[options.middle_levels - 1].kld)
 
 

@@ -65,6 +65,8 @@ class CalibrationOptions:
     metric_rank: int = 384
     components: int = 2200
     fine_components: int = 64
+    mean_components: int = 0
+    """Beyond those: no level codes them, but all have their means."""
     leading: int = 0
     """Components that a layer has on average between the two stages; 0: one stage."""
     run_rows: int = 0
@@ -224,7 +226,7 @@ class _Calibration:
                 metric,
                 num_layers=last - first,
                 leading=options.leading,
-                components=options.components,
+                components=options.components + options.mean_components,
                 fine_components=options.fine_components,
             )
             key = f"g{index}."

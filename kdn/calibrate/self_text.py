@@ -1,9 +1,10 @@
 """Calibration text that the model writes itself: `kdn calibrate --text self`.
 
-Many texts are sampled side by side, at several temperatures, after short openings of many kinds or
-after nothing but what prompts begin with. Where a text ends, another one opens. A text that repeats
-itself leaves the batch and is counted: its statistics would be those of a loop. Small models loop
-sooner or later, so a window is put together from several texts, each written from the beginning.
+Many texts are sampled side by side, after short openings of many kinds, after a few words drawn
+from the vocabulary, or after nothing but what prompts begin with. Where a text ends, another one
+opens. A text that repeats itself leaves the batch and is counted: its statistics would be those of
+a loop. Small models loop sooner or later, so a window is put together from several texts, each
+written from the beginning. `Manner` says how they are drawn.
 
 Deterministic for a seed, a device and a memory limit: the limit decides how many rows share a
 random generator.
@@ -33,20 +34,11 @@ from kdn.errors import UnsupportedError
 SELF = Path("self")
 """Given in the place of text files. A file of that name can be given by its whole path."""
 
-TEMPERATURES = (0.8, 0.9, 1.0, 1.1)
-LEAST_CHANCE = 0.02
-"""Tokens this much less likely than the likeliest are not drawn: over thousands of tokens a small
-model would otherwise lose the thread."""
-BARE = 0.25
-"""Part of the texts that begin with nothing but what prompts begin with."""
 LOOP_TOKENS = 256
 LOOP_EVERY = 64
 LEAST_DISTINCT = 0.6
 """Part of a stretch's 8-grams that must differ from each other. Of 40 windows of real text, the
 least had 0.70."""
-TEXT_TOKENS = 640
-"""At least so many in a text, if a window has as many. Of texts five times as long SmolLM2 spoilt
-three of four by repeating itself."""
 MAX_TRIES = 4
 """Times the texts asked for."""
 SPARE = 1 / 8
@@ -71,6 +63,39 @@ OPENINGS = (
 """Of many kinds of text; short, so that the model chooses what to write about."""
 
 
+WORDS_OF_OPENING = (2, 5)
+"""At least, and fewer than."""
+LEAST_LETTERS = 3
+"""Of a token that stands for a word."""
+WORD_TRIES = 100
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How texts are written. Calibration needs text that surprises the model as often as other
+    people's does. Drawn from likely tokens alone, it hardly ever does: rare tokens are missing, and
+    what matters is measured where next to nothing is uncertain."""
+
+    temperatures: tuple[float, ...] = (1.0,)
+    """In turn. At 1 a token comes as often as the model says."""
+    least_chance: float = 0.0
+    """Tokens this much less likely than the likeliest are not drawn."""
+    bare: float = 0.25
+    """Part of the texts that begin with nothing but what prompts begin with."""
+    words: float = 0.5
+    """Part of the texts that begin with a few words from anywhere in the vocabulary."""
+    surprises: float = 0.02
+    """Part of the tokens that are drawn from the whole vocabulary, all alike: names, figures and
+    typing errors of which the model knows nothing."""
+    text_tokens: int = 1000
+    """At least so many in a text, if a window has as many."""
+
+
+USUAL = Manner()
+LIKELY = Manner((0.8, 0.9, 1.0, 1.1), least_chance=0.02, words=0, surprises=0, text_tokens=640)
+"""Text that keeps the thread. Of longer ones, SmolLM2 spoilt three of four by repeating itself."""
+
+
 @dataclass(frozen=True)
 class SelfText:
     """Windows of token ids, without the head that stood before each, and how many texts were
@@ -87,15 +112,16 @@ def write_text(
     count: int,
     *,
     head: Sequence[int] | TokenIds = (),
+    manner: Manner = USUAL,
     seed: int = 0,
     progress: Progress = lambda *_: None,
     memory_bytes: int | None = None,
 ) -> SelfText:
     """`count` windows of `length` tokens each, written by the model after `head` (what prompts
     begin with, if they do)."""
-    per_window = max(1, length // TEXT_TOKENS)
+    per_window = max(1, length // manner.text_tokens)
     own, wanted = math.ceil(length / per_window), per_window * count
-    openings = _Openings(tokenizer, model, seed)
+    openings = _Openings(tokenizer, model, manner, seed)
     room = batch_rows(model, len(head) + own, memory_bytes)
     texts: list[TokenIds] = []
     dropped, batch = 0, 0
@@ -108,7 +134,7 @@ def write_text(
                 )
             missing = wanted - len(texts)
             rows = min(room, missing + math.ceil(SPARE * missing))
-            writing = _Batch(model, openings, rows, head, own, (seed, batch))
+            writing = _Batch(model, openings, rows, head, own, (seed, batch), manner)
             for step in range(own):
                 progress("writing text", len(texts) * own + step * min(rows, missing), wanted * own)
                 writing.step()
@@ -148,23 +174,45 @@ def repeats(tokens: TokenIds) -> bool:
 class _Openings:
     """Token ids of openings in a seeded order, and what stands between two texts."""
 
-    def __init__(self, tokenizer: Any, model: Any, seed: int) -> None:
+    def __init__(self, tokenizer: Any, model: Any, manner: Manner, seed: int) -> None:
         def ids(text: str) -> list[int]:
             return [int(t) for t in tokenizer(text, add_special_tokens=False).input_ids]
 
+        self._tokenizer, self._manner = tokenizer, manner
         self._random = np.random.default_rng(seed)
         self._ids = [found for found in map(ids, OPENINGS) if found]
         self._between = ids("\n\n")
         special = {int(t) for t in getattr(tokenizer, "all_special_ids", ())}
         self.ends = stop_tokens(model) | special
+        # Embeddings may be padded beyond what the tokenizer knows.
+        self._known = min(spec_of(model).vocab_size, getattr(tokenizer, "vocab_size", 1 << 62))
         told = (getattr(tokenizer, "bos_token_id", None), *stop_tokens(model))
         self.start = next((int(token) for token in told if token is not None), self._ids[0][0])
         """Read before a text where prompts begin with nothing of their own."""
 
     def next(self) -> list[int]:
-        if self._random.random() < BARE:
+        kind = self._random.random()
+        if kind < self._manner.bare:
             return []
+        if kind < self._manner.bare + self._manner.words:
+            return [self._word() for _ in range(self._random.integers(*WORDS_OF_OPENING))]
         return self._ids[self._random.integers(len(self._ids))]
+
+    def surprise(self) -> int | None:
+        """Now and then, any token but a special one."""
+        if self._random.random() >= self._manner.surprises:
+            return None
+        token = int(self._random.integers(self._known))
+        return None if token in self.ends else token
+
+    def _word(self) -> int:
+        """A token that begins a word, where there are such."""
+        for _ in range(WORD_TRIES):
+            token = int(self._random.integers(self._known))
+            text = self._tokenizer.decode([token])
+            if text[:1] == " " and text[1:].isalpha() and len(text) > LEAST_LETTERS:
+                break
+        return token if token not in self.ends else self.start
 
     def after_end(self) -> list[int]:
         """At least one token: another text where one has ended."""
@@ -176,7 +224,7 @@ class _Batch:
 
     def __init__(
         self, model: Any, openings: _Openings, rows: int, head: Sequence[int] | TokenIds,
-        length: int, seed: tuple[int, int],
+        length: int, seed: tuple[int, int], manner: Manner,
     ) -> None:  # fmt: skip
         self._model, self._openings = model, openings
         self._length = length
@@ -186,7 +234,8 @@ class _Batch:
         self._past = new_cache(model)
         before = [int(token) for token in head] or [openings.start]
         self._next = torch.tensor(before, device=device).expand(rows, -1)
-        chosen = [TEMPERATURES[row % len(TEMPERATURES)] for row in range(rows)]
+        self._least_chance = manner.least_chance
+        chosen = [manner.temperatures[row % len(manner.temperatures)] for row in range(rows)]
         self._temperatures = torch.tensor(chosen, device=device)[:, None]
         self._rows: list[list[int]] = [[] for _ in range(rows)]
         self._given = [deque(openings.next()) for _ in range(rows)]
@@ -209,7 +258,7 @@ class _Batch:
 
     def _draw(self, logits: torch.Tensor) -> torch.Tensor:
         chances = torch.softmax(logits / self._temperatures, dim=-1)
-        likely = chances >= LEAST_CHANCE * chances.amax(dim=-1, keepdim=True)
+        likely = chances >= self._least_chance * chances.amax(dim=-1, keepdim=True)
         return torch.multinomial(chances * likely, 1, generator=self._random)[:, 0]
 
     def _chosen(self, row: int, token: int) -> int:
@@ -217,7 +266,10 @@ class _Batch:
         given = self._given[row]
         if not given and token in self._openings.ends:
             given.extend(self._openings.after_end())
-        return given.popleft() if given else token
+        if given:
+            return given.popleft()
+        surprise = self._openings.surprise()
+        return token if surprise is None else surprise
 
     def _leave_out(self, kept: list[bool]) -> None:
         if len(self._rows[0]) < LOOP_TOKENS or all(kept):

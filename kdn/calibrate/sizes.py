@@ -22,8 +22,9 @@ one would cost more (`two_stage.py`). Groups then have 8 layers even if these ha
 columns, but at most 16,384. With C components and, of each of L layers with W columns, k leading
 ones on average, a value costs k + C k / W beside the precise components, and C is 0.3 L k: on
 SmolLM2 at 1,050 multiplications, 0.29 took the fewest bits at a divergence of 0.01, and 0.39 took
-2 to 3 % more (decision 0009). Sections of so wide groups are cut into runs of 256 rows, which a GPU
-decodes side by side.
+2 to 3 % more (decision 0009). Those that are too many to be coded, up to 2,200 in all, still have
+their means: a row for a chunk costs nothing. Sections of groups wider than those of one stage are
+cut into runs of 256 rows, which a GPU decodes side by side.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Sizes:
     embedding_dims: int = 448
     predictor_rank: int = 256
     metric_rank: int = 384
+    mean_components: int = 0
     leading: int = 0
     run_rows: int = 0
 
@@ -165,7 +167,13 @@ def _in_two_stages(shape: Shape, memory_bytes: int, operations: int) -> Sizes:
     leading = min(width, ((1 + 4 * grows * spent) ** 0.5 - 1) / (2 * grows))
     leading = max(LEADING_STEP, int(leading) // LEADING_STEP * LEADING_STEP)
     coarse = min((spent - leading) * width // leading, layers * leading)
-    sizes = Sizes(layers, Sizes.fine_components + coarse, leading=leading, run_rows=ROWS_OF_RUNS)
+    runs = ROWS_OF_RUNS if layers * width > MOST_COLUMNS else 0
+    components = Sizes.fine_components + coarse
+    every = min(MOST_COMPONENTS, layers * leading)
+    sizes = Sizes(
+        layers, components, mean_components=max(0, every - components), leading=leading,
+        run_rows=runs,
+    )  # fmt: skip
     return _shrunk(
         shape, replace(sizes, embedding_dims=min(sizes.embedding_dims, shape.hidden_size))
     )
@@ -200,6 +208,7 @@ def _shrunk(shape: Shape, sizes: Sizes) -> Sizes:
         found = replace(
             sizes,
             components=max(least, sizes.components * percent // 100),
+            mean_components=sizes.mean_components * percent // 100,
             embedding_dims=_part(sizes.embedding_dims, percent),
             predictor_rank=_part(sizes.predictor_rank, percent),
             metric_rank=_part(sizes.metric_rank, percent),
@@ -228,7 +237,7 @@ def profile_bytes(shape: Shape, sizes: Sizes) -> int:
     total = 0
     for first, last in shape.groups(sizes.group_layers):
         columns = (last - first) * shape.layer_columns
-        components = min(sizes.components, columns)
+        components = min(sizes.components + sizes.mean_components, columns)
         fine = min(sizes.fine_components, components)
         inner = min((last - first) * sizes.leading, columns)
         total += 2 * columns * fine + 5 * components  # precise rows, scales of all

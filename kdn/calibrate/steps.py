@@ -105,7 +105,8 @@ class Steps:
         tried: list[tuple[float, float]] = []
         for attempt in range(STEP_ATTEMPTS):
             self.progress("finding the step", attempt, STEP_ATTEMPTS)
-            draft = tables.draft_profile(*self.with_step(meta, tensors, step))
+            counted = meta | {"num_components": self._most_coded()}
+            draft = tables.draft_profile(*self.with_step(counted, tensors, step))
             kld = simulated_kld(self.spec, draft, probes, levels=self.options.middle_levels)
             tried.append((step, kld))
             aim, factor = next_step(tried, wanted)
@@ -125,9 +126,11 @@ class Steps:
         self._samples = [
             tables.quantise(codec, chunk, part.of_layers(order)) for chunk, part in parts
         ]
-        counts = tables.components_per_level(self._samples)
+        often = tables.components_per_level(self._samples)
+        most = self._most_coded()
+        counts = [list(map(min, *both)) for both in zip(often, most, strict=True)]
         tensors = tensors | tables.count_tables(codec, self._samples, counts)
-        for group, count in enumerate(counts[-1]):
+        for group, count in enumerate(often[-1]):
             fine = min(count, len(tensors[f"g{group}.fine"]))
             lengths = {"fine": fine, "basis": count - fine, "basis_scale": count - fine}
             for name, kept in (lengths | {"scale": count}).items():
@@ -189,6 +192,11 @@ class Steps:
             }
             for m in measured
         ]
+
+    def _most_coded(self) -> list[list[int]]:
+        """Of each level but the last: how many components of each group it may code."""
+        row = [min(self.options.components, len(one)) for one in self.deviations]
+        return [row] * (self.options.levels - 1)
 
     def _weight(self, tensors: Tensors) -> npt.NDArray[np.float32]:
         """Weights of all columns in the error metric."""

@@ -18,9 +18,10 @@ from rich.console import Console
 from safetensors import safe_open
 
 from kdn.calibrate import command, first_pass, loading, make_profile, progress
-from kdn.calibrate.command import Request, longest_context, num_windows
+from kdn.calibrate.command import Request, gradient_windows, longest_context, num_windows
 from kdn.calibrate.first_pass import until
 from kdn.calibrate.loading import cpu_knows_bfloat16, dtype_on, fits, load_to_calibrate
+from kdn.calibrate.sizes import Shape
 from kdn.calibrate.steps import STEP_ATTEMPTS, is_rounding, lacking, next_step
 from kdn.codec.klt import Profile
 from kdn.codec.profiles import codec_with
@@ -77,6 +78,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = np.random.default_rng(0).geometric(0.1, 6_000)
     path.write_text(" ".join(f"w{word:x}" for word in words))
     return path
+
+
+def test_gradients_follow_what_they_cost() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    sizes = {"135M": 106_000_000, "1B": 1_000_000_000, "8B": 8_000_000_000, "70B": 70_000_000_000}
+    shapes = {name: Shape(32, 2048, 128_000, 4096, used, used) for name, used in sizes.items()}
+    assert {gradient_windows(shape, cpu) for shape in shapes.values()} == {48}
+    found = {name: gradient_windows(shape, gpu) for name, shape in shapes.items()}
+    assert found == {"135M": 1000, "1B": 384, "8B": 48, "70B": 48}
 
 
 def test_killed_and_resumed_it_ends_well(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,12 @@ from kdn.calibrate import command, self_text
 from kdn.calibrate.command import Request, num_windows
 from kdn.calibrate.report import KEPT_WINDOWS
 from kdn.calibrate.run import CalibrationOptions
-from kdn.calibrate.self_text import SELF, batch_rows, repeats, write_text
+from kdn.calibrate.self_text import LIKELY, SELF, Manner, batch_rows, repeats, write_text
 from kdn.errors import UnsupportedError
 
 END = 2
+WORDS = range(40, 70)
+GREEDY = Manner((1e-4,), bare=1.0, words=0.0, surprises=0.0)
 
 
 class Letters:
@@ -30,6 +33,9 @@ class Letters:
     ) -> SimpleNamespace:
         before = [self.bos_token_id] if add_special_tokens else []
         return SimpleNamespace(input_ids=before + [3 + ord(one) % 125 for one in text])
+
+    def decode(self, ids: list[int]) -> str:
+        return " word" if ids[0] in WORDS else "."
 
 
 @pytest.fixture
@@ -63,11 +69,9 @@ def test_special_tokens_are_not_written(model: Any) -> None:
 
 def test_tokens_are_what_the_model_would_say(model: Any, monkeypatch: Any) -> None:
     """Near temperature 0, after the opening: each token is the most likely one."""
-    monkeypatch.setattr(self_text, "TEMPERATURES", (1e-4,))
-    monkeypatch.setattr(self_text, "BARE", 1.0)
     monkeypatch.setattr(self_text, "repeats", lambda _: False)
     head = [1, 9, 30]
-    (window, _) = write_text(model, Letters(), 20, 2, head=head).windows
+    (window, _) = write_text(model, Letters(), 20, 2, head=head, manner=GREEDY).windows
     with torch.no_grad():
         logits = model(torch.tensor([[*head, *window.tolist()]])).logits[0, 2:-1]
     free = ~np.isin(logits.argmax(-1).numpy(), Letters.all_special_ids)
@@ -75,6 +79,37 @@ def test_tokens_are_what_the_model_would_say(model: Any, monkeypatch: Any) -> No
     first_end = int(np.argmin(free)) if not free.all() else len(free)
     assert first_end > 0
     np.testing.assert_array_equal(logits.argmax(-1).numpy()[:first_end], window[:first_end])
+
+
+def test_texts_open_with_words_of_the_vocabulary(model: Any) -> None:
+    found = write_text(model, Letters(), 30, 6, manner=Manner(bare=0, words=1, surprises=0))
+    assert np.isin([window[:2] for window in found.windows], list(WORDS)).all()
+    assert len({bytes(window[:2]) for window in found.windows}) > 1
+
+
+def test_a_vocabulary_without_words_opens_with_any_token(model: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Letters, "decode", lambda *_: "")
+    found = write_text(model, Letters(), 30, 6, manner=Manner(bare=0, words=1, surprises=0))
+    assert len({int(window[0]) for window in found.windows}) > 1
+
+
+def test_some_tokens_come_from_anywhere(model: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(self_text, "repeats", lambda _: False)
+    known = 100
+    monkeypatch.setattr(Letters, "vocab_size", known, raising=False)
+    plain = write_text(model, Letters(), 300, 4, manner=GREEDY).windows
+    assert np.concatenate(plain).max() >= known
+    drawn = write_text(model, Letters(), 300, 4, manner=replace(GREEDY, surprises=1.0)).windows
+    # All of them, but where a special one was drawn: there the model says what comes.
+    counts = np.bincount(np.concatenate(drawn), minlength=known)
+    assert (counts[3:known] > 0).all()
+    assert counts[known:].sum() < 4 * 300 * 2 * 3 / known
+
+
+def test_unlikely_tokens_may_be_left_out(model: Any) -> None:
+    likely = write_text(model, Letters(), 100, 4, manner=replace(LIKELY, least_chance=0.9))
+    every = write_text(model, Letters(), 100, 4, manner=replace(LIKELY, least_chance=0.0))
+    assert len(np.unique(likely.windows)) < len(np.unique(every.windows))
 
 
 def test_finds_loops() -> None:
@@ -108,13 +143,13 @@ def test_rows_that_stay_go_on_from_their_own_past(
     """Greedy rows are the same whether or not another row leaves the batch."""
     model = tiny_model("mistral", sliding_window=32) if windowed else tiny_model("llama")
     monkeypatch.setattr(self_text._Openings, "after_end", lambda _: [5])
-    monkeypatch.setattr(self_text, "TEMPERATURES", (1e-4,))
+    manner = replace(GREEDY, bare=0.25)
     monkeypatch.setattr(self_text, "LOOP_TOKENS", 64)
     monkeypatch.setattr(self_text, "LEAST_DISTINCT", 0.0)
-    whole = write_text(model, Letters(), 100, 3).windows
+    whole = write_text(model, Letters(), 100, 3, manner=manner).windows
     first = bytes(whole[0][:64])
     monkeypatch.setattr(self_text, "repeats", lambda ids: bytes(np.uint32(ids))[:256] == first)
-    left = write_text(model, Letters(), 100, 3)
+    left = write_text(model, Letters(), 100, 3, manner=manner)
     assert left.dropped >= 1
     np.testing.assert_array_equal(left.windows[:2], whole[1:])
 

@@ -69,6 +69,8 @@ def test_few_operations_are_two_stages_of_more_layers() -> None:
                 assert sizes.components <= operations
                 continue
             assert sizes.group_layers == num_layers
+            is_wide = num_layers * shape.layer_columns > MOST_COLUMNS
+            assert sizes.run_rows == (256 if is_wide else 0)
             assert 0.97 * operations < operations_of(shape, sizes) <= operations
             assert sizes.components - 64 == pytest.approx(0.3 * num_layers * sizes.leading, rel=0.1)
             one = chosen_sizes(shape, 200 * GB)

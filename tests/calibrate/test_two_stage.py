@@ -146,7 +146,7 @@ def stop(_: object, meta: dict[str, Any], *__: object) -> None:
 def test_a_model_is_calibrated_in_two_stages(tiny_model: Callable[..., Any]) -> None:
     model = tiny_model("llama")
     found = calibrate(model, windows(9), replace(OPTIONS, group_layers=4, leading=64))
-    assert found.meta["version"] == 4
+    assert found.meta["version"] == 7
     assert len(found.meta["leading"][0]) == 4
     assert sum(found.meta["leading"][0]) == 4 * 64
     KltCodec(spec_of(model), Profile.from_bytes(found.to_bytes()))
@@ -155,3 +155,16 @@ def test_a_model_is_calibrated_in_two_stages(tiny_model: Callable[..., Any]) -> 
     assert OPTIONS.middle_kld / 2 < klds[-3] < 2 * OPTIONS.middle_kld
     assert klds[-2] < OPTIONS.middle_kld
     assert klds[-1] < 2 * OPTIONS.finest_kld
+
+
+def test_components_beyond_those_that_are_coded_have_means(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("llama")
+    options = replace(OPTIONS, group_layers=4, leading=64, components=40, mean_components=60)
+    found = calibrate(model, windows(9), options)
+    coded = [row[0] for row in found.meta["num_components"][:-1]]
+    assert max(coded) <= 40 < len(found.groups[0].scale) <= 100
+    every = len(found.groups[0].scale)
+    means = [found.num_means(level, 0) for level in range(found.num_levels)]
+    assert means == [*(every - own for own in coded), 0]
+    klds = [level["kld"] for level in found.meta["expected"]]
+    assert klds == sorted(klds, reverse=True)

@@ -26,12 +26,13 @@ LEVELS = 4
 
 def parts(
     spec: ModelSpec, seed: int = 0, leading: int = 0, in_parts: bool = False, run_rows: int = 0,
-    means: bool = False,
+    means: bool = False, beyond: int = 0,
 ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:  # fmt: skip
     """Meta data and tensors, to be built into a profile or to be spoilt first. `leading`: of the
     first layer of each group in two stages; every other layer has one fewer than that before.
     `in_parts`: layers with a window are in groups of their own. `run_rows`: of each run. `means`:
-    levels hold those of what they leave out."""
+    levels hold those of what they leave out. `beyond`: of so many components there are means
+    alone."""
     rng = np.random.default_rng(seed)
     per_layer = 2 * spec.num_kv_heads * spec.head_dim
     columns, half = per_layer * spec.num_layers, spec.num_layers // 2
@@ -71,7 +72,7 @@ def parts(
             f"g{index}.basis_scale": scale.astype(np.float32),
             f"g{index}.scale": np.linspace(50, 30, count).astype(np.uint8),
         }
-        counts.append([count // 2, count // 2 + 8, count, width])
+        counts.append([count // 2, count // 2 + 8, count - beyond, width])
     num_components = [list(row) for row in zip(*counts, strict=True)]
     flat = flat_tables(LEVELS, num_components)
     for name in flat:
@@ -118,7 +119,7 @@ def parts(
     if means:
         told = {"leading": [[] for _ in groups], "windowed_from": None, "run_rows": None}
         meta = told | meta | {"version": VERSION_OF_MEANS}
-        flat |= _means(meta, num_components[-2], rng)
+        flat |= _means(meta, [row + beyond for row in num_components[-2]], rng)
     return meta, tensors | flat
 
 
@@ -168,6 +169,6 @@ def without_coarse(
 
 def make_profile(
     spec: ModelSpec, seed: int = 0, leading: int = 0, in_parts: bool = False, run_rows: int = 0,
-    means: bool = False,
+    means: bool = False, beyond: int = 0,
 ) -> Profile:  # fmt: skip
-    return Profile.build(*parts(spec, seed, leading, in_parts, run_rows, means))
+    return Profile.build(*parts(spec, seed, leading, in_parts, run_rows, means, beyond))

@@ -68,9 +68,10 @@ class Case:
         run_rows: int = 0,
         coarse: bool = True,
         means: bool = False,
+        beyond: int = 0,
     ) -> None:
         self.spec = spec
-        meta, tensors = parts(spec, leading=leading, run_rows=run_rows, means=means)
+        meta, tensors = parts(spec, leading=leading, run_rows=run_rows, means=means, beyond=beyond)
         if not coarse:
             meta, tensors = without_coarse(meta, tensors)
         # A prediction that is no larger than what it predicts.
@@ -194,13 +195,15 @@ def test_two_stages_are_two_products(groups_at_once: int, monkeypatch: pytest.Mo
         assert error(out, case.reference(levels)) < BOUND
 
 
+@pytest.mark.parametrize("beyond", [0, 8])
 @pytest.mark.parametrize("leading", [0, 24 if INTERPRETED else 96])
-def test_means_are_added(leading: int) -> None:
+def test_means_are_added(leading: int, beyond: int) -> None:
     """Chunk by chunk, to all tokens but the first; those of the last level at hand."""
     ropes = (SMALL, None) if INTERPRETED else MIXED
-    case = Case(spec_of(ropes), 272 if INTERPRETED else 304, leading=leading, means=True)
+    num_tokens = 272 if INTERPRETED else 304
+    case = Case(spec_of(ropes), num_tokens, leading=leading, means=True, beyond=beyond)
     decoder = decoder_of(case)
-    for levels in (1,) if INTERPRETED else (1, 2, 3):
+    for levels in (3 if beyond else 1,) if INTERPRETED else (1, 2, 3):
         out, plain = case.poisoned(), case.poisoned()
         assert decode(case, decoder, out, levels) == []
         expected = case.reference(levels)

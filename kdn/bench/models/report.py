@@ -47,9 +47,9 @@ def print_report(console: Console, rows: Mapping[str, Row], results: Mapping[str
     table = table_of(
         "Trained models, on documents kept out",
         (
-            "model", "weights", "trained", "loss", "kept out", "unigrams", "ratio at\nquality",
-            "KLD\nreported", "KLD\nmeasured", "prefill/decode\non the CPU", "on the\ndevice",
-            "exact\ntokens",
+            "model", "weights", "trained", "loss", "kept out", "unigrams",
+            "passage read\nfirst, again", "ratio at\nquality", "KLD\nreported",
+            "KLD\nmeasured", "prefill/decode\non the CPU", "on the\ndevice", "exact\ntokens",
         ),
     )  # fmt: skip
     for name, row in rows.items():
@@ -68,6 +68,7 @@ def _cells(name: str, row: Row) -> list[str]:
         f"{trained.loss:.2f}",
         f"{trained.held_out:.2f}",
         f"{trained.unigram:.2f}",
+        f"{trained.new:.2f}, {trained.recalled:.2f}",
         f"{judged.ratio:.1f}",
         f"{judged.expected_kld:.4f}",
         f"{judged.measured_kld:.4f} ({judged.off:+.0%})",

@@ -32,10 +32,12 @@ class Size:
     """Windows in a step."""
     rate: float
     """Of learning, at its highest."""
+    swapped: float = 0.0
+    """Part of the training windows in which tokens stand for others (windows.py)."""
     is_quick: bool = False
 
 
-FULL = Size(vocabulary=8192, positions=2048, length=2048, batch=16, rate=1e-3)
+FULL = Size(vocabulary=8192, positions=2048, length=2048, batch=8, rate=1e-3, swapped=0.5)
 QUICK = Size(vocabulary=512, positions=768, length=128, batch=4, rate=4e-3, is_quick=True)
 
 

@@ -32,7 +32,9 @@ BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 EVERY_S = 5.0
 """Between two lines of progress."""
 HELD_OUT_WINDOWS = 16
-VERSION = 1
+PASSAGE, NOTICED = 128, 32
+"""Tokens that come back at a window's end, and those after which the model should have noticed."""
+VERSION = 2
 """Of how models are made: one that was made otherwise is made anew."""
 ABOUT = "training.json"
 
@@ -42,7 +44,8 @@ Say = Callable[[str], object]
 @dataclass(frozen=True)
 class Trained:
     """What became of it. Losses are in nats per token; `unigram` is that of a model which knows
-    only how often each token occurs."""
+    only how often each token occurs, `new` and `recalled` those of a passage of text kept out when
+    it is read first, and far behind it again."""
 
     made_of: str
     shape: str
@@ -54,6 +57,8 @@ class Trained:
     loss: float
     held_out: float
     unigram: float
+    new: float
+    recalled: float
     text_tokens: int
     peak_bytes: int
 
@@ -92,23 +97,26 @@ def trained(
     torch.manual_seed(order.seed)
     model = new_model(order.shape, material.size).to(order.device)
     size = material.size
-    windows = Windows(material.training, size.length, order.seed)
+    windows = Windows(material.training, size.length, order.seed, swapped=size.swapped)
     kept_out = Windows(material.other, size.length, seed=1, repeating=0)
     told = _Training(model, windows, size, order, say, clock).run()
     if not math.isfinite(told["loss"]):
         raise KdnError(f"{order.shape}: training came to a loss of {told['loss']}")
+    new, recalled = recall_losses(model, kept_out)
     about = Trained(
         made_of=made_of,
         shape=order.shape,
         parameters=sum(one.numel() for one in model.parameters()),
         held_out=held_out_loss(model, kept_out),
         unigram=unigram_nats(windows.tokens, kept_out.tokens, size.vocabulary),
+        new=new,
+        recalled=recalled,
         text_tokens=len(windows.tokens),
         **told,
     )
     say(
         f"{order.shape}: {about.held_out:.2f} nats on text kept out, {about.unigram:.2f} by "
-        "frequencies alone"
+        f"frequencies alone; {about.recalled:.2f} on what came before, {about.new:.2f} there"
     )
     _save(folder, model, material.tokenizer, about)
     return about
@@ -227,6 +235,26 @@ def held_out_loss(model: Any, windows: Windows) -> float:
         for _ in range(HELD_OUT_WINDOWS)
     ]
     return _mean(losses)
+
+
+@torch.no_grad()
+def recall_losses(model: Any, windows: Windows) -> tuple[float, float]:
+    """Of the same tokens, at a window's beginning and at its end: a model that looks back knows
+    them by then."""
+    model.eval()
+    device = next(model.parameters()).device
+    passage = min(PASSAGE, windows.length // 4)
+    scored = slice(passage * NOTICED // PASSAGE, passage)
+    first, again = [], []
+    for _ in range(HELD_OUT_WINDOWS):
+        batch = torch.from_numpy(windows.draw(1)).to(device)
+        batch[:, -passage:] = batch[:, 1 : 1 + passage]
+        with _precision(device):
+            logits = model(batch[:, :-1], use_cache=False).logits[0].float()
+        nats = torch.nn.functional.cross_entropy(logits, batch[0, 1:], reduction="none")
+        first.append(nats[:passage][scored].mean())
+        again.append(nats[-passage:][scored].mean())
+    return _mean(first), _mean(again)
 
 
 def _precision(device: torch.device) -> AbstractContextManager[Any]:

@@ -100,7 +100,9 @@ def test_each_bar_fails_by_itself(told: Judged, failing: str | None) -> None:
 
 
 def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
-    trained = Trained("", "mha", 96_000_000, 10, 330_000, 60.0, 0.1, 3.5, 4.0, 7.0, 9_000, 0)
+    trained = Trained(
+        "", "mha", 96_000_000, 10, 330_000, 60.0, 0.1, 3.5, 4.0, 7.0, 4.1, 0.5, 9_000, 0
+    )
     rows = {"mha": Row(trained, judged(off=0.3))}
     results = document(rows, "cpu")
     assert json.loads(json.dumps(results))["models"]["mha"]["judged"]["off"] == pytest.approx(0.3)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kdn.bench.models.documents import Split
 from kdn.bench.models.material import Material
 from kdn.bench.models.shapes import FULL, QUICK, SHAPES, new_model, settings_of
-from kdn.bench.models.training import Order, rate_at, trained
+from kdn.bench.models.training import Order, rate_at, recall_losses, trained
+from kdn.bench.models.windows import Windows
 from kdn.calibrate.corpus import Text, prompt_head
 from kdn.engines.models import load_model
 from kdn.engines.transformers import spec_of
@@ -41,12 +44,32 @@ def test_a_tiny_model_learns_more_than_frequencies(material: Material, tmp_path:
     told = trained(tmp_path / "mha", order, material, said.append, ticks())
     assert told.steps == 40
     assert told.held_out < 0.6 * told.unigram
+    assert 0 < told.recalled < told.unigram
     assert "s left" in said[1]
     model, tokenizer = load_model(tmp_path / "mha")
     assert prompt_head(tokenizer).tolist() == [1]
     assert model.dtype == torch.float32
     again = trained(tmp_path / "mha", order, material, said.append, ticks())
     assert (again, "trained before" in said[-1]) == (told, True)
+
+
+def test_a_model_that_looks_back_knows_what_comes_again() -> None:
+    """One that copies what stood behind the same token before, in text without any other order."""
+    vocabulary = 5000
+    tokens = np.random.default_rng(0).permutation(np.arange(10, 10 + 40 * 100)).astype(np.uint32)
+
+    class Copies(torch.nn.Linear):
+        def forward(self, batch: torch.Tensor, use_cache: bool) -> Any:
+            logits = torch.zeros(*batch.shape, vocabulary)
+            for at, token in enumerate(batch[0].tolist()):
+                before = (batch[0, :at] == token).nonzero().flatten().tolist()
+                if before:
+                    logits[0, at, batch[0, before[-1] + 1]] = 20.0
+            return SimpleNamespace(logits=logits)
+
+    new, recalled = recall_losses(Copies(1, 1), Windows(tokens, 200, seed=0, repeating=0))
+    assert new == pytest.approx(np.log(vocabulary), abs=1e-3)
+    assert recalled < 0.01
 
 
 def test_other_orders_are_trained_anew(material: Material, tmp_path: Path) -> None:

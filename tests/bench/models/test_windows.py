@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kdn.bench.models import windows
 from kdn.bench.models.shapes import BOS
 from kdn.bench.models.windows import Windows, unigram_nats
 from kdn.errors import FormatError
@@ -31,6 +32,30 @@ def test_a_passage_comes_back_behind_its_first_place() -> None:
         [first] = np.flatnonzero(row[:begin] == passage[0])
         assert first + len(passage) <= begin
         assert (row[first : first + len(passage)] == passage).all()
+
+
+def test_other_words_are_words_of_the_text() -> None:
+    text = np.resize(np.random.default_rng(0).integers(10, 60, 700), 5000).astype(np.uint32)
+    rows = Windows(text, 300, seed=0, swapped=1).draw(20)
+    assert (rows[:, 0] == BOS).all()
+    assert np.isin(rows[:, 1:], text).all()
+    assert len({bytes(row) for row in rows}) == 20
+
+
+def test_a_swapped_window_is_the_text_in_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "PASSAGES_OF_SWAPPED", 0)
+    text = np.resize(np.random.default_rng(0).integers(10, 60, 700), 5000).astype(np.uint32)
+    for row in Windows(text, 300, seed=0, swapped=1).draw(20)[:, 1:]:
+        # Somewhere in the text stands the same pattern of equal and different tokens.
+        starts = [s for s in range(700) if _pattern(text[s : s + 299]) == _pattern(row)]
+        assert starts
+        assert (text[starts[0] : starts[0] + 299] != row).any()
+
+
+def _pattern(tokens: np.ndarray) -> list[int]:
+    """Of each token, where it stood first."""
+    first: dict[int, int] = {}
+    return [first.setdefault(int(token), at) for at, token in enumerate(tokens)]
 
 
 def test_windows_are_drawn_with_a_seed() -> None:
