@@ -287,6 +287,7 @@ class _Work:
             step.part(1.0)
         self._found.reported += paired.reported(one.fitted_name, answers)
         self._found.seams[one.name] = {"from": one.fitted_name, **expected.as_json(seams)}
+        self._found.save()
         return seams
 
     @asynccontextmanager
