@@ -242,8 +242,7 @@ class AsyncClient(Opened):
         pieces = checked_pieces(names)
         with tracing.request("kdn.join") as request:
             stats = Stats(request_id=request.id)
-            join, _ = await self.joins.named(pieces, options, stats)
-            context = await self.joins.load(join, options, stats)
+            context, join, _ = await self.joins.begin(pieces, options, stats)
         cache, count = self.engine.values_of(context), join.num_tokens
         tokens, got = join.tokens.tolist(), context.delivered
         return Joined(cache, count, got, self.engine.config, tokens, stats, request_id=request.id)
@@ -417,8 +416,7 @@ class AsyncClient(Opened):
             chunks = found.cut(self.engine.namespace)
             context = await self.contexts.load(found.tokens, chunks, options, stats)
             return context, found.tokens, found.style
-        join, style = await self.joins.named(name, options, stats)
-        context = await self.joins.load(join, options, stats)
+        context, join, style = await self.joins.begin(name, options, stats)
         return context, join.tokens.tolist(), style
 
     async def turn(

@@ -80,15 +80,20 @@ class Contexts:
 
     # delivering
 
+    def left_of(self, options: Options, began_s: float) -> Options:
+        """What a request still wants that began then: less time is left."""
+        deadline_s = self.deadline_s if options.deadline_s is None else options.deadline_s
+        if deadline_s is None:
+            return options
+        return replace(options, deadline_s=max(LEAST_S, began_s + deadline_s - self.clock()))
+
     async def know(self, tokens: Tokens, options: Options) -> tuple[Known, Options]:
         """The longest known beginning, and what the request still wants: less time is left."""
         deadline_s = self.deadline_s if options.deadline_s is None else options.deadline_s
-        enough = self.enough_kld(options)
-        if deadline_s is None:
-            return await self.session.know(tokens, enough_kld=enough), options
-        until_s, limit_s = self.clock() + deadline_s, min(deadline_s, LOOKUP_S)
+        began_s, enough = self.clock(), self.enough_kld(options)
+        limit_s = LOOKUP_S if deadline_s is None else min(deadline_s, LOOKUP_S)
         known = await self.session.know(tokens, enough_kld=enough, limit_s=limit_s)
-        return known, replace(options, deadline_s=max(LEAST_S, until_s - self.clock()))
+        return known, self.left_of(options, began_s)
 
     async def deliver(
         self,

@@ -129,6 +129,16 @@ class Joins:
 
     # joining
 
+    async def begin(
+        self, names: Sequence[str], options: Options, stats: Stats
+    ) -> tuple[Context, Join, str]:
+        """What the names point to, loaded, and how to ask about it. The deadline counts from here
+        on: finding out what names point to takes of it, too."""
+        began_s = self._contexts.clock()
+        join, style = await self.named(names, options, stats)
+        left = self._contexts.left_of(options, began_s)
+        return await self.load(join, left, stats), join, style
+
     async def load(self, join: Join, options: Options, stats: Stats) -> Context:
         """All of it, delivered and read."""
         contexts, clock = self._contexts, self._contexts.clock

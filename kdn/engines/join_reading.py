@@ -128,3 +128,12 @@ def drawn_at_random(
             chosen.append(pieces[index])
             room -= len(pieces[index])
     return chosen
+
+
+def drawn_orders(
+    num_pieces: int, count: int, generator: np.random.Generator
+) -> list[tuple[int, ...]]:
+    """Their own, and others; fewer than `count` if there are hardly more."""
+    own = tuple(range(num_pieces))
+    others = (tuple(generator.permutation(num_pieces).tolist()) for _ in range(4 * count))
+    return list(dict.fromkeys([own, *others]))[:count]

@@ -34,6 +34,7 @@ from kdn.engines.join_reading import (
     Drawn,
     columns_of,
     drawn_at_random,
+    drawn_orders,
     put_together,
     read_apart,
     read_in_full,
@@ -56,6 +57,10 @@ ANSWERS = {"cpu": 40, "cuda": 128}
 
 OnProgress = Callable[[str, float, float], None]
 """Told what is being done, which part of all work is done, and how many seconds are left."""
+Klds = list[tuple[float, float]]
+"""At the first token and over all: joined, repaired, and repaired with each share recomputed."""
+OnMeasured = Callable[[Sequence[str], Klds], None]
+"""Told the questions about one join, and what they left: what the report is the mean of."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,10 @@ class SeamOptions:
     pieces: int = 16
     """In a join, at most."""
     join_tokens: int = 2048
-    """In a join, at most. A piece is cut to a quarter of it."""
+    """In a join that is drawn, at most. A text is cut to a quarter of it, a passage that a question
+    is about to half of it: both can be drawn with others."""
+    asked_tokens: int = 4096
+    """Of the passages of a question, at most: it is measured as it will be asked."""
     rank: int = 64
     block_layers: int = 1
     ridges: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)
@@ -97,13 +105,14 @@ def fit_seams(
     examples: Sequence[Example] = (),
     options: SeamOptions = DEFAULTS,
     on_progress: OnProgress = lambda what, done, left_s: None,
+    on_measured: OnMeasured = lambda questions, klds: None,
 ) -> Seams:
     """Seams of `model` for joins of pieces like these (own tokens of each, without the head; None:
     the beginning of a conversation) and like those of the examples, which measure them; without
     examples, questions are made up. Deterministic for the same machine, pieces and options."""
     check_windows(spec)
     own = prompts.begin() if head is None else head
-    work = _Fitting(model, prompts, spec, list(own), options)
+    work = _Fitting(model, prompts, spec, list(own), options, on_measured)
     work.take(pieces, examples)
     return work.run(on_progress)
 
@@ -139,22 +148,25 @@ class _Asked:
     questions: Sequence[str]
 
 
-Klds = list[tuple[float, float]]
-"""At the first token and over all: joined, repaired, and repaired with each share recomputed."""
-
-
 class _Fitting:
     progress: _Progress
     halves: tuple[Half, Half]
 
     def __init__(
-        self, model: Any, prompts: Prompts, spec: ModelSpec, head: list[int], options: SeamOptions
+        self,
+        model: Any,
+        prompts: Prompts,
+        spec: ModelSpec,
+        head: list[int],
+        options: SeamOptions,
+        on_measured: OnMeasured = lambda questions, klds: None,
     ) -> None:
         self.model, self.prompts, self.spec = model, prompts, spec
-        self.head, self.options = head, options
+        self.head, self.options, self.on_measured = head, options, on_measured
         config = model.config.get_text_config(decoder=True)
-        longest = getattr(config, "max_position_embeddings", None) or 2 * options.join_tokens
+        longest = getattr(config, "max_position_embeddings", None) or 2 * options.asked_tokens
         self.join_tokens = min(options.join_tokens, longest // 2)
+        self.asked_tokens = max(self.join_tokens, min(options.asked_tokens, longest // 2))
         self.answers = options.answers or ANSWERS.get(model.device.type, ANSWERS["cuda"])
         self.random = np.random.default_rng(options.seed)
         self.blocks = spans(spec.num_layers, options.block_layers)
@@ -166,22 +178,26 @@ class _Fitting:
         parted = (replace(examples[i], pieces=self._as_many_as_fit(examples[i])) for i in order)
         asked = [one for one in parted if len(one.pieces) > 1][:most]
         self.num_examples, self.has_texts = len(asked), bool(asked and pieces)
-        not_asked = (piece for one in examples for piece in one.pieces)
-        self.halves = in_halves(self._parts([*pieces, *not_asked]), asked, self.random)
+        passages = dict.fromkeys(tuple(piece) for one in examples for piece in one.pieces)
+        texts = [piece for piece in pieces if tuple(piece) not in passages]
+        parts = [*self._parts(texts, self.join_tokens // 4), *self._passages([*passages])]
+        self.halves = in_halves(parts, asked, self.random)
 
-    def _parts(self, pieces: Sequence[Sequence[int]]) -> list[Part]:
+    def _passages(self, pieces: Sequence[Sequence[int]]) -> list[Part]:
+        return self._parts(pieces, self.join_tokens // 2)
+
+    def _parts(self, pieces: Sequence[Sequence[int]], most: int) -> list[Part]:
         """Long ones cut, each once, and no very short ones."""
-        most = self.join_tokens // 4
         parts = (
             tuple(piece[at : at + most]) for piece in pieces for at in range(0, len(piece), most)
         )
         return list(dict.fromkeys(part for part in parts if len(part) >= LEAST_PIECE))
 
     def _as_many_as_fit(self, example: Example) -> list[Part]:
-        """Its first pieces."""
-        parts = self._parts(example.pieces)
+        """All of its pieces, or the first ones."""
+        parts = self._passages(example.pieces)
         ends = np.cumsum([len(part) for part in parts])
-        return parts[: max(2, int((ends <= self.join_tokens).sum()))]
+        return parts[: max(2, int((ends <= self.asked_tokens).sum()))]
 
     def run(self, on_progress: OnProgress) -> Seams:
         first, second = ([*self._asked(half)] for half in self.halves)
@@ -253,7 +269,7 @@ class _Fitting:
         for number, one in enumerate(half.examples):
             least, more = divmod(self.answers, self.num_examples)
             count = least + (2 * number < more)  # of each half the first few
-            orders = self._orders(len(one.pieces), min(count, self.options.orders))
+            orders = drawn_orders(len(one.pieces), min(count, self.options.orders), self.random)
             yield _Asked(one.pieces, orders, [one.question])
 
     def _made_up(self, half: Half) -> Iterator[_Asked]:
@@ -263,12 +279,6 @@ class _Fitting:
             topics = (self._topic(pieces) for _ in range(self.options.made_up))
             questions = [f"What is said about {one}?" for one in topics]
             yield _Asked(pieces, [range(len(pieces))], questions)
-
-    def _orders(self, num_pieces: int, count: int) -> list[tuple[int, ...]]:
-        """Their own, and others; fewer than `count` if there are hardly more."""
-        own = tuple(range(num_pieces))
-        others = (tuple(self.random.permutation(num_pieces).tolist()) for _ in range(4 * count))
-        return list(dict.fromkeys([own, *others]))[:count]
 
     def _topic(self, pieces: Sequence[Part]) -> str:
         """Some words of some piece."""
@@ -298,7 +308,9 @@ class _Fitting:
                 answers = probe.measure(row, [joined, repaired])
                 found.append([*answers, *self._recomputed(probe, row, repaired, one)])
                 self.progress.step("measuring")
-        return [_mean(column) for column in zip(*found, strict=True)]
+        klds = [_mean(column) for column in zip(*found, strict=True)]
+        self.on_measured(asked.questions, klds)
+        return klds
 
     def _recomputed(
         self, probe: AnswerProbe, row: int, repaired: KVCache, drawn: Drawn

@@ -6,6 +6,7 @@ alone at its new positions, and what is missing must be what it reads on top of 
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from kdn.cache.keys import cut
 from kdn.client.asynchronous import AsyncClient
+from kdn.client.contexts import LEAST_S
 from kdn.engines.generating import Sampling, generate
 from kdn.engines.reading import forward, new_cache, read
 from kdn.engines.transformers import from_dynamic_cache, to_dynamic_cache
@@ -200,6 +202,33 @@ def test_a_place_that_says_nothing_costs_its_deadline(tiny_model: Any, tmp_path:
             assert await answer.read() == expected
             assert answer.stats.known_tokens == 0
             assert client.now_s() - began_s < 5
+
+    with_node(tmp_path, test)
+
+
+def test_finding_names_takes_of_the_deadline(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(node: Running) -> None:
+        async with client_at(node.url, tiny_model("llama")) as client:
+            await learn_all(client)
+            named, load, left = client.joins.named, client.joins.load, []
+
+            async def slowly(*given: Any) -> Any:
+                await asyncio.sleep(0.2)
+                return await named(*given)
+
+            async def loads(join: Any, options: Any, stats: Any) -> Any:
+                left.append(options.deadline_s)
+                return await load(join, options, stats)
+
+            monkeypatch.setattr(client.joins, "named", slowly)
+            monkeypatch.setattr(client.joins, "load", loads)
+            await client.join(NAMES, deadline_s=60)
+            await client.ask(NAMES, QUESTION, max_new_tokens=1, deadline_s=0.1).read()
+            await client.join(NAMES)
+            assert 0 < left[0] <= 59.8
+            assert left[1:] == [LEAST_S, None]
 
     with_node(tmp_path, test)
 

@@ -24,6 +24,7 @@ from kdn.engines.join_reading import (
 from kdn.engines.prompts import Prompts
 from kdn.engines.seam_fitting import (
     Example,
+    Klds,
     SeamOptions,
     _Asked,
     _Fitting,
@@ -284,6 +285,27 @@ def test_few_questions_are_asked_in_more_orders(model: Any) -> None:
     assert orders(answers=12, questions=4) == [3] * 4
 
 
+def test_a_question_is_measured_about_all_of_its_passages(model: Any) -> None:
+    """Also where they are more than a join that is drawn."""
+    passages = parts(24, length=100)
+    examples = examples_of(passages[:8], *(passages[at : at + 4] for at in range(8, 24, 4)))
+    work = fitting_of(model, examples)  # joins of at most 256 tokens
+    asked = {one.question: one.pieces for half in work.halves for one in half.examples}
+    assert asked["0?"] == passages[:8]
+    least = fitting_of(model, examples, asked_tokens=300)
+    asked = {one.question: one.pieces for half in least.halves for one in half.examples}
+    assert asked["0?"] == passages[:3]
+
+
+def test_a_long_passage_that_is_also_a_text_is_not_fitted_on_twice(model: Any) -> None:
+    passages = parts(20, length=120)  # texts are cut into 64 tokens, passages are not
+    examples = examples_of(*(passages[at : at + 4] for at in range(0, 20, 4)))
+    work = fitting_of(model, examples)
+    work.take([*passages, *parts(1, length=99)], examples)
+    own = [piece for half in work.halves for piece in half.pieces]
+    assert sorted(map(len, own)) == [35, 64, *[120] * 20]
+
+
 def test_every_question_is_measured_by_seams_that_have_not_seen_it(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,10 +334,14 @@ def test_every_question_is_measured_by_seams_that_have_not_seen_it(
     monkeypatch.setattr(work, "_add", adds)
     monkeypatch.setattr(work, "_solved", solves)
     monkeypatch.setattr(work, "_measured", measures)
+    said: dict[str, Klds] = {}
+    work.on_measured = lambda questions, klds: said.update(dict.fromkeys(questions, klds))
     told: list[float] = []
     seams = work.run(lambda what, done, left_s: told.append(done))
     assert sorted(measured) == sorted(one.question for one in examples)
     assert told[-1] == 1.0
+    means = np.mean([*said.values()], axis=0)
+    assert [seams.joined, *seams.expected.values()] == [pytest.approx(one) for one in means]
     assert set(seams.intervals) == set(seams.expected)
     for share, (first, mean) in seams.expected.items():
         for figure, (low, high) in zip((first, mean), seams.intervals[share], strict=True):

@@ -4,8 +4,8 @@ Pieces of each question are learned apart into a folder, through kdn's own sessi
 delivered joined; then every method goes on from there. `--seams-from` fits seams on one question
 set and measures them on `--data`: with as many files as `--data` has, they belong together in
 order, so that two sets can be measured both ways in one run. If both are the same file, seams are
-fitted on its first questions and measured on those that follow: what their report expects can
-then be held against what is measured on questions of the same kind.
+fitted on each half of it and measured on the other: what their reports expect can then be held
+against what is measured on questions of the same kind, and on the same questions (`paired.py`).
 
 Not measured: several questions at a time, pieces that are partly unknown.
 """
@@ -16,20 +16,22 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from kdn.bench import options
-from kdn.bench.blend import expected
+from kdn.bench.blend import expected, paired
 from kdn.bench.blend.consistency import Choices, choices_of, summary
 from kdn.bench.blend.fitting import fitted_on
 from kdn.bench.blend.items import Item, Story, apart, load_items, load_stories, set_name
 from kdn.bench.blend.learned import FolderJoiner, Reader, session_of
 from kdn.bench.blend.measure import Bench, Timings
-from kdn.bench.blend.methods import METHODS, SELDOM
+from kdn.bench.blend.methods import METHODS, NAMES, SELDOM
 from kdn.bench.blend.pieces import Prompt
 from kdn.bench.blend.progress import Progress
 from kdn.bench.blend.report import document, plot, print_report
@@ -41,6 +43,7 @@ from kdn.bench.report import hardware, report_console, write_json
 from kdn.blend.seams import Seams
 from kdn.cache.spec import ModelSpec
 from kdn.defaults import QUALITY
+from kdn.engines.join_reading import drawn_orders
 from kdn.engines.models import load_model
 from kdn.errors import UnsupportedError
 
@@ -48,6 +51,8 @@ CODECS = ("exact", "klt")
 FIT_ITEMS = 30
 """Questions that seams are fitted on, whatever is measured."""
 STORIES, QUESTIONS_OF_STORY, ORDERS = 8, 4, 3
+ORDERS_SEED = 1
+"""Of the orders of a question; a report draws others."""
 QUICK_ITEMS, QUICK_QUESTIONS, QUICK_TTFT_TOKENS = 3, 2, 1024
 
 
@@ -62,11 +67,13 @@ class Plan:
     questions: int
     ttft_tokens: int
     mbits: Sequence[float]
+    methods: Sequence[str]
+    orders: int
 
     def quick(self) -> Plan:
-        return Plan(
-            min(self.items, QUICK_ITEMS), self.pieces, self.codecs, self.quality, QUICK_QUESTIONS,
-            min(self.ttft_tokens, QUICK_TTFT_TOKENS), self.mbits,
+        return replace(
+            self, items=min(self.items, QUICK_ITEMS), questions=QUICK_QUESTIONS,
+            ttft_tokens=min(self.ttft_tokens, QUICK_TTFT_TOKENS),
         )  # fmt: skip
 
 
@@ -78,6 +85,9 @@ class Found:
     settings: dict[str, Any]
     outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
     seams: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reported: list[paired.Entry] = field(default_factory=list)
+    halves: dict[str, str] = field(default_factory=dict)
+    """By name: the set they are of."""
     consistency: list[dict[str, Any]] = field(default_factory=list)
     timing: list[dict[str, Any]] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
@@ -87,9 +97,17 @@ class Found:
     def rows(self) -> list[BlendRow]:
         return [row for data, found in self.outcomes.items() for row in rows_of(data, found)]
 
+    @property
+    def answers(self) -> list[paired.Entry]:
+        """Question by question, what reports say and what was measured."""
+        measured = (paired.measured(data, found) for data, found in self.outcomes.items())
+        return [*self.reported, *chain.from_iterable(measured)]
+
     def extra(self) -> dict[str, Any]:
+        answers = self.answers
         return {
-            "seams": self.seams, "consistency": self.consistency, "timing": self.timing,
+            "seams": self.seams, "paired": list(paired.pooled(answers, self.halves)),
+            "answers": answers, "consistency": self.consistency, "timing": self.timing,
             "seconds": dict(self.timings.seconds), "settings": self.settings, "notes": self.notes,
         }  # fmt: skip
 
@@ -109,16 +127,18 @@ def run(
     seams_from: Annotated[
         list[Path] | None,
         options.files(
-            f"Sets to fit seams on: one for all data, or one for each. Of a set that is --data as "
-            f"well, the first {FIT_ITEMS} questions are fitted on and the next ones measured."
+            "Sets to fit seams on: one for all data, or one for each. A set that is --data as well "
+            "is halved: each half is measured with seams that were fitted on the other."
         ),
     ] = None,
     choices: Annotated[
         Path | None, options.files("Stories with multiple-choice questions, for consistency.")
     ] = None,
-    items: Annotated[int, options.count(1, "Questions of each set.")] = 30,
+    items: Annotated[int, options.count(1, "Questions of each set, or half of one.")] = 30,
+    orders: Annotated[int, options.count(1, "In which each has its pieces.")] = 1,
     pieces: Annotated[int, options.count(2, "Pieces of a question, at most.")] = 16,
     codecs: Annotated[str, typer.Option(help="Comma-separated names.")] = ",".join(CODECS),
+    methods: Annotated[str, typer.Option(help="Comma-separated names.")] = ",".join(NAMES),
     quality: Annotated[str, typer.Option(help="Asked of a delivery.")] = QUALITY,
     ttft_tokens: Annotated[
         int, options.count(0, "Tokens of the joins that are timed from a node; 0: none are.")
@@ -134,13 +154,17 @@ def run(
     plan = Plan(
         items, pieces, options.words("codecs", codecs, CODECS), quality, QUESTIONS_OF_STORY,
         ttft_tokens, options.numbers("mbits", mbits, 0.1, 1e6) if mbits else (),
+        options.words("methods", methods, NAMES), orders,
     )  # fmt: skip
     plan = plan.quick() if quick else plan
     sets = _sets(data or [], seams_from or [], plan)
     stories = load_stories(choices, STORIES) if choices else []
     loaded, tokenizer = _loaded(model, device)
     _check(sets, stories, loaded, tokenizer)
-    settings = {"model": model, "device": device, "items": plan.items, "quality": quality}
+    settings = {
+        "model": model, "device": device, "items": plan.items, "orders": plan.orders,
+        "quality": quality,
+    }  # fmt: skip
     found = Found(json_file, settings | {"hardware": hardware(device)})
     asyncio.run(_Work(loaded, tokenizer, plan, found).run(sets, stories))
     if plot_file:
@@ -180,6 +204,7 @@ class QuestionSet:
     fitted_on: Sequence[Item]
     """Empty: there are no seams."""
     fitted_name: str
+    half_of: str = ""
 
 
 def _sets(data: Sequence[Path], seams_from: Sequence[Path], plan: Plan) -> list[QuestionSet]:
@@ -192,31 +217,41 @@ def _sets(data: Sequence[Path], seams_from: Sequence[Path], plan: Plan) -> list[
         )
     sources = list(seams_from) * (len(data) if len(seams_from) == 1 else 1)
     fitted = dict(zip(data, sources, strict=False))
-    sets = [_set(path, fitted.get(path), plan) for path in data]
+    sets = [one for path in data for one in _sets_of(path, fitted.get(path), plan)]
     if len({one.name for one in sets}) < len(sets):
         raise UnsupportedError("data: expected files of different names")
     return sets
 
 
-def _set(path: Path, source: Path | None, plan: Plan) -> QuestionSet:
+def _sets_of(path: Path, source: Path | None, plan: Plan) -> list[QuestionSet]:
     name = set_name(path)
     if source is None:
-        return QuestionSet(name, load_items(path, plan.items, plan.pieces), [], "")
+        return [QuestionSet(name, load_items(path, plan.items, plan.pieces), [], "")]
     if source.resolve() == path.resolve():
-        every = load_items(path, FIT_ITEMS + plan.items, plan.pieces)
-        own, others, fitted_name = every[FIT_ITEMS:], every[:FIT_ITEMS], f"{name}'s first questions"
-        if not own:
-            raise UnsupportedError(
-                f"seams-from: {path} has {len(every)} questions. To be fitted and measured on, it "
-                f"needs more than the {FIT_ITEMS} that are fitted on"
-            )
-    else:
-        own = load_items(path, plan.items, plan.pieces)
-        others, fitted_name = load_items(source, FIT_ITEMS, plan.pieces), set_name(source)
-    others = apart(others, own)
+        return _halves(path, plan)
+    own = load_items(path, plan.items, plan.pieces)
+    others = apart(load_items(source, FIT_ITEMS, plan.pieces), own)
     if not others:
         raise UnsupportedError(f"seams-from: {source} has nothing that {path} has not")
-    return QuestionSet(name, own, others, fitted_name)
+    return [QuestionSet(name, own, others, set_name(source))]
+
+
+def _halves(path: Path, plan: Plan) -> list[QuestionSet]:
+    """Without the passages that both have: so a question is about the same ones in its report and
+    when it is measured."""
+    name, every = set_name(path), load_items(path, 2 * max(FIT_ITEMS, plan.items), plan.pieces)
+    half = len(every) // 2
+    first, second = apart(every[:half], every[half:]), apart(every[half:], every[:half])
+    if not first or not second:
+        raise UnsupportedError(
+            f"seams-from: {path} has {len(every)} questions. To be fitted and measured on, its "
+            "halves need questions and passages of their own"
+        )
+    names = f"{name}, first half", f"{name}, second half"
+    return [
+        QuestionSet(names[1], second[: plan.items], first[:FIT_ITEMS], names[0], name),
+        QuestionSet(names[0], first[: plan.items], second[:FIT_ITEMS], names[1], name),
+    ]
 
 
 class _Work:
@@ -229,6 +264,7 @@ class _Work:
         self._told = Progress()
 
     async def run(self, sets: Sequence[QuestionSet], stories: Sequence[Story]) -> None:
+        self._found.halves = {one.name: one.half_of for one in sets if one.half_of}
         with self._told:
             for one in sets:
                 seams = self._fit(one)
@@ -245,9 +281,13 @@ class _Work:
             return None
         what = f"fitting seams on {one.fitted_name}"
         with self._found.timings.of("fitting seams"), self._told.of(what, 100) as step:
-            seams = fitted_on(one.fitted_on, self._model, self._tokenizer, self._spec, step.part)
+            seams, answers = fitted_on(
+                one.fitted_on, self._model, self._tokenizer, self._spec, step.part
+            )
             step.part(1.0)
+        self._found.reported += paired.reported(one.fitted_name, answers)
         self._found.seams[one.name] = {"from": one.fitted_name, **expected.as_json(seams)}
+        self._found.save()
         return seams
 
     @asynccontextmanager
@@ -260,7 +300,8 @@ class _Work:
                 session = session_of(folder / codec, codec, self._spec, self._model.dtype)
                 await stack.enter_async_context(session)
                 joiners.append(FolderJoiner(session, reader, self._plan.quality, seams))
-            methods = [one for one in METHODS if seams is not None or not one.needs_seams]
+            methods = [one for one in METHODS if one.name in self._plan.methods]
+            methods = [one for one in methods if seams is not None or not one.needs_seams]
             yield Bench(
                 self._model, self._tokenizer, self._spec, joiners, methods, self._found.timings
             )
@@ -269,9 +310,14 @@ class _Work:
         outcomes = self._found.outcomes.setdefault(one.name, [])
         with self._told.of(one.name, len(one.items)) as step:
             for number, item in enumerate(one.items):
-                prompt, every = Prompt.of(item, self._tokenizer), number % SELDOM == 0
-                new = await bench.measure(prompt, item.answers, every)
-                outcomes += new
+                orders = drawn_orders(
+                    len(item.pieces),
+                    self._plan.orders,
+                    np.random.default_rng([ORDERS_SEED, number]),
+                )
+                prompt = Prompt.of(item, self._tokenizer)
+                new = await bench.measure(prompt, item.answers, number % SELDOM == 0, orders)
+                outcomes += (replace(one, question=item.question) for one in new)
                 self._found.save()
                 step.done(_line(new))
 
@@ -301,5 +347,5 @@ class _Work:
 
 def _line(outcomes: Sequence[Outcome]) -> str:
     """What one question came to, in short."""
-    shown = [one for one in outcomes if one.method.name in ("join", "seams")]
-    return ", ".join(f"{one.method.label} ({one.codec}) {one.kld_first:.3f}" for one in shown)
+    rows = [row for row in rows_of("", outcomes) if row.method in ("join", "seams")]
+    return ", ".join(f"{row.label} ({row.codec}) {row.kld_first:.3f}" for row in rows)

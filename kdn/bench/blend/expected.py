@@ -20,13 +20,18 @@ def as_json(seams: Seams) -> dict[str, Any]:
     }
 
 
+def is_promised(method: str) -> bool:
+    """Whether a report says what it leaves."""
+    return method in ("seams", "seams+question")
+
+
 def rows_of(rows: Sequence[BlendRow], seams: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """One for each set, codec, share and figure. `seams`: by set, `as_json` of its seams. `off` is
     the part of the measured figure by which the expected one exceeds it."""
     for row in rows:
         share, report = f"{row.share:g}", seams.get(row.data, {})
         klds = report.get("expected", {}).get(share)
-        if klds is None or row.method not in ("seams", "seams+question"):
+        if klds is None or not is_promised(row.method):
             continue
         intervals: Sequence[Interval | None] = report["intervals"].get(share, (None, None))
         for figure, expected, interval in zip(FIGURES, klds, intervals, strict=True):

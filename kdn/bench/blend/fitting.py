@@ -1,4 +1,4 @@
-"""Seams fitted on a question set, and measured with it."""
+"""Seams fitted on a question set, and what each of its questions says of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from kdn.bench.blend.pieces import ids_of
 from kdn.blend.seams import Seams
 from kdn.cache.spec import ModelSpec
 from kdn.engines.prompts import Prompts
-from kdn.engines.seam_fitting import Example, fit_seams
+from kdn.engines.seam_fitting import DEFAULTS, Example, Klds, fit_seams
+
+Answers = dict[str, dict[float, tuple[float, float]]]
+"""By question and share: both divergences, means over the orders."""
 
 
 def fitted_on(
@@ -19,13 +22,20 @@ def fitted_on(
     tokenizer: Any,
     spec: ModelSpec,
     told: Callable[[float], None],
-) -> Seams:
-    """As `kdn seams` fits them, with its defaults."""
+) -> tuple[Seams, Answers]:
+    """As `kdn seams` fits them, with its defaults; and what their report is the mean of."""
+    answers: Answers = {}
+    shares = (0.0, *DEFAULTS.shares)
+
+    def measured(questions: Sequence[str], klds: Klds) -> None:
+        answers[questions[0]] = dict(zip(shares, klds[1:], strict=False))
+
     examples = [
         Example(item.question, [ids_of(f"{text}\n\n", tokenizer).tolist() for text in item.pieces])
         for item in items
     ]
-    return fit_seams(
+    seams = fit_seams(
         model, Prompts(tokenizer), spec, [], examples=examples,
-        on_progress=lambda what, done, left_s: told(done),
+        on_progress=lambda what, done, left_s: told(done), on_measured=measured,
     )  # fmt: skip
+    return seams, answers

@@ -94,22 +94,30 @@ class Bench:
         return Desk(self.model, self.spec, join, num_asked)
 
     async def measure(
-        self, prompt: Prompt, gold: Sequence[str], every: bool = True
+        self,
+        prompt: Prompt,
+        gold: Sequence[str],
+        every: bool = True,
+        orders: Sequence[Sequence[int]] = (),
     ) -> list[Outcome]:
-        """One question, in all ways; without those that are measured seldom, unless `every`."""
+        """One question, in all ways; without those that are measured seldom, unless `every`. Its
+        pieces are learned once, and joined in each of these orders; none: in their own."""
         methods = [one for one in self.methods if every or not one.seldom]
         headless = any(one.delivered == HEADLESS for one in methods)
-        truth: Truth | None = None
+        prompts = [prompt.reordered(order) for order in orders] or [prompt]
+        truths: list[tuple[Truth, float]] = []
         outcomes: list[Outcome] = []
         for joiner in self.joiners:
-            desk = self.desk(joiner.join(prompt), len(prompt.question))
-            if truth is None:
-                with self.timings.of("full reading"):
-                    truth, full_s = self._truth(desk, prompt, gold)
             with self.timings.of(f"learning, {joiner.codec}"):
                 await joiner.learn(prompt, headless)
-            outcomes.append(self._full(joiner.codec, prompt, truth, full_s))
-            outcomes += await self._joined(joiner, desk, prompt, truth, methods)
+            for number, asked in enumerate(prompts):
+                desk = self.desk(joiner.join(asked), len(asked.question))
+                if len(truths) == number:
+                    with self.timings.of("full reading"):
+                        truths.append(self._truth(desk, asked, gold))
+                truth, full_s = truths[number]
+                outcomes.append(self._full(joiner.codec, asked, truth, full_s))
+                outcomes += await self._joined(joiner, desk, asked, truth, methods)
             await joiner.forget(prompt, headless)
         return outcomes
 

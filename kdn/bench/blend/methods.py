@@ -60,6 +60,7 @@ METHODS = (
     Method("seams", REPAIRED),
     *(Method("seams+question", REPAIRED, share) for share in SHARES),
 )
+NAMES = tuple(dict.fromkeys(one.name for one in METHODS))
 
 
 def read_question(

@@ -21,6 +21,7 @@ _COLOURS = {
     "cacheblend": "#d62728", "epic": "#9467bd", "question": "#2ca02c", "seams": "#ff7f0e",
     "seams+question": "#17becf",
 }  # fmt: skip
+_FIGURES = {"kld_first": "first token", "kld": "16 tokens"}
 _MARKS = {"exact": "o", "klt": "s"}
 WIDTH = 150
 """Of the widest table."""
@@ -39,6 +40,7 @@ def print_report(console: Console, rows: Sequence[BlendRow], extra: Mapping[str,
         console = Console(width=WIDTH)
     print_rows(console, rows, extra["seams"])
     print_expected(console, rows, extra["seams"])
+    print_paired(console, extra["paired"])
     print_consistency(console, extra["consistency"])
     print_timing(console, extra["timing"])
     for note in extra["notes"]:
@@ -53,6 +55,8 @@ def print_rows(console: Console, rows: Sequence[BlendRow], seams: Mapping[str, A
     for data in dict.fromkeys(row.data for row in rows):
         own = [row for row in rows if row.data == data]
         title = f"{data}, {own[0].items} questions"
+        if own[0].answers > own[0].items:
+            title += f", {own[0].answers} answers"
         if data in seams:
             title += f", seams fitted on {seams[data]['from']}"
         table = table_of(title, HEADINGS, texts=2, no_wrap=True)
@@ -95,16 +99,35 @@ def print_expected(console: Console, rows: Sequence[BlendRow], seams: Mapping[st
         ("data", "codec", "share", "KLD", "expected", "interval", "measured", "interval", "off"),
         texts=4,
     )
-    names = {"kld_first": "first token", "kld": "16 tokens"}
     for one in expected.rows_of(rows, seams):
         table.add_row(
-            one["data"], one["codec"], f"{one['share']:.0%}", names[one["figure"]],
+            one["data"], one["codec"], f"{one['share']:.0%}", _FIGURES[one["figure"]],
             f"{one['expected']:.4f}", _interval(one["interval"]),
             f"{one['measured']:.4f}", _interval(one["measured_interval"]),
             "" if one["off"] is None else f"{one['off']:+.0%}",
         )  # fmt: skip
     if table.row_count:
         console.print(table)
+
+
+def print_paired(console: Console, found: Sequence[Mapping[str, Any]]) -> None:
+    if not found:
+        return
+    table = table_of(
+        "Reports beside measurements of the same questions: how far they are off by themselves",
+        ("data", "codec", "share", "KLD", "expected", "measured", "off", "90 %", "questions"),
+        texts=4,
+    )
+    for one in found:
+        off, interval = one["off"], one["interval"]
+        table.add_row(
+            one["data"], one["codec"], f"{one['share']:.0%}", _FIGURES[one["figure"]],
+            f"{one['expected']:.4f}", f"{one['measured']:.4f}",
+            "" if off is None else f"{off:+.0%}",
+            "" if interval is None else f"{interval[0]:+.0%} to {interval[1]:+.0%}",
+            str(one["items"]),
+        )  # fmt: skip
+    console.print(table)
 
 
 def _interval(interval: Sequence[float] | None) -> str:

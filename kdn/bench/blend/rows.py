@@ -1,4 +1,8 @@
-"""What was measured of each way to answer: of one question, and over all of a set."""
+"""What was measured of each way to answer: of one question, and over all of a set.
+
+Answers to one question about its pieces in several orders are alike: they count as one number
+where it is told how sure a mean is.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from kdn.engines.uncertainty import Interval, mean_interval
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one method with one codec, over one question."""
+    """Of one method with one codec, over one question, with its pieces in one order."""
 
     method: Method
     codec: str
@@ -26,6 +30,7 @@ class Outcome:
     ttft_s: float
     computed_tokens: float
     bytes: int
+    question: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,9 @@ class BlendRow:
     head: bool
     """Whether pieces were learned behind a shared head."""
     items: int
+    """Questions."""
+    answers: int
+    """As many for each order."""
     kld_first_interval: Interval | None
     """Where the mean over very many questions lies in nine of ten cases; None for very few."""
     kld_interval: Interval | None
@@ -78,9 +86,10 @@ class BlendRow:
             computed_tokens=_mean(one.computed_tokens for one in outcomes),
             bytes=_mean(one.bytes for one in outcomes),
             head=method.delivered != HEADLESS,
-            items=len(outcomes),
-            kld_first_interval=mean_interval([one.kld_first for one in outcomes]),
-            kld_interval=mean_interval([one.kld for one in outcomes]),
+            items=len(by_question(outcomes, "kld")),
+            answers=len(outcomes),
+            kld_first_interval=mean_interval(list(by_question(outcomes, "kld_first").values())),
+            kld_interval=mean_interval(list(by_question(outcomes, "kld").values())),
             kld_first_quartiles=quartiles(one.kld_first for one in outcomes),
             kld_quartiles=quartiles(one.kld for one in outcomes),
             ttft_quartiles_s=ttft,
@@ -100,6 +109,14 @@ def rows_of(data: str, outcomes: Iterable[Outcome]) -> list[BlendRow]:
     for one in outcomes:
         groups.setdefault((one.method, one.codec), []).append(one)
     return [BlendRow.of(data, group) for group in groups.values()]
+
+
+def by_question(outcomes: Iterable[Outcome], figure: str) -> dict[str, float]:
+    """The mean over each question's orders."""
+    found: dict[str, list[float]] = {}
+    for one in outcomes:
+        found.setdefault(one.question, []).append(getattr(one, figure))
+    return {question: _mean(values) for question, values in found.items()}
 
 
 def quartiles(values: Iterable[float]) -> tuple[float, float, float]:

@@ -106,11 +106,14 @@ def test_two_sets_measured_both_ways(
     assert "two 1/1" in shown.err  # no terminal: a line for each question
 
 
-def test_a_set_is_fitted_on_at_its_beginning_and_measured_on_what_follows(
+def test_each_half_of_a_set_is_measured_with_seams_of_the_other(
     bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "FIT_ITEMS", 4)
-    one = write_set(tmp_path / "one.jsonl", 1, items=7)
+    one = write_set(tmp_path / "one.jsonl", 1, items=9)
+    lines = [json.loads(line) for line in one.read_text().split("\n")][:8]
+    lines[6]["chunks"][1] = lines[0]["chunks"][2]  # what both halves have is left out of both
+    one.write_text("\n".join(map(json.dumps, lines)))
     fitted, fit = [], command.fitted_on
     monkeypatch.setattr(
         command, "fitted_on", lambda items, *given: fitted.append(items) or fit(items, *given)
@@ -118,27 +121,48 @@ def test_a_set_is_fitted_on_at_its_beginning_and_measured_on_what_follows(
     asked, measure = [], command.Bench.measure
 
     async def measures(self: Any, prompt: Any, *given: Any) -> Any:
-        asked.append("".join(map(chr, prompt.question)))
+        asked.append(prompt)
         return await measure(self, prompt, *given)
 
     monkeypatch.setattr(command.Bench, "measure", measures)
-    found = bench(data=[one], seams_from=[one], items=2)
-    questions = [json.loads(line)["question"] for line in one.read_text().split("\n")]
-    assert [item.question for item in fitted[0]] == questions[:4]
-    assert len(asked) == 2
-    for prompt, question in zip(asked, questions[4:6], strict=True):
-        assert question in prompt
+    methods = "seams,seams+question"
+    found = bench(data=[one], seams_from=[one], items=3, orders=2, methods=methods)
+    questions = [line["question"] for line in lines]
+    assert [[item.question for item in items] for items in fitted] == [questions[:4], questions[4:]]
+    assert [[len(item.pieces) for item in items] for items in fitted] == [
+        [3, 4, 4, 4],
+        [4, 4, 3, 4],
+    ]
+    assert [len(prompt.pieces) for prompt in asked] == [4, 4, 3, 3, 4, 4]
+    for prompt, question in zip(asked, questions[4:7] + questions[:3], strict=True):
+        assert question in "".join(map(chr, prompt.question))
+    assert {row["method"] for row in found["rows"]} == {"full", "seams", "seams+question"}
+    assert {(row["items"], row["answers"]) for row in found["rows"]} == {(3, 6)}
+    assert len(found["expected"]) == 2 * 4 * 2  # halves, shares, figures
     for row in found["expected"]:
-        assert row["data"] == "one"
-        assert row["items"] == 2
         assert row["off"] == pytest.approx(row["expected"] / row["measured"] - 1)
-        measured = [
+        (measured,) = (
             one[row["figure"]]
             for one in found["rows"]
-            if one["method"] in ("seams", "seams+question") and one["share"] == row["share"]
-        ]
-        assert [row["measured"]] == measured
-    assert "seams fitted on one's first questions" in capsys.readouterr().out
+            if one["method"] != "full" and one["share"] == row["share"]
+            if one["data"] == row["data"]
+        )
+        assert row["measured"] == measured
+    assert {(row["share"], row["figure"], row["items"]) for row in found["paired"]} == {
+        # a report of two answers asks two of each half's four questions; three are measured
+        (share, figure, len(both_sides(found["answers"])))
+        for share in (0, 0.05, 0.15, 0.3)
+        for figure in ("kld_first", "kld")
+    }
+    shown = capsys.readouterr().out
+    assert "one, second half, 3 questions, 6 answers, seams fitted on one, first half" in shown
+    assert "Reports beside measurements of the same questions" in shown
+
+
+def both_sides(answers: list[dict[str, Any]]) -> set[str]:
+    """Questions."""
+    reported = {one["question"] for one in answers if one["codec"] == "report"}
+    return reported & {one["question"] for one in answers if one["codec"] == "exact"}
 
 
 def test_what_takes_long_is_measured_on_every_third_question(
@@ -179,10 +203,13 @@ def test_rows_are_saved_as_they_come(
 
 def test_what_cannot_be_measured_is_refused_first(bench: Run, tmp_path: Path) -> None:
     one, two = write_set(tmp_path / "one.jsonl", 1), write_set(tmp_path / "two.jsonl", 2)
+    single = write_set(tmp_path / "single.jsonl", 3, items=1)
     with pytest.raises(UnsupportedError, match="--data"):
         bench()
-    with pytest.raises(UnsupportedError, match=r"has 5 questions.* more than the 30"):
-        bench(data=[one], seams_from=[one])
+    with pytest.raises(UnsupportedError, match=r"has 1 questions.* of their own"):
+        bench(data=[single], seams_from=[single])
+    with pytest.raises(UnsupportedError, match="methods: expected full, "):
+        bench(data=[one], methods="guessing")
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(one.read_bytes())
     with pytest.raises(UnsupportedError, match="nothing that"):
