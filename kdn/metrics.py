@@ -180,6 +180,7 @@ OF_VLLM = {
     "refused_joins": "requests with pieces that could not be joined, and were served like others",
     "loads": "loads that have ended",
     "crowded": "loads that had not begun by their deadline, as others were under way",
+    "early_loads": "loads whose streams were on their way before vLLM had made room for them",
     "loaded_tokens": "tokens that were loaded",
     "joined_tokens": "tokens of them that came from joined pieces",
     "moved_tokens": "tokens of these that stand elsewhere than they were learned",

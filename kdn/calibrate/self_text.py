@@ -76,15 +76,16 @@ class Manner:
     people's does. Drawn from likely tokens alone, it hardly ever does: rare tokens are missing, and
     what matters is measured where next to nothing is uncertain."""
 
-    temperatures: tuple[float, ...] = (1.0,)
-    """In turn. At 1 a token comes as often as the model says."""
+    temperatures: tuple[float, ...] = (0.8, 0.9, 1.0)
+    """In turn. At 1 a token comes as often as the model says, but a small model then wanders off:
+    after a while it says more unlikely things than people do."""
     least_chance: float = 0.0
     """Tokens this much less likely than the likeliest are not drawn."""
     bare: float = 0.25
     """Part of the texts that begin with nothing but what prompts begin with."""
     words: float = 0.5
     """Part of the texts that begin with a few words from anywhere in the vocabulary."""
-    surprises: float = 0.02
+    surprises: float = 0.005
     """Part of the tokens that are drawn from the whole vocabulary, all alike: names, figures and
     typing errors of which the model knows nothing."""
     text_tokens: int = 1000

@@ -51,10 +51,12 @@ def _enough_soon(outlook: Outlook) -> Plan | None:
     endless = math.isinf(situation.deadline_s)
     if not endless and situation.enough_kld < outlook.table.kld.min():
         return None
-    recompute, _ = outlook.soonest(_enough(outlook, outlook.computed), rate)
-    # What the model reads is exact, so that the rest may be coarser.
-    levels = _enough(outlook, recompute)
-    recompute, done_s = outlook.soonest(levels, rate, recompute)
+    levels = _enough(outlook, outlook.computed)
+    recompute, done_s = outlook.soonest(levels, rate)
+    if recompute > outlook.computed:
+        # What the model reads is exact, so that the rest may be coarser.
+        levels = _enough(outlook, recompute)
+        recompute, done_s = outlook.soonest(levels, rate, recompute)
     kld = outlook.kld_with(levels, recompute)
     if not endless and (done_s > situation.deadline_s or kld > situation.enough_kld * _ROUNDING):
         return None

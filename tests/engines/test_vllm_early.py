@@ -65,12 +65,13 @@ def num_early(shared: SharedSession) -> int:
     return len(shared.early._loads)
 
 
-def begin(shared: SharedSession, wanted: LoadOrder) -> torch.Tensor:
+def begin(shared: SharedSession, wanted: LoadOrder, *, is_early: bool = True) -> torch.Tensor:
     """It is loaded, all of it: the keys."""
     worker, paged = make_worker(shared)
     heads = wanted.heads
     found = load(worker, wanted.start, END, name=wanted.request_id, heads=heads)
     assert found == (set(), END)
+    assert worker.counts["early_loads"] == is_early
     return paged.read(wanted.start, END, range(30)).keys
 
 
@@ -118,7 +119,7 @@ def test_what_nobody_takes_up_is_dropped(
         return not fetcher._arena._taken
 
     until(lambda: shared.submit(is_free).result(5.0))
-    assert torch.equal(begin(shared, wanted), cache.keys[:, :END])
+    assert torch.equal(begin(shared, wanted, is_early=False), cache.keys[:, :END])
     assert num_orders(shared) == 2
 
 
@@ -128,7 +129,7 @@ def test_a_load_of_other_chunks_begins_anew(shared: SharedSession) -> None:
     make_worker(shared)
     wanted = looked_up(shared, prospect())
     later = replace(order(256, END), heads=wanted.heads[1:])
-    assert torch.equal(begin(shared, later), cache.keys[:, 256:END])
+    assert torch.equal(begin(shared, later, is_early=False), cache.keys[:, 256:END])
     assert (num_orders(shared), num_early(shared)) == (2, 0)
     coarser = replace(wanted, enough_kld=1.0)
     looked_up(shared, prospect())

@@ -80,7 +80,7 @@ def truth(model: str, prompts: list[list[int]], logs: Path) -> dict[tuple[int, .
 
 @pytest.fixture(scope="module")
 def engine(node: Node, model: str, logs: Path) -> Iterator[Engine]:
-    transfer = connector(node.url, codec="exact", lookup_s=1.0, deadline_s=3.0)
+    transfer = connector(node.url, fetch_connections=2, codec="exact", lookup_s=1.0, deadline_s=3.0)
     with Engine(
         logs / "engine", model=model, enable_prefix_caching=True, num_gpu_blocks_override=BLOCKS,
         kv_transfer_config=transfer, **SETTINGS,

@@ -197,7 +197,9 @@ class Loader:
         if self._ranks is not None:
             deliver = partial(self._ranks.deliver, order.number)
         got = None if is_away else await self._shared.early.deliver(order, chunks, sink)
-        if got is None:
+        if got is not None:
+            self._counts["early_loads"] += 1
+        else:
             got = await deliver(
                 chunks,
                 sink,
