@@ -181,6 +181,7 @@ OF_VLLM = {
     "loads": "loads that have ended",
     "crowded": "loads that had not begun by their deadline, as others were under way",
     "early_loads": "loads whose streams were on their way before vLLM had made room for them",
+    "dropped_early_loads": "loads on their way that vLLM then did not begin, or not in time",
     "loaded_tokens": "tokens that were loaded",
     "joined_tokens": "tokens of them that came from joined pieces",
     "moved_tokens": "tokens of these that stand elsewhere than they were learned",

@@ -251,7 +251,8 @@ class _Calibration:
             found_rows = {name: t for name, t in stored.items() if t is not None}
             basis = dense_rows(found_rows, device, self.leading[index])
             # Only components coarse enough to be coded take part.
-            synthesis.append((basis[: len(basis) // 2] / metric.weight).float())
+            coded = min(self.options.components, len(basis))
+            synthesis.append((basis[: coded // 2] / metric.weight).float())
         chosen = self.windows[: self.options.second_pass_windows]
         every = self._weighed_tokens(len(chosen))
         found: list[torch.Tensor] = []

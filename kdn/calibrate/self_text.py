@@ -67,6 +67,8 @@ WORDS_OF_OPENING = (2, 5)
 """At least, and fewer than."""
 LEAST_LETTERS = 3
 """Of a token that stands for a word."""
+WORD_BEGINS = (" ", "\u0120", "\u2581")
+"""How tokenizers write the space before a word; decoding one token alone may drop it."""
 WORD_TRIES = 100
 
 
@@ -183,8 +185,7 @@ class _Openings:
         self._random = np.random.default_rng(seed)
         self._ids = [found for found in map(ids, OPENINGS) if found]
         self._between = ids("\n\n")
-        special = {int(t) for t in getattr(tokenizer, "all_special_ids", ())}
-        self.ends = stop_tokens(model) | special
+        self.ends = stop_tokens(model) | _special(tokenizer)
         # Embeddings may be padded beyond what the tokenizer knows.
         self._known = min(spec_of(model).vocab_size, getattr(tokenizer, "vocab_size", 1 << 62))
         told = (getattr(tokenizer, "bos_token_id", None), *stop_tokens(model))
@@ -210,14 +211,22 @@ class _Openings:
         """A token that begins a word, where there are such."""
         for _ in range(WORD_TRIES):
             token = int(self._random.integers(self._known))
-            text = self._tokenizer.decode([token])
-            if text[:1] == " " and text[1:].isalpha() and len(text) > LEAST_LETTERS:
+            begin = (self._tokenizer.convert_ids_to_tokens(token) or "")[:1]
+            word = self._tokenizer.decode([token]).strip()
+            if begin in WORD_BEGINS and word.isalpha() and len(word) >= LEAST_LETTERS:
                 break
         return token if token not in self.ends else self.start
 
     def after_end(self) -> list[int]:
         """At least one token: another text where one has ended."""
         return [*self._between, *self.next()] or self._ids[0]
+
+
+def _special(tokenizer: Any) -> set[int]:
+    """Those with a name (begin, end, padding) and all others that are marked so."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    marked = {int(token) for token, told in added.items() if told.special}
+    return marked | {int(token) for token in getattr(tokenizer, "all_special_ids", ())}
 
 
 class _Batch:

@@ -412,9 +412,10 @@ class AsyncClient(Opened):
     ) -> tuple[Context, list[int], str]:
         """The context that names stand for, loaded, all its token ids, and how to ask about it."""
         if isinstance(name, str):
+            began_s = self.contexts.clock()
             found = await self.named(name, options, stats)
-            chunks = found.cut(self.engine.namespace)
-            context = await self.contexts.load(found.tokens, chunks, options, stats)
+            chunks, left = found.cut(self.engine.namespace), self.contexts.left_of(options, began_s)
+            context = await self.contexts.load(found.tokens, chunks, left, stats)
             return context, found.tokens, found.style
         context, join, style = await self.joins.begin(name, options, stats)
         return context, join.tokens.tolist(), style

@@ -81,7 +81,7 @@ class Contexts:
     # delivering
 
     def left_of(self, options: Options, began_s: float) -> Options:
-        """What a request still wants that began then: less time is left."""
+        """The options, with the deadline less by the time since then."""
         deadline_s = self.deadline_s if options.deadline_s is None else options.deadline_s
         if deadline_s is None:
             return options

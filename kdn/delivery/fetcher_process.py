@@ -4,8 +4,8 @@ An engine's own interpreter is busy, and receiving a hundred megabytes takes som
 of one. This process has an interpreter of its own, and threads that mostly wait in the kernel. Each
 thread reads over one connection, straight into memory that the engine maps (`arena.py`). It checks
 each level against the digest that the engine took from the sealed header. The process reports what
-it verified at most once a millisecond. It neither plans nor retries: what it does not bring, the
-engine fetches itself.
+it verified at most once a millisecond, and the end of an order at once. It neither plans nor
+retries: what it does not bring, the engine fetches itself.
 
 `fetcher.py` starts it with two descriptors: the socket to the engine, and the arena. It ends when
 the engine does. It imports neither torch nor a codec.

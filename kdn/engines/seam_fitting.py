@@ -59,8 +59,9 @@ OnProgress = Callable[[str, float, float], None]
 """Told what is being done, which part of all work is done, and how many seconds are left."""
 Klds = list[tuple[float, float]]
 """At the first token and over all: joined, repaired, and repaired with each share recomputed."""
-OnMeasured = Callable[[Sequence[str], Klds], None]
-"""Told the questions about one join, and what they left: what the report is the mean of."""
+OnMeasured = Callable[[Sequence[Sequence[int]], Sequence[str], Klds], None]
+"""Told the pieces of one join, the questions about it, and what they left: what the report is the
+mean of."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def fit_seams(
     examples: Sequence[Example] = (),
     options: SeamOptions = DEFAULTS,
     on_progress: OnProgress = lambda what, done, left_s: None,
-    on_measured: OnMeasured = lambda questions, klds: None,
+    on_measured: OnMeasured = lambda pieces, questions, klds: None,
 ) -> Seams:
     """Seams of `model` for joins of pieces like these (own tokens of each, without the head; None:
     the beginning of a conversation) and like those of the examples, which measure them; without
@@ -159,7 +160,7 @@ class _Fitting:
         spec: ModelSpec,
         head: list[int],
         options: SeamOptions,
-        on_measured: OnMeasured = lambda questions, klds: None,
+        on_measured: OnMeasured = lambda pieces, questions, klds: None,
     ) -> None:
         self.model, self.prompts, self.spec = model, prompts, spec
         self.head, self.options, self.on_measured = head, options, on_measured
@@ -309,7 +310,7 @@ class _Fitting:
                 found.append([*answers, *self._recomputed(probe, row, repaired, one)])
                 self.progress.step("measuring")
         klds = [_mean(column) for column in zip(*found, strict=True)]
-        self.on_measured(asked.questions, klds)
+        self.on_measured(asked.pieces, asked.questions, klds)
         return klds
 
     def _recomputed(

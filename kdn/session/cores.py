@@ -23,13 +23,14 @@ def usable_cores(groups: Path = GROUPS, own_group: Path = OWN_GROUP) -> int:
 
 
 def _quotas(groups: Path, own_group: Path) -> Iterator[float]:
-    """Of the group that this process is in, and those that that is in. In a container the root is
-    often its own group, whatever the process is told."""
+    """In cores, of this process's control group and its parents. In a container the root is often
+    its own group, whatever the process is told."""
     names = {Path("/")}
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         for line in own_group.read_text().splitlines():
-            name = Path(line.split(":", 2)[-1])
-            names |= {name, *name.parents}
+            _, controllers, own = line.split(":", 2)
+            if not controllers or "cpu" in controllers.split(","):  # version 1 has other trees, too
+                names |= {Path(own), *Path(own).parents}
     for name in names:
         inside = str(name).lstrip("/")
         for place in (groups / inside, groups / "cpu" / inside, groups / "cpu,cpuacct" / inside):

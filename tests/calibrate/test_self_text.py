@@ -35,7 +35,11 @@ class Letters:
         return SimpleNamespace(input_ids=before + [3 + ord(one) % 125 for one in text])
 
     def decode(self, ids: list[int]) -> str:
-        return " word" if ids[0] in WORDS else "."
+        """Drops the space before a word, as SentencePiece does."""
+        return "word" if ids[0] in WORDS else "."
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return "\u2581word" if token in WORDS else "word" if token % 2 else "."
 
 
 @pytest.fixture
@@ -65,6 +69,16 @@ def test_special_tokens_are_not_written(model: Any) -> None:
         model.lm_head.weight[END] = 4 * model.lm_head.weight.abs().mean()
     found = write_text(model, Letters(), 120, 4)
     assert not np.isin(found.windows, Letters.all_special_ids).any()
+
+
+def test_nor_are_those_that_are_only_marked_as_special(model: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Letters, "vocab_size", 128, raising=False)
+    marked = {token: SimpleNamespace(special=token < 90) for token in range(80, 100)}
+    monkeypatch.setattr(Letters, "added_tokens_decoder", marked, raising=False)
+    found = write_text(model, Letters(), 200, 8, manner=Manner(bare=1, words=0, surprises=0.5))
+    drawn = set(np.concatenate(found.windows).tolist())
+    assert not drawn & set(range(80, 90))
+    assert drawn & set(range(90, 100))
 
 
 def test_tokens_are_what_the_model_would_say(model: Any, monkeypatch: Any) -> None:

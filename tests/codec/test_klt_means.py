@@ -152,8 +152,27 @@ def test_tables_follow_what_is_counted(tiny: Any) -> None:
     assert sizes[1] < sizes[0]
 
 
+@pytest.mark.parametrize("leading", [0, 24])
+def test_the_last_level_repairs_what_no_level_codes(tiny: Any, leading: int) -> None:
+    """Also of components that are summed precisely."""
+    meta, tensors = parts(tiny.spec, leading=leading, means=True)
+    meta["num_components"] = [[2, 2]] * (LEVELS - 1) + [meta["num_components"][-1]]
+    sizes = [len(tensors[f"g{group}.scale"]) for group in range(2)]
+    kept = {k: t for k, t in tensors.items() if not k.startswith(("level", "mean", "token"))}
+    flat = tables.flat_tables(LEVELS, meta["num_components"]) | tables.flat_means(meta, sizes)
+    codec = KltCodec(tiny.spec, Profile.build(meta, flat | kept))
+    assert all(codec.profile.num_uncoded)
+    assert len(codec.profile.groups[0].fine) > 2
+    stream, chunk, cache = coded(codec, tiny)
+    found = codec.decode(stream, chunk, levels=LEVELS)
+    # Half of a step of 0.01, which a token's class may double; and rounding.
+    assert float((found.values - cache.values).abs().max()) < 0.011
+
+
 def test_a_profile_tells_of_its_means(tiny: Any) -> None:
     profile = make_profile(tiny.spec, means=True)
+    assert not any(profile.num_uncoded)
+    assert set(make_profile(tiny.spec, means=True, beyond=8).num_uncoded) == {8}
     assert profile.has_means
     assert profile.windowed_from is profile.run_rows is None
     assert not make_profile(tiny.spec, run_rows=16).has_means

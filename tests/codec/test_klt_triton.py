@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +22,9 @@ from kdn.codec.format import Bitstream
 from kdn.codec.klt import KltCodec, Profile
 from kdn.codec.klt.gpu_launch import Batching
 from kdn.codec.klt.kinds import KIND_DIGITS, KIND_ENTERING, KIND_MEANS, KIND_SINKS
+from kdn.codec.klt.means import MeanCoder
 from kdn.errors import KdnError
-from tests.codec import klt_reference
+from tests.codec import klt_profile, klt_reference
 from tests.codec.klt_planes import Planes
 from tests.codec.klt_profile import parts, without_coarse
 
@@ -225,6 +227,35 @@ def test_damaged_means_are_noticed(level: int) -> None:
     assert decode(case, decoder_of(case), out, level + 1) == [0]
     assert torch.all(out.keys == 7e4)
     assert decode(case, decoder_of(case), out, level + 2) == []
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+def test_means_that_overflow_between_the_stages_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them is within what 16 bits hold, their sums are not."""
+    monkeypatch.setitem(globals(), "parts", parts_of_large_sums)
+    case = Case(spec_of((SMALL, None)), 16, leading=24, means=True)
+    decoder, out = decoder_of(case), case.poisoned()
+    assert decode(case, decoder, out, 1) == []
+    one = float(decoder.synthesis.row_factor.max()) * 9 / 16**0.5
+    large = int(50_000 / one)
+    assert 1 <= large < 1 << 15
+    monkeypatch.setattr(MeanCoder, "round", lambda _, exact: np.full(exact.shape, large, np.int32))
+    case.data = case.codec.encode_all(case.chunks, case.cache)
+    case.streams = [Bitstream.parse(data) for data in case.data]
+    out = case.poisoned()
+    assert decode(case, decoder, out, 1) == [0]
+    assert torch.all(out.keys == 7e4)
+
+
+def parts_of_large_sums(*given: Any, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rows of layers so large that those across layers are not made smaller for 16 bits."""
+    meta, tensors = klt_profile.parts(*given, **more)
+    for group in range(len(meta["groups"])):
+        tensors[f"g{group}.rows_scale"] = tensors[f"g{group}.rows_scale"] * np.float32(1e4)
+        tensors[f"g{group}.basis_scale"] = tensors[f"g{group}.basis_scale"] * np.float32(10)
+    return meta, tensors
 
 
 def test_two_stages_of_precise_components_alone() -> None:

@@ -335,7 +335,7 @@ def test_every_question_is_measured_by_seams_that_have_not_seen_it(
     monkeypatch.setattr(work, "_solved", solves)
     monkeypatch.setattr(work, "_measured", measures)
     said: dict[str, Klds] = {}
-    work.on_measured = lambda questions, klds: said.update(dict.fromkeys(questions, klds))
+    work.on_measured = lambda pieces, questions, klds: said.update(dict.fromkeys(questions, klds))
     told: list[float] = []
     seams = work.run(lambda what, done, left_s: told.append(done))
     assert sorted(measured) == sorted(one.question for one in examples)

@@ -110,6 +110,7 @@ def test_what_nobody_takes_up_is_dropped(
     make_worker(shared)
     wanted = looked_up(shared, prospect())
     until(lambda: not num_early(shared) and not shared.early._tasks)
+    assert shared.early.num_dropped == 1
     fetcher = shared.session.fetcher
     assert fetcher is not None
     until(lambda: not fetcher._fetches)
@@ -121,6 +122,31 @@ def test_what_nobody_takes_up_is_dropped(
     until(lambda: shared.submit(is_free).result(5.0))
     assert torch.equal(begin(shared, wanted, is_early=False), cache.keys[:, :END])
     assert num_orders(shared) == 2
+
+
+def test_whoever_takes_one_up_has_most_of_its_time(shared: SharedSession) -> None:
+    cache = publish(shared)
+    make_worker(shared)
+    wanted = looked_up(shared, replace(prospect(), deadline_s=0.4))
+    began_s = time.monotonic()
+    until(lambda: not num_early(shared))
+    assert time.monotonic() - began_s < 0.3
+    assert torch.equal(begin(shared, wanted, is_early=False), cache.keys[:, :END])
+
+
+def test_none_goes_before_loads_that_wait_for_others(shared: SharedSession) -> None:
+    publish(shared)
+    worker, _ = make_worker(shared)
+    turn = worker.loader._turn
+    held = turn._value
+
+    async def take() -> None:
+        for _ in range(held):
+            await turn.acquire()
+
+    shared.submit(take).result(5.0)
+    looked_up(shared, prospect())
+    assert (num_orders(shared), num_early(shared)) == (0, 0)
 
 
 def test_a_load_of_other_chunks_begins_anew(shared: SharedSession) -> None:

@@ -58,3 +58,13 @@ def test_version_1(tmp_path: Path) -> None:
     assert cores(tmp_path) == 3
     write(group, cpu_cfs_quota_us="-1")
     assert cores(tmp_path) == 16
+
+
+def test_groups_of_other_controllers_say_nothing_of_cores(tmp_path: Path) -> None:
+    """In version 1 each controller has a tree of its own."""
+    (tmp_path / "own").write_text("4:memory:/pod\n1:cpu:/\n")
+    group = tmp_path / "groups" / "cpu" / "pod"
+    write(group, cpu_cfs_quota_us="100000", cpu_cfs_period_us="100000")
+    assert cores(tmp_path) == 16
+    (tmp_path / "own").write_bytes(b"1:cpu:/\xff\n")  # a name in no known coding
+    assert cores(tmp_path) == 16

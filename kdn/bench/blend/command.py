@@ -52,7 +52,7 @@ FIT_ITEMS = 30
 """Questions that seams are fitted on, whatever is measured."""
 STORIES, QUESTIONS_OF_STORY, ORDERS = 8, 4, 3
 ORDERS_SEED = 1
-"""Of the orders of a question; a report draws others."""
+"""Of a question's orders besides its own; a report draws others."""
 QUICK_ITEMS, QUICK_QUESTIONS, QUICK_TTFT_TOKENS = 3, 2, 1024
 
 
@@ -163,6 +163,7 @@ def run(
     _check(sets, stories, loaded, tokenizer)
     settings = {
         "model": model, "device": device, "items": plan.items, "orders": plan.orders,
+        "pieces": plan.pieces, "codecs": list(plan.codecs), "methods": list(plan.methods),
         "quality": quality,
     }  # fmt: skip
     found = Found(json_file, settings | {"hardware": hardware(device)})
@@ -239,9 +240,11 @@ def _sets_of(path: Path, source: Path | None, plan: Plan) -> list[QuestionSet]:
 def _halves(path: Path, plan: Plan) -> list[QuestionSet]:
     """Without the passages that both have: so a question is about the same ones in its report and
     when it is measured."""
-    name, every = set_name(path), load_items(path, 2 * max(FIT_ITEMS, plan.items), plan.pieces)
+    name, loaded = set_name(path), load_items(path, 2 * max(FIT_ITEMS, plan.items), plan.pieces)
+    every = [*{item.question: item for item in loaded}.values()]  # told apart by their words
     half = len(every) // 2
-    first, second = apart(every[:half], every[half:]), apart(every[half:], every[:half])
+    parts = (every[:half], every[half:]), (every[half:], every[:half])
+    first, second = ([item for item in apart(*both) if len(item.pieces) > 1] for both in parts)
     if not first or not second:
         raise UnsupportedError(
             f"seams-from: {path} has {len(every)} questions. To be fitted and measured on, its "

@@ -52,7 +52,7 @@ def _entry(data: str, codec: str, share: float, question: str, klds: Sequence[fl
 def pooled(entries: Iterable[Entry], sets: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """Over all questions that stand on both sides: a row for each set, codec, share and figure.
     `sets`: by half, the set it is of. `off` is the part of what was measured by which reports
-    exceed it; `interval` is where that lies in COVERED of all cases."""
+    exceed it; `interval` is where that lies in about COVERED of all cases, for other questions."""
     sides: dict[tuple[str, str, float], dict[tuple[str, str], Entry]] = {}
     for one in entries:
         if one["data"] in sets:
@@ -83,11 +83,14 @@ def pooled(entries: Iterable[Entry], sets: Mapping[str, str]) -> Iterator[dict[s
 def _interval(
     expected: npt.NDArray[np.float64], actual: npt.NDArray[np.float64]
 ) -> Interval | None:
-    """Of `off`: questions are drawn anew, each with both of its numbers."""
+    """Of `off`, for these fits: questions are drawn anew, each with both of its numbers."""
     count = len(expected)
-    if count < LEAST_NUMBERS or np.count_nonzero(actual) < count:
+    if count < LEAST_NUMBERS:
         return None
     drawn = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
-    off = expected[drawn].sum(1) / actual[drawn].sum(1) - 1
+    sums = actual[drawn].sum(1)
+    if not sums.all():
+        return None
+    off = expected[drawn].sum(1) / sums - 1
     low, high = np.quantile(off, ((1 - COVERED) / 2, (1 + COVERED) / 2))
     return float(low), float(high)

@@ -15,6 +15,8 @@ import numpy as np
 from kdn.bench.blend.methods import HEADLESS, Method
 from kdn.engines.uncertainty import Interval, mean_interval
 
+SCORES = ("top1", "f1_full", "f1_gold")
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -35,8 +37,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class BlendRow:
-    """Over a set. Figures are means unless they say otherwise: means of divergence are what a few
-    hard questions make them, so medians and quartiles stand beside them."""
+    """Over a set. Figures are means over its questions (all orders of one count as one), unless
+    they say otherwise. Means of divergence are what a few hard questions make them, so quartiles
+    of all answers stand beside them."""
 
     method: str
     share: float
@@ -47,7 +50,7 @@ class BlendRow:
     kld: float
     """The same, mean over 16 tokens of the full reading's own greedy answer."""
     top1: float
-    """Share of questions whose first answer token is the full reading's."""
+    """Share of answers whose first token is the full reading's."""
     f1_full: float
     """Of the answer's words, against the full reading's answer."""
     f1_gold: float
@@ -62,7 +65,7 @@ class BlendRow:
     items: int
     """Questions."""
     answers: int
-    """As many for each order."""
+    """To them, in all orders."""
     kld_first_interval: Interval | None
     """Where the mean over very many questions lies in nine of ten cases; None for very few."""
     kld_interval: Interval | None
@@ -75,21 +78,20 @@ class BlendRow:
         """Of the same method and codec."""
         method = outcomes[0].method
         ttft = quartiles(one.ttft_s for one in outcomes)
+        first, klds = by_question(outcomes, "kld_first"), by_question(outcomes, "kld")
         return cls(
             method.name, method.share, outcomes[0].codec, data,
-            kld_first=_mean(one.kld_first for one in outcomes),
-            kld=_mean(one.kld for one in outcomes),
-            top1=_mean(one.top1 for one in outcomes),
-            f1_full=_mean(one.f1_full for one in outcomes),
-            f1_gold=_mean(one.f1_gold for one in outcomes),
+            kld_first=_mean(first.values()),
+            kld=_mean(klds.values()),
+            **{name: _mean(by_question(outcomes, name).values()) for name in SCORES},
             ttft_s=ttft[1],
             computed_tokens=_mean(one.computed_tokens for one in outcomes),
             bytes=_mean(one.bytes for one in outcomes),
             head=method.delivered != HEADLESS,
-            items=len(by_question(outcomes, "kld")),
+            items=len(klds),
             answers=len(outcomes),
-            kld_first_interval=mean_interval(list(by_question(outcomes, "kld_first").values())),
-            kld_interval=mean_interval(list(by_question(outcomes, "kld").values())),
+            kld_first_interval=mean_interval(list(first.values())),
+            kld_interval=mean_interval(list(klds.values())),
             kld_first_quartiles=quartiles(one.kld_first for one in outcomes),
             kld_quartiles=quartiles(one.kld for one in outcomes),
             ttft_quartiles_s=ttft,

@@ -134,9 +134,9 @@ class Analyser:
         level, [columns, tokens]."""
         transform = self._transforms[index]
         packed = self._coder.pack(finest, index, self._num_levels - 1, classes)
-        missed = transform.sum_missed(
-            group.components[: len(packed.large)] - torch.from_numpy(packed.large)
-        )
+        large = group.components[: transform.num_large].clone()  # not all of them may be coded
+        large[: len(packed.large)] -= torch.from_numpy(packed.large)
+        missed = transform.sum_missed(large)
         error = np.empty(tuple(group.rest.T.shape), dtype=np.int32)
         steps, coarse = step_sizes(classes, 1.0), transform.coarse(packed)
         fix_step = self._profile.tensors["fix.step"][transform.group.columns]

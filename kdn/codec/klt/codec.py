@@ -115,13 +115,14 @@ class KltCodec(Codec):
             Section(0, KIND_SINKS, index, self._sinks[index].encode(values))
             for index, values in enumerate(analysis.sinks)
         ]
+        groups = range(len(analysis.groups))
+        # This also refuses what is not finite.
+        quantised = parallel_map(lambda g: self.analyser.quantise(g, analysis), groups)
         for level, index in self.means.parts():
             exact = self.means.exact(level, index, analysis.groups[index].exact, analysis.classes)
             data = self.means.encode(level, index, self.means.round(exact))
             sections.append(Section(level, KIND_MEANS, index, data))
         jobs = []
-        groups = range(len(analysis.groups))
-        quantised = parallel_map(lambda g: self.analyser.quantise(g, analysis), groups)
         for index, values in enumerate(quantised):
             jobs += [(*part, values) for part in self.coder.parts(index)]
         sections += parallel_map(lambda job: self.coder.encode_part(*job, analysis.classes), jobs)

@@ -72,6 +72,8 @@ class GpuEncoding:
             return False
         if self._profile.has_two_stages or self._profile.run_rows:
             return False  # what is rounded between the stages, and runs, are the cores' alone
+        if any(self._profile.num_uncoded):
+            return False  # kernels take what all components leave for the last level's
         few = self._profile.num_sinks <= MAX_SINKS and chunk.num_tokens <= CHUNK_TOKENS
         return few and cache.dtype in _DTYPES and self._spec.head_dim % 2 == 0
 

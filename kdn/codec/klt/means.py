@@ -4,9 +4,10 @@ A level codes the components that are often not zero at its step, and leaves out
 of them is small, token by token. But the mean of one over a chunk is not: what a document is about
 shifts many of them for all of its tokens, and an error that is the same in all tokens harms the
 model more than one that changes its sign. So a level also holds, for each component that it leaves
-out and a later level codes, the mean over the chunk's tokens, and what it restores is moved by all
-of these. Their step is the level's over the root of the number of tokens: a mean is the first
-coefficient of an orthonormal transform along the tokens, and all coefficients share one step.
+out, the mean over the chunk's tokens, and what it restores is moved by all of these. (A profile may
+have components that no level codes. These have their means alone.) Their step is the level's over
+the root of the number of tokens: a mean is the first coefficient of an orthonormal transform along
+the tokens, and all coefficients share one step.
 
 A later level that codes a component codes all of it, so the means of levels before are not needed
 any more; nor does the last level use any, which corrects what components leave. The first tokens

@@ -28,6 +28,7 @@ from kdn.codec.klt.symbols_triton import decode_plain
 BLOCK_CHUNKS, BLOCK_ROWS = 16, 256
 """A product needs 16 lines at least."""
 MAX_MEAN = tl.constexpr(65000.0)
+MAX_SUM = tl.constexpr(1e30)
 
 
 class Means:
@@ -106,8 +107,8 @@ class Means:
             leading = stages.arguments(leading_from)
         sum_means[(len(synthesis.tiles), -(-slab.num_chunks // BLOCK_CHUNKS))](
             packed, matrix, synthesis.tiles, self._blocks[level], synthesis.num_latents, num_rows,
-            synthesis.scale, synthesis.bias, out, slab.num_chunks, packed.shape[1], out.shape[1],
-            *leading, BM=BLOCK_CHUNKS, BN=synthesis.block_columns, BK=BLOCK_K,
+            synthesis.scale, synthesis.bias, out, slab.status, slab.num_chunks, packed.shape[1],
+            out.shape[1], *leading, BM=BLOCK_CHUNKS, BN=synthesis.block_columns, BK=BLOCK_K,
             STAGED=stages is not None,
         )  # fmt: skip
         return out
@@ -144,12 +145,13 @@ def place_means(
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def sum_means(
-    packed, matrix, tiles, blocks_of, latents, group_width, column_scale, bias, out, num_chunks,
-    width, num_columns, leading_begins, leading_blocks, leading_from, leading_width,
+    packed, matrix, tiles, blocks_of, latents, group_width, column_scale, bias, out, status,
+    num_chunks, width, num_columns, leading_begins, leading_blocks, leading_from, leading_width,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGED: tl.constexpr,
 ):  # fmt: skip
     """One tile of columns, of BM chunks: as `transform_triton.restore` sums components, from block
-    to block of `blocks_of` [group, 2]."""
+    to block of `blocks_of` [group, 2]. The status is set where that overflows: between two stages
+    are 16 bits, and each mean may be as large as they hold."""
     tile, chunk = tl.program_id(0), tl.program_id(1) * BM + tl.arange(0, BM)
     group, layer = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     first, end = tl.load(blocks_of + group * 2), tl.load(blocks_of + group * 2 + 1)
@@ -167,6 +169,8 @@ def sum_means(
             b = matrix.load([tile * BN, latents + (end + block) * BK])
             sums = tl.dot(a, b.T, sums)
     column = tile * BN + tl.arange(0, BN)
+    is_finite = tl.min((tl.abs(sums) < MAX_SUM).to(tl.int32), 1)
+    tl.atomic_or(status + chunk, 1, mask=(chunk < num_chunks) & (is_finite == 0))
     sums = sums * tl.load(column_scale + column)[None, :] + tl.load(bias + column)[None, :]
     place = chunk.to(tl.int64)[:, None] * num_columns + column[None, :]
     tl.store(out + place, sums, mask=known)

@@ -30,7 +30,7 @@ Version 4 differs from version 3 in one thing: its groups may have two stages (`
 meta data's `leading` says of each group how many components each of its layers has, K in all, that
 the matrix across layers leads to; an empty list is a group of one stage. In a group of two stages,
 `g.basis` is [n - m, K], and `g.rows` leads from a layer's components to its columns, keys before
-values, layer after layer. A profile without such groups is written as version 3.
+values, layer after layer. Calibration once wrote a profile without such groups as version 3.
 
 Version 5 is version 4 for a model with sliding windows. Its layers are numbered as streams have
 them, those with a window last (`kdn/codec/windowed.py`), and the meta data's `windowed_from` is the
@@ -231,8 +231,14 @@ class Profile:
         """Whether levels have the means of components that they leave out."""
         return bool(self.meta["version"] == VERSION_OF_MEANS)
 
+    @cached_property
+    def num_uncoded(self) -> tuple[int, ...]:
+        """Of each group: components that no level codes. They have means at most."""
+        coded = self.meta["num_components"][self.num_levels - 2]
+        return tuple(len(g.scale) - n for g, n in zip(self.groups, coded, strict=True))
+
     def num_means(self, level: int, group: int) -> int:
-        """How many a level has: of the components that it leaves out, and a later one codes."""
+        """How many a level has: of the group's components that it leaves out."""
         if not self.has_means or level == self.num_levels - 1:
             return 0
         return len(self.groups[group].scale) - self.levels[level].num_components[group]

@@ -13,7 +13,7 @@ blocks. Then its load, if there is one, begins as any other.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -30,6 +30,8 @@ AT_ONCE = 4
 """More at a time would only take memory for streams."""
 TAKEN_UP_S = 1.0
 """An early load that nobody has taken up by then is dropped. A long step takes some 0.2 s."""
+TAKEN_UP_SHARE = 0.25
+"""The same, as a part of its deadline: whoever takes it up needs time to decode."""
 ORDER_S = 0.005
 """vLLM hears of a lookup's end after so long, if nothing has been ordered by then: until it has,
 the two would only take turns with the interpreter."""
@@ -51,10 +53,9 @@ class Prospect:
 
     def chunks(self, known: Known) -> tuple[tuple[Chunk, ...], int]:
         """Those that will be loaded, and up to where; none if any of them is on this host."""
-        end = min(known.end // self.block_tokens * self.block_tokens, self.most)
-        if self.start is None or end <= self.start:
+        start, end = self.start, min(known.end // self.block_tokens * self.block_tokens, self.most)
+        if start is None or end <= start:
             return (), 0
-        start = self.start
         wanted = tuple(c for c in known.chunks if c.start < end and c.end > start)
         if any(known.streams.get(chunk.key) is None for chunk in wanted):
             return (), 0
@@ -75,17 +76,16 @@ class _Early:
         same = [chunk.key for chunk in self.chunks] == asked and self.end == order.end
         return same and self.enough_kld == order.enough_kld
 
-    def drop(self) -> None:
-        self.timer.cancel()
-        self.task.cancel()
-
 
 class EarlyLoads:
-    """All of it belongs to the session's event loop, but `batch_chunks`."""
+    """All of it belongs to the session's event loop, but what the loader sets once."""
 
     def __init__(self, session: Session) -> None:
         self.batch_chunks: int | None = None
         """Of the sinks that loads are given; None: there are no loads in this process."""
+        self.is_crowded: Callable[[], bool] = lambda: False
+        """Whether a load would wait for others: then an early one would only slow these down."""
+        self.num_dropped = 0
         self._session = session
         self._loads: dict[str, _Early] = {}
         self._tasks: set[asyncio.Task[Delivered]] = set()
@@ -104,10 +104,11 @@ class EarlyLoads:
     async def begin(self, prospect: Prospect, known: Known) -> None:
         """Order what this request will load, where a fetcher brings it. Returns when that is
         ordered, or is not going to be at once."""
-        if (former := self._loads.pop(prospect.request_id, None)) is not None:
-            former.drop()
+        self._drop(prospect.request_id)
         fetcher, batch_chunks = self._session.fetcher, self.batch_chunks
-        if fetcher is None or batch_chunks is None or len(self._tasks) >= AT_ONCE:
+        if fetcher is None or batch_chunks is None:
+            return
+        if len(self._tasks) >= AT_ONCE or self.is_crowded():
             return
         chunks, end = prospect.chunks(known)
         if not chunks or not fetcher.is_ready():
@@ -121,7 +122,8 @@ class EarlyLoads:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(watched("an early load", KdnError, OSError))
-        timer = asyncio.get_running_loop().call_later(TAKEN_UP_S, self._drop, prospect.request_id)
+        limit_s = min(TAKEN_UP_S, TAKEN_UP_SHARE * prospect.deadline_s)
+        timer = asyncio.get_running_loop().call_later(limit_s, self._drop, prospect.request_id)
         early = _Early(chunks, end, prospect.enough_kld, sink, task, timer)
         self._loads[prospect.request_id] = early
         with suppress(TimeoutError):
@@ -132,23 +134,27 @@ class EarlyLoads:
         self, order: LoadOrder, chunks: Sequence[Chunk], sink: Sink
     ) -> Delivered | None:
         """What was ordered for this load, into its sink; None: it did not begin early."""
-        early = self._loads.pop(order.request_id, None)
+        early = self._loads.get(order.request_id)
         if early is None:
             return None
         if early.task.done() or not early.fits(order, chunks):
-            early.drop()
+            self._drop(order.request_id)
             return None
+        del self._loads[order.request_id]
         early.timer.cancel()
         early.sink.give(sink)
         return await early.task
 
     def _drop(self, request_id: str) -> None:
-        self._loads.pop(request_id).drop()
+        """If there is one that nobody has taken up."""
+        if (early := self._loads.pop(request_id, None)) is not None:
+            early.timer.cancel()
+            early.task.cancel()
+            self.num_dropped += 1
 
     async def close(self) -> None:
-        for early in self._loads.values():
-            early.timer.cancel()
-        self._loads.clear()
-        for task in (tasks := list(self._tasks)):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Those that were taken up end with their takers, which have been cancelled. Cancelled
+        twice, a delivery would not wait for threads that still write."""
+        for request_id in list(self._loads):
+            self._drop(request_id)
+        await asyncio.gather(*self._tasks, return_exceptions=True)

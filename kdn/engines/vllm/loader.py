@@ -87,6 +87,7 @@ class Loader:
         self._ranks = ranks
         if ranks is None:  # of several, whoever asks is not alone in loading
             shared.early.batch_chunks = batch_chunks_of(paged)
+            shared.early.is_crowded = self._turn.locked
 
     def __len__(self) -> int:
         """Loads that have not been taken yet."""
@@ -213,6 +214,7 @@ class Loader:
 
     def _note(self, order: LoadOrder, got: Delivered, took_s: float) -> None:
         self._counts["fetched_bytes"] += got.fetched_bytes
+        self._counts["dropped_early_loads"] = self._shared.early.num_dropped
         for level, size in enumerate(got.level_bytes):
             self._counts[f"level_bytes:{level}"] += size
         if (streams := self._session.streams) is not None:
