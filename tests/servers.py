@@ -17,6 +17,8 @@ from kdn.bench.s3_servers import S3Server
 from kdn.bench.servers import MissingError, RedisClusterServers, RedisServer, SentinelServers
 
 T = TypeVar("T")
+NEEDS_REDIS = pytest.mark.usefixtures("redis_server")
+"""Of a test that starts one of its own: skipped where there is none."""
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from kdn.store.base import Entry, Store
 from kdn.store.redis import open_redis_store
 from kdn.store.redis_exchange import WINDOW_BYTES
 from kdn.store.streaming import Ask, Collected
-from tests.servers import emptied, started
+from tests.servers import NEEDS_REDIS, emptied, started
 from tests.store.contract import closing, content, etag_of, put, read
 
 LIMIT_S = 40.0
@@ -443,6 +443,7 @@ def test_no_more_is_asked_for_ahead_than_the_window(redis_server: RedisServer) -
     run(test())
 
 
+@NEEDS_REDIS
 def test_refusals_have_names(tmp_path: Path) -> None:
     async def test(url: str) -> None:
         async with closing(open_redis_store(url, Credentials())) as store:

@@ -27,7 +27,7 @@ from kdn.store.redis_record import (
 )
 from kdn.store.redis_wire import Job
 from kdn.store.streaming import Ask, Collected
-from tests.servers import emptied
+from tests.servers import NEEDS_REDIS, emptied
 from tests.store.contract import closing, content, etag_of, listed, put, read
 
 LIMIT_S = 30.0
@@ -323,6 +323,7 @@ def test_a_record_is_as_documented() -> None:
 # memory, passwords, TLS
 
 
+@NEEDS_REDIS
 def test_the_server_evicts_and_misses_are_misses(tmp_path: Path) -> None:
     """With long objects among them."""
 
@@ -347,6 +348,7 @@ def test_the_server_evicts_and_misses_are_misses(tmp_path: Path) -> None:
         run(server, test)
 
 
+@NEEDS_REDIS
 def test_no_space_is_told_by_name(tmp_path: Path) -> None:
     async def test(store: Store) -> None:
         await put(store, b"small", content("small", 100))
@@ -359,6 +361,7 @@ def test_no_space_is_told_by_name(tmp_path: Path) -> None:
         run(server, test)
 
 
+@NEEDS_REDIS
 def test_passwords_and_tls(tmp_path: Path, certificate: tuple[str, str]) -> None:
     cert, key = certificate
     port = servers.free_port()
