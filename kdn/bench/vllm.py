@@ -17,10 +17,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -108,6 +109,9 @@ def run(
     quality: Annotated[
         float | None, typer.Option(help="Divergence good enough for kdn, in nats.")
     ] = None,
+    stored_quality: Annotated[
+        float | None, typer.Option(help="That kdn stores levels for; by default all of them.")
+    ] = None,
     add: Annotated[
         list[Path] | None, options.files("JSON of earlier runs of the same task to tell with.")
     ] = None,
@@ -145,14 +149,17 @@ def run(
         run_on_gpu(given, json_file, plot_file)
         return
     console = Console(stderr=True)
-    if quality is not None:
-        quality = enough_kld(quality)
+    qualities = {"quality": quality, "stored_quality": stored_quality}
+    own = {name: enough_kld(one) for name, one in qualities.items() if one is not None}
     chosen_links = options.words("links", links or ",".join(LINKS), tuple(LINKS))
     names = options.words("systems", systems or ",".join(SYSTEMS), SYSTEMS)
-    chosen, notes = choose(names, _found(python), _found(lmcache_python or python), quality)
+    chosen, notes = choose(names, _found(python), _found(lmcache_python or python), own)
     task, told = make_task(model, text, context, documents, answer, seed)
     rows = read_rows(add or [], told)
-    facts = hardware("cpu") | {"kdn quality": "default" if quality is None else f"{quality:g}"}
+    facts = hardware("cpu") | {
+        f"kdn {name.replace('_', ' ')}": f"{own[name]:g}" if name in own else "default"
+        for name in qualities
+    }
     with tempfile.TemporaryDirectory(prefix="kdn-bench-") as work:
         folder = keep or Path(work)
         for row in measure(task, chosen, chosen_links, folder.resolve(), console):
@@ -176,11 +183,14 @@ def _found(python: str) -> str:
 
 
 def choose(
-    names: Sequence[str], python: str, lmcache_python: str, quality: float | None = None
+    names: Sequence[str],
+    python: str,
+    lmcache_python: str,
+    own: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[list[System], list[str]]:
-    """The systems that can run, and why others cannot."""
+    """The systems that can run, and why others cannot. `own`: more of the connector's settings."""
     need_vllm(python)
-    extra = () if quality is None else (("quality", quality),)
+    extra = tuple(own.items())
     known: dict[str, System] = {
         "none": NoCache(python),
         "example": Example(python),

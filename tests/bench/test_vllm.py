@@ -109,7 +109,7 @@ def test_without_vllm_it_says_how_to_install_it() -> None:
 def test_without_lmcache_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "need_vllm", lambda python: None)
     monkeypatch.setattr(vllm, "has_package", lambda python, name: False)
-    systems, notes = choose(["none", "lmcache", "kdn"], "python", "python", quality=0.5)
+    systems, notes = choose(["none", "lmcache", "kdn"], "python", "python", {"quality": 0.5})
     assert [system.name for system in systems] == ["no cache", "kdn"]
     assert "lmcache==0.5.6" in notes[0]
     assert isinstance(systems[1], KdnSystem)
