@@ -37,7 +37,7 @@ from kdn.bench.blend.progress import Progress
 from kdn.bench.blend.report import document, plot, print_report
 from kdn.bench.blend.rows import BlendRow, Outcome, rows_of
 from kdn.bench.blend.scoring import ANSWER_TOKENS
-from kdn.bench.blend.timing import time_joins
+from kdn.bench.blend.timing import texts_of, time_joins
 from kdn.bench.options import JsonFile, PlotFile
 from kdn.bench.report import hardware, report_console, write_json
 from kdn.blend.seams import Seams
@@ -45,6 +45,7 @@ from kdn.cache.spec import ModelSpec
 from kdn.defaults import QUALITY
 from kdn.engines.join_reading import drawn_orders
 from kdn.engines.models import load_model
+from kdn.engines.prompts import Prompts
 from kdn.errors import UnsupportedError
 
 CODECS = ("exact", "klt")
@@ -161,6 +162,8 @@ def run(
     stories = load_stories(choices, STORIES) if choices else []
     loaded, tokenizer = _loaded(model, device)
     _check(sets, stories, loaded, tokenizer)
+    if plan.ttft_tokens:
+        texts_of(sets[-1].items, tokenizer, plan.ttft_tokens, len(Prompts(tokenizer).begin()))
     settings = {
         "model": model, "device": device, "items": plan.items, "orders": plan.orders,
         "pieces": plan.pieces, "codecs": list(plan.codecs), "methods": list(plan.methods),

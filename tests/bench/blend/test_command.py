@@ -230,7 +230,7 @@ def test_files_may_follow_each_other() -> None:
 
 
 def test_too_long_a_question_or_one_without_options_is_refused_first(
-    bench: Run, tmp_path: Path
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = write_set(tmp_path / "one.jsonl", 1)
     long = tmp_path / "long.jsonl"
@@ -238,6 +238,9 @@ def test_too_long_a_question_or_one_without_options_is_refused_first(
     long.write_text(json.dumps({"question": "?", "answers": ["x"], "chunks": chunks}))
     with pytest.raises(UnsupportedError, match="this model reads 2,048"):
         bench(data=[one, long])
+    monkeypatch.setattr(command.Bench, "measure", None)
+    with pytest.raises(UnsupportedError, match="ttft-tokens: expected at least"):
+        bench(data=[one], ttft_tokens=100_000)
     stories = tmp_path / "stories.jsonl"
     stories.write_text(json.dumps({"context": "x", "questions": [{"question": "Why?"}]}))
     with pytest.raises(FormatError, match="options"):
