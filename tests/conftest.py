@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -50,6 +51,17 @@ LATENTS: dict[str, Any] = {
 def _no_faults_of_other_tests() -> None:
     """Faults are counted for a whole process, and a node's status tells them."""
     faults.clear()
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_they_were() -> Iterator[None]:
+    """`kdn node` takes the log for itself, and keeps what is logged from `caplog`."""
+    loggers = [logging.getLogger(name) for name in ("kdn", "aiohttp", "asyncio")]
+    before = [(one.handlers[:], one.propagate, one.level) for one in loggers]
+    yield
+    for one, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        one.handlers[:], one.propagate = handlers, propagate
+        one.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -58,6 +58,7 @@ from kdn.calibrate.corpus import (
     prompt_head,
     window_starts,
 )
+from kdn.defaults import ENGINE_QUALITY
 from kdn.errors import FormatError, ModelUnavailableError, UnsupportedError
 from kdn.session.quality import enough_kld
 
@@ -151,15 +152,15 @@ def run(
     console = Console(stderr=True)
     qualities = {"quality": quality, "stored_quality": stored_quality}
     own = {name: enough_kld(one) for name, one in qualities.items() if one is not None}
+    wanted = own.get("quality", enough_kld(ENGINE_QUALITY))
+    if own.get("stored_quality", 0.0) > wanted:
+        raise UnsupportedError(f"stored-quality: expected no coarser than --quality, {wanted:g}")
     chosen_links = options.words("links", links or ",".join(LINKS), tuple(LINKS))
     names = options.words("systems", systems or ",".join(SYSTEMS), SYSTEMS)
     chosen, notes = choose(names, _found(python), _found(lmcache_python or python), own)
     task, told = make_task(model, text, context, documents, answer, seed)
     rows = read_rows(add or [], told)
-    facts = hardware("cpu") | {
-        f"kdn {name.replace('_', ' ')}": f"{own[name]:g}" if name in own else "default"
-        for name in qualities
-    }
+    facts = hardware("cpu") | {f"kdn's {name}": f"{one:g}" for name, one in own.items()}
     with tempfile.TemporaryDirectory(prefix="kdn-bench-") as work:
         folder = keep or Path(work)
         for row in measure(task, chosen, chosen_links, folder.resolve(), console):

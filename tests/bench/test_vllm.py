@@ -106,6 +106,11 @@ def test_without_vllm_it_says_how_to_install_it() -> None:
         need_vllm("/no/such/python")
 
 
+def test_kdn_must_use_what_it_stores() -> None:
+    with pytest.raises(UnsupportedError, match=r"stored-quality: .* --quality, 0\.001"):
+        vllm.run(stored_quality=0.0035)
+
+
 def test_without_lmcache_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "need_vllm", lambda python: None)
     monkeypatch.setattr(vllm, "has_package", lambda python, name: False)

@@ -36,7 +36,7 @@ class Letters:
 
     def decode(self, ids: list[int]) -> str:
         """Drops the space before a word, as SentencePiece does."""
-        return "word" if ids[0] in WORDS else "."
+        return "word" if ids[0] in WORDS or ids[0] % 2 else "."
 
     def convert_ids_to_tokens(self, token: int) -> str:
         return "\u2581word" if token in WORDS else "word" if token % 2 else "."

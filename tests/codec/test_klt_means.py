@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from kdn.cache.keys import Chunk
 from kdn.cache.tensors import KVCache
 from kdn.calibrate import tables
 from kdn.codec.format import Bitstream
-from kdn.codec.klt import KltCodec, Profile
+from kdn.codec.klt import KltCodec, Profile, gpu_encoding
 from kdn.codec.klt.kinds import KIND_MEANS
 from kdn.codec.klt.means import in_rows
 from kdn.codec.klt.profile import MEAN_LANES, VERSION_OF_MEANS
@@ -167,6 +168,17 @@ def test_the_last_level_repairs_what_no_level_codes(tiny: Any, leading: int) -> 
     found = codec.decode(stream, chunk, levels=LEVELS)
     # Half of a step of 0.01, which a token's class may double; and rounding.
     assert float((found.values - cache.values).abs().max()) < 0.011
+
+
+@pytest.mark.parametrize(("beyond", "suits"), [(0, True), (8, False)])
+def test_a_gpu_leaves_such_profiles_encoding_to_the_cores(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, beyond: int, suits: bool
+) -> None:
+    monkeypatch.setattr(gpu_encoding, "find_spec", lambda _: True)
+    profile = make_profile(tiny.spec, means=True, beyond=beyond)
+    cache: Any = SimpleNamespace(keys=SimpleNamespace(is_cuda=True), dtype=torch.float32)
+    encoding = gpu_encoding.GpuEncoding(tiny.spec, profile)
+    assert encoding.suits(tiny.chunk(profile.profile_id, 48), cache) is suits
 
 
 def test_a_profile_tells_of_its_means(tiny: Any) -> None:

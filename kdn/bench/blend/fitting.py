@@ -36,7 +36,7 @@ def fitted_on(
     whole = {one.question: [*chain(*one.pieces)] for one in examples}
 
     def measured(pieces: Sequence[Sequence[int]], questions: Sequence[str], klds: Klds) -> None:
-        if [*chain(*pieces)] == whole[questions[0]]:
+        if [*chain(*pieces)] == whole.get(questions[0]):  # others are made up
             answers[questions[0]] = dict(zip(shares, klds[1:], strict=False))
 
     seams = fit_seams(

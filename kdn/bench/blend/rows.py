@@ -50,7 +50,7 @@ class BlendRow:
     kld: float
     """The same, mean over 16 tokens of the full reading's own greedy answer."""
     top1: float
-    """Share of answers whose first token is the full reading's."""
+    """How often the first token is the full reading's."""
     f1_full: float
     """Of the answer's words, against the full reading's answer."""
     f1_gold: float
