@@ -233,6 +233,33 @@ def test_finding_names_takes_of_the_deadline(
     with_node(tmp_path, test)
 
 
+def test_so_does_finding_one_name(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(node: Running) -> None:
+        async with client_at(node.url, tiny_model("llama")) as client:
+            await learn_all(client)
+            named, load, left = client.named, client.contexts.load, []
+
+            async def slowly(*given: Any) -> Any:
+                await asyncio.sleep(0.2)
+                return await named(*given)
+
+            async def loads(tokens: Any, chunks: Any, options: Any, stats: Any) -> Any:
+                left.append(options.deadline_s)
+                return await load(tokens, chunks, options, stats)
+
+            monkeypatch.setattr(client, "named", slowly)
+            monkeypatch.setattr(client.contexts, "load", loads)
+            for deadline_s in (60, 0.1, None):
+                given = {} if deadline_s is None else {"deadline_s": deadline_s}
+                await client.ask(NAMES[0], QUESTION, max_new_tokens=1, **given).read()
+            assert 0 < left[0] <= 59.8
+            assert left[1:] == [LEAST_S, None]
+
+    with_node(tmp_path, test)
+
+
 def test_the_model_reads_along_what_it_would_read(tiny_model: Any, tmp_path: Path) -> None:
     """All that it has read from the front is the full reading's, with the gap between pieces."""
     model = tiny_model("llama")
