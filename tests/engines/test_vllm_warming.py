@@ -72,11 +72,25 @@ def test_a_codec_that_decodes_elsewhere_is_left_alone() -> None:
     warm_up(codec)
 
 
-def test_what_does_not_work_does_not_stop_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_work_does_not_stop_the_engine(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     codec = Watched(breaks=True)
     warm_up_gpu(codec, memory(), torch.float32)
     assert "did not warm up" in caplog.text
     assert codec.decoded == []
+
+    class CompilationError(Exception):
+        """As Triton's own: no kind of RuntimeError."""
+
+    def decode_rows(*given: object) -> None:
+        raise CompilationError
+
+    caplog.clear()
+    codec = Watched()
+    monkeypatch.setattr(codec, "decode_rows", decode_rows)
+    warm_up_gpu(codec, memory(), torch.float32)
+    assert "CompilationError" in caplog.text
 
 
 def test_the_interpreter_is_shared_as_long_as_anybody_needs_it(
