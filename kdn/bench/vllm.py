@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -184,10 +183,7 @@ def _found(python: str) -> str:
 
 
 def choose(
-    names: Sequence[str],
-    python: str,
-    lmcache_python: str,
-    own: Mapping[str, float] = MappingProxyType({}),
+    names: Sequence[str], python: str, lmcache_python: str, own: Mapping[str, float]
 ) -> tuple[list[System], list[str]]:
     """The systems that can run, and why others cannot. `own`: more of the connector's settings."""
     need_vllm(python)

@@ -206,24 +206,30 @@ def test_a_place_that_says_nothing_costs_its_deadline(tiny_model: Any, tmp_path:
     with_node(tmp_path, test)
 
 
+def deadlines_left(monkeypatch: pytest.MonkeyPatch, finder: Any, loader: Any) -> list[float | None]:
+    """Makes finding names take 0.2 s. What is left at each load, to be filled."""
+    named, load, left = finder.named, loader.load, []
+
+    async def slowly(*given: Any) -> Any:
+        await asyncio.sleep(0.2)
+        return await named(*given)
+
+    async def loads(*given: Any) -> Any:
+        left.append(given[-2].deadline_s)  # options, and then stats
+        return await load(*given)
+
+    monkeypatch.setattr(finder, "named", slowly)
+    monkeypatch.setattr(loader, "load", loads)
+    return left
+
+
 def test_finding_names_takes_of_the_deadline(
     tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(node: Running) -> None:
         async with client_at(node.url, tiny_model("llama")) as client:
             await learn_all(client)
-            named, load, left = client.joins.named, client.joins.load, []
-
-            async def slowly(*given: Any) -> Any:
-                await asyncio.sleep(0.2)
-                return await named(*given)
-
-            async def loads(join: Any, options: Any, stats: Any) -> Any:
-                left.append(options.deadline_s)
-                return await load(join, options, stats)
-
-            monkeypatch.setattr(client.joins, "named", slowly)
-            monkeypatch.setattr(client.joins, "load", loads)
+            left = deadlines_left(monkeypatch, client.joins, client.joins)
             await client.join(NAMES, deadline_s=60)
             await client.ask(NAMES, QUESTION, max_new_tokens=1, deadline_s=0.1).read()
             await client.join(NAMES)
@@ -239,18 +245,7 @@ def test_so_does_finding_one_name(
     async def test(node: Running) -> None:
         async with client_at(node.url, tiny_model("llama")) as client:
             await learn_all(client)
-            named, load, left = client.named, client.contexts.load, []
-
-            async def slowly(*given: Any) -> Any:
-                await asyncio.sleep(0.2)
-                return await named(*given)
-
-            async def loads(tokens: Any, chunks: Any, options: Any, stats: Any) -> Any:
-                left.append(options.deadline_s)
-                return await load(tokens, chunks, options, stats)
-
-            monkeypatch.setattr(client, "named", slowly)
-            monkeypatch.setattr(client.contexts, "load", loads)
+            left = deadlines_left(monkeypatch, client, client.contexts)
             for deadline_s in (60, 0.1, None):
                 given = {} if deadline_s is None else {"deadline_s": deadline_s}
                 await client.ask(NAMES[0], QUESTION, max_new_tokens=1, **given).read()

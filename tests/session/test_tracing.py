@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,8 +142,8 @@ def test_the_nodes_log_and_the_request_log_know_the_id(tmp_path: Path) -> None:
         assert status == 404
 
     stream = io.StringIO()
-    with _logging(stream):
-        over_http(tmp_path, test)
+    log_to(stream, "info")
+    over_http(tmp_path, test)
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     asked = {(one["method"], one["path"]): one.get("request") for one in lines if "path" in one}
     assert asked["POST", "/v1/lookup"] == "r-2"
@@ -184,15 +182,3 @@ def test_strangers_leave_no_spans(tmp_path: Path) -> None:
     with recorded() as spans:
         with_node(tmp_path, test, tenant("a", "token"))
         assert not spans.spans
-
-
-@contextmanager
-def _logging(stream: io.StringIO) -> Iterator[None]:
-    handler = log_to(stream, "info")
-    try:
-        yield
-    finally:
-        for name in ("kdn", "aiohttp", "asyncio"):
-            logging.getLogger(name).removeHandler(handler)
-            logging.getLogger(name).propagate = True
-        logging.getLogger("kdn").setLevel(logging.NOTSET)
